@@ -1,0 +1,49 @@
+"""Run a plain PyTorch training loop on one device or many, without rewriting it.
+
+Names and submodules are imported when they are first used, so that `import accelerate` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "2.0.0"
+
+_NAMES = {
+    "Accelerator": "accelerate.accelerator",
+    "AutocastKwargs": "accelerate.config.handlers",
+    "DDPCommunicationHookType": "accelerate.config.enums",
+    "DataLoaderConfiguration": "accelerate.config.data",
+    "DistributedDataParallelKwargs": "accelerate.config.handlers",
+    "DistributedType": "accelerate.config.enums",
+    "GradScalerKwargs": "accelerate.config.handlers",
+    "InitProcessGroupKwargs": "accelerate.config.handlers",
+    "PartialState": "accelerate.state",
+    "ProfileKwargs": "accelerate.config.handlers",
+    "find_executable_batch_size": "accelerate.memory",
+    "is_rich_available": "accelerate.available",
+    "skip_first_batches": "accelerate.data_loader",
+    "synchronize_rng_states": "accelerate.random",
+}
+
+__all__ = sorted(_NAMES)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _NAMES:
+        value = getattr(importlib.import_module(_NAMES[name]), name)
+        globals()[name] = value
+        return value
+    module = f"{__name__}.{name}"
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        # Only the lack of this very module is an unknown name; a package that it needs is another matter.
+        if error.name != module:
+            raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_NAMES})

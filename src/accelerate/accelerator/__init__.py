@@ -1,0 +1,61 @@
+"""The Accelerator, by what a user is doing: set up (base), prepare, step, collect, save, report."""
+
+from accelerate.accelerator.collect import Collecting
+from accelerate.accelerator.prepare import Preparing
+from accelerate.accelerator.report import Reporting
+from accelerate.accelerator.save import Saving
+from accelerate.accelerator.step import Stepping
+from accelerate.constants import (
+    DTENSOR_PYTORCH_VERSION,
+    FSDP2_PYTORCH_VERSION,
+    FSDP_PYTORCH_VERSION,
+    MODEL_NAME,
+    PROFILE_PATTERN_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    SCALER_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    WEIGHTS_PATTERN_NAME,
+)
+
+__all__ = [
+    "DTENSOR_PYTORCH_VERSION",
+    "FSDP2_PYTORCH_VERSION",
+    "FSDP_PYTORCH_VERSION",
+    "MODEL_NAME",
+    "PROFILE_PATTERN_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME",
+    "SAFE_WEIGHTS_NAME",
+    "SAFE_WEIGHTS_PATTERN_NAME",
+    "SCALER_NAME",
+    "WEIGHTS_INDEX_NAME",
+    "WEIGHTS_NAME",
+    "WEIGHTS_PATTERN_NAME",
+    "Accelerator",
+]
+
+
+class Accelerator(Preparing, Stepping, Collecting, Saving, Reporting):
+    """Runs a plain PyTorch loop on whatever this process was started for.
+
+    Create one, pass models, optimizers, loaders and schedulers through `prepare`, call `backward(loss)` in place of
+    `loss.backward()`: the same script then runs on one CPU, one GPU, or many processes on many machines.
+
+    Args:
+        device_placement: put prepared objects, and every batch, on the device.
+        split_batches: deprecated place of `DataLoaderConfiguration(split_batches=...)`.
+        mixed_precision: "no", "fp16" or "bf16"; by default what the launcher was told.
+        gradient_accumulation_steps: how many micro-batches make one optimizer step (see `accumulate`).
+        cpu: use the CPU even where there is something better.
+        dataloader_config: how loaders are spread over processes.
+        rng_types: random states that follow rank 0 at the start of each epoch (default: the sampler's generator).
+        project_dir, project_config: where a run keeps its files.
+        gradient_accumulation_plugin: finer settings of accumulation.
+        step_scheduler_with_optimizer: step schedulers only when the optimizer stepped, once per process.
+        kwargs_handlers: arguments for DDP, the process group, autocast, the gradient scaler and the profiler.
+        dynamo_backend, dynamo_plugin: compile models with `torch.compile`.
+        deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config,
+            log_with: engines and trackers that are not part of this version; giving one is an error.
+    """

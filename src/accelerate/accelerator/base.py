@@ -1,0 +1,267 @@
+"""What an Accelerator is made of: its settings, its parts, and the objects it has prepared."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from accelerate import precision, strategies
+from accelerate.accumulation import Accumulation, ItemWindow
+from accelerate.config.accumulation import GradientAccumulationPlugin
+from accelerate.config.data import DataLoaderConfiguration
+from accelerate.config.dynamo import TorchDynamoPlugin
+from accelerate.config.enums import DistributedType, DynamoBackend
+from accelerate.config.handlers import (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    KwargsHandler,
+    ProfileKwargs,
+)
+from accelerate.config.project import ProjectConfiguration
+from accelerate.errors import NotYetSupported
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.state.processes import ProcessControl
+
+_NOT_GIVEN: Any = object()
+
+# Which attribute holds the handler of each kind.
+_HANDLERS: dict[type[KwargsHandler], str] = {
+    DistributedDataParallelKwargs: "ddp_handler",
+    GradScalerKwargs: "scaler_handler",
+    InitProcessGroupKwargs: "init_handler",
+    AutocastKwargs: "autocast_handler",
+    ProfileKwargs: "profile_handler",
+}
+
+
+class AcceleratorBase(ProcessControl):
+    """Settings and parts. The methods of the Accelerator are in the files beside this one, by what a user is doing."""
+
+    ddp_handler: DistributedDataParallelKwargs | None
+    scaler_handler: GradScalerKwargs | None
+    init_handler: InitProcessGroupKwargs | None
+    autocast_handler: AutocastKwargs | None
+    profile_handler: ProfileKwargs | None
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = _NOT_GIVEN,
+        mixed_precision: str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: list[Any] | None = None,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: list[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        if log_with is not None:
+            raise NotYetSupported("Tracking (the argument `log_with`)", "log with the tracker's own library.")
+        self.trackers: list[Any] = []
+        self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
+        if project_dir is not None and self.project_dir is None:
+            self.project_configuration.set_directories(project_dir)
+        self._take_handlers(kwargs_handlers or [])
+        if dynamo_plugin is not None and dynamo_backend is not None:
+            raise ValueError("Pass either `dynamo_plugin` or `dynamo_backend`, not both.")
+        self.state = AcceleratorState(
+            mixed_precision=mixed_precision,
+            cpu=cpu,
+            dynamo_plugin=dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend),
+            deepspeed_plugin=deepspeed_plugin or deepspeed_plugins,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+            _from_accelerator=True,
+            **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
+        )
+        self.device_placement = device_placement
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+        if split_batches is not _NOT_GIVEN:
+            self.dataloader_config.split_batches = split_batches
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+        self.rng_types: list[Any] = ["generator"] if rng_types is None else rng_types
+
+        self._precision = precision.create(
+            self.state.mixed_precision, self.state.device_kind, self.autocast_handler, self.scaler_handler
+        )
+        self.native_amp = self._precision.casts
+        self.scaler: torch.amp.GradScaler | None = self._precision.scaler
+        self._strategy = strategies.create(self.state, self.ddp_handler)
+
+        plugin = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
+        self.gradient_state = GradientState.owned_by(self, plugin)
+        self._accumulation = Accumulation(self.gradient_state, self._strategy)
+        self._window = ItemWindow()
+
+        self._models: list[torch.nn.Module] = []
+        self._optimizers: list[AcceleratedOptimizer] = []
+        self._schedulers: list[AcceleratedScheduler] = []
+        self._dataloaders: list[Any] = []
+        self._joining = False
+        self.flag_tensor: torch.Tensor | None = None
+
+    def _take_handlers(self, handlers: list[KwargsHandler]) -> None:
+        for attribute in _HANDLERS.values():
+            setattr(self, attribute, None)
+        for handler in handlers:
+            attribute = _HANDLERS.get(type(handler))  # type: ignore[assignment]
+            if attribute is None:
+                known = ", ".join(kind.__name__ for kind in _HANDLERS)
+                raise ValueError(f"kwargs_handlers cannot contain a {type(handler).__name__}: pass any of {known}.")
+            if getattr(self, attribute) is not None:
+                raise ValueError(f"kwargs_handlers contains two {type(handler).__name__}: pass one.")
+            setattr(self, attribute, handler)
+
+    # --- the state of the process -------------------------------------------------------------------------------
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """What kind of set-up the processes form."""
+        return self.state.distributed_type
+
+    @property
+    def num_processes(self) -> int:  # type: ignore[override]
+        """How many processes there are."""
+        return self.state.num_processes
+
+    @property
+    def process_index(self) -> int:  # type: ignore[override]
+        """Which of all processes this one is."""
+        return self.state.process_index
+
+    @property
+    def local_process_index(self) -> int:  # type: ignore[override]
+        """Which of the processes of its machine this one is."""
+        return self.state.local_process_index
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+        return self.state.device
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether several processes are at work."""
+        return self.state.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes are at work, each on a device of its own other than the CPU."""
+        return self.use_distributed and self.device.type != "cpu"
+
+    @property
+    def mixed_precision(self) -> str:
+        """How numbers are cast: "no", "fp16" or "bf16"."""
+        return self.state.mixed_precision
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: DeepSpeed is not the engine."""
+        return None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP version 2 is the engine."""
+        return self.state.is_fsdp2
+
+    # --- settings, read where they are used ---------------------------------------------------------------------
+
+    @property
+    def split_batches(self) -> bool:
+        return self.dataloader_config.split_batches
+
+    @property
+    def dispatch_batches(self) -> bool | None:
+        return self.dataloader_config.dispatch_batches
+
+    @property
+    def even_batches(self) -> bool:
+        return self.dataloader_config.even_batches
+
+    @even_batches.setter
+    def even_batches(self, value: bool) -> None:
+        self.dataloader_config.even_batches = value
+
+    @property
+    def use_seedable_sampler(self) -> bool:
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        return self.dataloader_config.non_blocking
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
+    def project_dir(self) -> Any:
+        return self.project_configuration.project_dir
+
+    @property
+    def logging_dir(self) -> Any:
+        return self.project_configuration.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """How many checkpoints have been saved under automatic naming."""
+        return self.project_configuration.iteration
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process takes part in saving the model."""
+        return True
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """How many micro-batches make one optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        self.gradient_state.plugin_kwargs["num_steps"] = steps
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether gradients are synchronised at the micro-batch at hand, and the optimizer steps."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync: bool) -> None:
+        self.gradient_state._set_sync_gradients(sync)
+
+
+def _accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:
+    if plugin is not None:
+        if steps != 1:
+            raise ValueError("Pass either `gradient_accumulation_steps` or a GradientAccumulationPlugin, not both.")
+        return plugin
+    # The variable comes from the launcher, where a person has asked for it: it wins over the script.
+    text = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(steps))
+    try:
+        steps = int(text)
+    except ValueError:
+        raise ValueError(f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {text!r}: give a whole number.") from None
+    if steps < 1:
+        raise ValueError(f"gradient_accumulation_steps is {steps}: it must be at least 1.")
+    return GradientAccumulationPlugin(num_steps=steps)

@@ -1,0 +1,114 @@
+"""Collecting: values from all processes, in and out of evaluation loops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from accelerate.accelerator.base import AcceleratorBase
+from accelerate.comm import ops
+from accelerate.comm.tree import honor_type, recursively_apply
+
+
+class Collecting(AcceleratorBase):
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate the tensors of nested data over all processes along the first dimension.
+
+        Lengths may differ between processes; values without a dimension come back as one row per process.
+        """
+        return ops.gather(tensor)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """`gather` for evaluation loops: exactly one value per sample, without the repeats that fill the last batch.
+
+        Tensors (and lists of other objects) that hold one entry per sample of the batch at hand lose the repeats;
+        a value without a dimension comes back from every process. use_gather_object: gather lists of picklable
+        objects, whatever they hold.
+        """
+        if self.num_processes == 1:
+            return input_data
+        loader = self.gradient_state.active_dataloader
+        real = None if loader is None else loader.real_samples
+        if use_gather_object:
+            return ops.gather_object(input_data if real is None else input_data[: _kept(len(input_data), loader)])
+        if real is not None:
+            input_data = _without_repeats(input_data, loader)
+        if isinstance(input_data, torch.Tensor):
+            return ops.gather(input_data)
+        if _only_tensors(input_data):
+            return ops.gather(input_data)
+        return _gather_mixed(input_data)
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum ("sum") or mean ("mean") over all processes of each tensor of nested data."""
+        return ops.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(
+        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Any:
+        """Pad tensors along `dim` to the largest size over all processes, so that they can be gathered."""
+        return ops.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+
+    def set_trigger(self) -> None:
+        """Raise a flag that `check_trigger` sees on every process."""
+        self.flag_tensor = torch.tensor(1, device=self.device)
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called `set_trigger` since the last check. To be called by all of them."""
+        flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
+        raised = bool(self._communicator.all_reduce(flag.clone(), "max").item())
+        if raised:
+            self.flag_tensor = None
+        return raised
+
+
+def _kept(length: int, loader: Any) -> int:
+    """How many of `length` entries belong to samples that are no repeats.
+
+    An entry per sample, or a fixed number of them; anything else has nothing to do with samples and is kept whole.
+    """
+    size = loader.batch_samples
+    if size and length and length % size == 0:
+        return int(loader.real_samples * (length // size))
+    return length
+
+
+def _without_repeats(data: Any, loader: Any) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data if data.ndim == 0 else data[: _kept(len(data), loader)]
+    if isinstance(data, (list, tuple)) and data and not _holds_tensors(data):
+        return data[: _kept(len(data), loader)]
+    if isinstance(data, (list, tuple)):
+        return honor_type(data, (_without_repeats(item, loader) for item in data))
+    if isinstance(data, Mapping):
+        return type(data)({key: _without_repeats(value, loader) for key, value in data.items()})  # type: ignore[call-arg]
+    return recursively_apply(_without_repeats, data, loader)
+
+
+def _holds_tensors(data: Any) -> bool:
+    found: list[Any] = []
+    recursively_apply(found.append, data)
+    return bool(found)
+
+
+def _only_tensors(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _gather_mixed(data: Any) -> Any:
+    """Tensors as tensors, lists of other objects as one long list, single objects as one per process."""
+    if isinstance(data, torch.Tensor):
+        return ops.gather(data)
+    if isinstance(data, Mapping):
+        return type(data)({key: _gather_mixed(value) for key, value in data.items()})  # type: ignore[call-arg]
+    if isinstance(data, (list, tuple)):
+        if _holds_tensors(data):
+            return honor_type(data, (_gather_mixed(item) for item in data))
+        return ops.gather_object(data)
+    return ops.gather_object([data])

@@ -1,0 +1,231 @@
+"""Preparing: from the objects of a plain script to those of this process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accelerate.accelerator.base import AcceleratorBase
+from accelerate.accelerator.uneven import UnevenEnd
+from accelerate.compilation import compile_regions, has_compiled_regions, is_compiled_module
+from accelerate.config.enums import DynamoBackend
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader, skip_first_batches
+from accelerate.memory import release_memory
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler, horizon
+
+
+class Preparing(AcceleratorBase):
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
+        """Make models, optimizers, loaders and schedulers ready for this process; in any order and number.
+
+        Anything else (None included) comes back as it is. device_placement: for each object, whether to put it on the
+        device; None leaves the choice to the Accelerator. Returns the objects in the order they came in.
+        """
+        if device_placement is None:
+            device_placement = [None] * len(args)
+        elif len(device_placement) != len(args):
+            raise ValueError(
+                f"device_placement has {len(device_placement)} entries for {len(args)} objects: give one for each."
+            )
+        prepared = [self._prepare_one(item, placement) for item, placement in zip(args, device_placement)]
+        # Schedulers last: they follow the optimizers, wherever these stood.
+        prepared = [self.prepare_scheduler(item) if _is_scheduler(item) else item for item in prepared]
+        return prepared[0] if len(prepared) == 1 else tuple(prepared)
+
+    def _prepare_one(self, item: Any, device_placement: bool | None) -> Any:
+        if isinstance(item, DataLoader):
+            return self.prepare_data_loader(item, device_placement=device_placement)
+        if isinstance(item, torch.nn.Module):
+            return self.prepare_model(item, device_placement=device_placement)
+        if isinstance(item, torch.optim.Optimizer):
+            return self.prepare_optimizer(item, device_placement=device_placement)
+        return item
+
+    def prepare_model(
+        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> torch.nn.Module:
+        """Put a model on the device, in its precision, into the engine's wrapper.
+
+        evaluation_mode: leave the wrapper out, for a model that is never trained.
+        """
+        if _is_prepared(model):
+            if model not in self._models:
+                self._models.append(model)
+            return model
+        if device_placement is None:
+            device_placement = self.device_placement
+        spread = self.verify_device_map(model)
+        if spread and self.num_processes > 1 and not evaluation_mode:
+            raise ValueError(
+                "This model is spread over several devices (`device_map`), so it cannot also be trained on "
+                f"{self.num_processes} processes: load it without `device_map`, or start one process."
+            )
+        placed = device_placement and not spread and not _is_quantized(model)
+        if placed:
+            model = model.to(self.device)
+        if self.native_amp and self._precision.casts:
+            model = self._precision.wrap_forward(model)
+        if not evaluation_mode:
+            model = self._strategy.wrap(model, placed=placed)
+        model = self._compile(model)
+        _mark(model)
+        self._models.append(model)
+        return model
+
+    def _compile(self, model: torch.nn.Module) -> torch.nn.Module:
+        plugin = self.state.dynamo_plugin
+        if plugin is None or plugin.backend == DynamoBackend.NO or is_compiled_module(model):
+            return model
+        if has_compiled_regions(model):
+            return model
+        compile_whole: Callable[..., Any] = torch.compile
+        return (compile_regions if plugin.use_regional_compilation else compile_whole)(model, **plugin.to_kwargs())
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> AcceleratedOptimizer:
+        """Wrap an optimizer so that it follows gradient accumulation and the gradient scaler."""
+        if isinstance(optimizer, AcceleratedOptimizer):
+            if optimizer not in self._optimizers:
+                self._optimizers.append(optimizer)
+            return optimizer
+        if device_placement is None:
+            device_placement = self.device_placement
+        prepared = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=self.scaler)
+        prepared.gradient_state = self.gradient_state
+        prepared.on_sync = self._window.begin
+        prepared._prepared_parameters = self._prepared_parameters
+        if self._precision.scaler is not None:
+            self._precision.scaler.optimizers += 1
+        _mark(prepared)
+        self._optimizers.append(prepared)
+        return prepared
+
+    def _prepared_parameters(self) -> set[int]:
+        """The identities of all parameters of prepared models, or nothing where it makes no difference."""
+        if not self._models and self.num_processes == 1:
+            return set()
+        return {id(parameter) for model in self._models for parameter in model.parameters()} or {0}
+
+    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
+        """Wrap a scheduler so that it steps when its optimizer does, once for each process."""
+        if isinstance(scheduler, AcceleratedScheduler):
+            if scheduler not in self._schedulers:
+                self._schedulers.append(scheduler)
+            return scheduler
+        wrapped = getattr(scheduler, "optimizer", None)
+        own = [optimizer for optimizer in self._optimizers if wrapped in (optimizer, optimizer.optimizer)]
+        prepared = AcceleratedScheduler(
+            scheduler,
+            own or self._optimizers,
+            step_with_optimizer=self.step_scheduler_with_optimizer,
+            split_batches=self.split_batches,
+        )
+        prepared.gradient_state = self.gradient_state
+        self._check_horizon(scheduler)
+        _mark(prepared)
+        self._schedulers.append(prepared)
+        return prepared
+
+    def _check_horizon(self, scheduler: Any) -> None:
+        """A schedule for whole epochs of a sharded loader, but not of the loader itself, was divided already."""
+        steps = horizon(scheduler)
+        if not steps or self.num_processes == 1 or self.split_batches or not self.step_scheduler_with_optimizer:
+            return
+        for loader in self._dataloaders:
+            shard = getattr(loader, "batch_sampler", None)
+            if not isinstance(shard, BatchSamplerShard) or not len(shard):
+                continue
+            if steps % len(shard) == 0 and steps % shard.total_length != 0:
+                warnings.warn(
+                    f"This scheduler is laid out for {steps} steps, which is {steps // len(shard)} times the length of "
+                    f"the prepared loader ({len(shard)}): a prepared scheduler moves {self.num_processes} steps (one "
+                    f"per process) each time and will be through after {steps // self.num_processes} optimizer steps; "
+                    "compute its length from the loader as it was before `prepare`, or do not prepare the scheduler.",
+                    stacklevel=4,
+                )
+                return
+
+    def prepare_data_loader(
+        self,
+        data_loader: DataLoader[Any],
+        device_placement: bool | None = None,
+        slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Give each process its share of a loader's data, on its device.
+
+        slice_fn_for_dispatch: how to cut a batch that rank 0 hands out, in place of slicing every tensor.
+        """
+        config = self.dataloader_config
+        prepared = prepare_data_loader(
+            data_loader,
+            self.device,
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            split_batches=config.split_batches,
+            put_on_device=self.device_placement if device_placement is None else device_placement,
+            rng_types=list(self.rng_types),
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=slice_fn_for_dispatch,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+        )
+        prepared.gradient_state = self.gradient_state
+        if isinstance(prepared, DataLoaderShard) and self.num_processes > 1 and not config.even_batches:
+            prepared.on_uneven_end = UnevenEnd(self)
+        _mark(prepared)
+        if not any(prepared is loader for loader in self._dataloaders):
+            self._dataloaders.append(prepared)
+        return prepared
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """A loader for this epoch only, which starts after the first `num_batches` batches."""
+        return skip_first_batches(dataloader, num_batches=num_batches)
+
+    def verify_device_map(self, model: torch.nn.Module) -> bool:
+        """Whether a model was spread over several devices by a device map."""
+        return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
+
+    def free_memory(self, *objects: Any) -> list[None]:
+        """Let go of everything that was prepared, and empty the device's cache.
+
+        objects: variables to release too: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+        """
+        self._schedulers.clear()
+        self._optimizers.clear()
+        self._models.clear()
+        self._dataloaders.clear()
+        self._accumulation.reset()
+        if self._precision.scaler is not None:
+            self._precision.scaler.optimizers = 0
+        return release_memory(*objects)
+
+    def clear(self, *objects: Any) -> list[None]:
+        """The same as `free_memory`."""
+        return self.free_memory(*objects)
+
+
+def _is_scheduler(item: Any) -> bool:
+    return isinstance(item, (LRScheduler, AcceleratedScheduler))
+
+
+def _is_prepared(item: Any) -> bool:
+    return bool(getattr(item, "_is_accelerate_prepared", False))
+
+
+def _mark(item: Any) -> None:
+    item._is_accelerate_prepared = True
+
+
+def _is_quantized(model: torch.nn.Module) -> bool:
+    """bitsandbytes models lie where they were loaded, and refuse to be moved."""
+    return bool(getattr(model, "is_loaded_in_8bit", False) or getattr(model, "is_loaded_in_4bit", False))

@@ -1,0 +1,163 @@
+"""Stepping: backward, accumulation, clipping and precision, once per batch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.join import Join
+
+from accelerate.accelerator.base import AcceleratorBase
+from accelerate.accumulation import Accumulating
+from accelerate.available import is_lomo_available
+from accelerate.config.handlers import AutocastKwargs
+from accelerate.data_loader import BatchSamplerShard
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.strategies.ddp import sync_in_backward
+
+
+class Stepping(AcceleratorBase):
+    def backward(self, loss: torch.Tensor, *, num_items: int | float | torch.Tensor | None = None, **kwargs: Any) -> None:
+        """`loss.backward()`, divided by the accumulation steps and scaled as the precision asks for.
+
+        num_items: say that `loss` is a sum over that many items (tokens, samples). The gradients then become those of
+        the mean over all items of all micro-batches of the window and of all processes, however they are spread.
+        kwargs: passed on to `Tensor.backward`.
+        """
+        state = self.gradient_state
+        state.backwards += 1
+        if num_items is not None:
+            self._window.add(num_items)
+            loss = loss * self._window.factor
+        else:
+            steps = state.num_steps
+            if steps != 1:
+                loss = loss / steps
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward(**kwargs)
+        if num_items is not None and state.sync_gradients:
+            self._close_window()
+
+    def _close_window(self) -> None:
+        if self._window.is_open:
+            self._window.close(p.grad for model in self._models for p in model.parameters() if p.grad is not None)
+
+    def accumulate(self, *models: Any) -> AbstractContextManager[None]:
+        """Around one micro-batch: gradients are synchronised, and the optimizer steps, only at the end of a window.
+
+        models: the models trained in the block; each set of models has a window of its own.
+        """
+        return Accumulating(self._accumulation, models)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
+        """Keep the gradients of the backwards inside the block to this process."""
+        with self._strategy.no_sync(model):
+            yield
+
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
+        """Synchronise gradients in the next backward, although the forward ran under `no_sync`."""
+        with sync_in_backward(model):
+            yield
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
+        """Train on loaders of different lengths: a process that is through answers the others' collectives.
+
+        joinables: the prepared models (and other `torch.distributed.algorithms.Joinable` objects).
+        even_batches: replaces the setting of all prepared loaders inside the block.
+        """
+        if self.num_processes == 1:
+            yield
+            return
+        shards = [loader.batch_sampler for loader in self._dataloaders]
+        changed = [shard for shard in shards if isinstance(shard, BatchSamplerShard)] if even_batches is not None else []
+        before = [shard.even_batches for shard in changed]
+        for shard in changed:
+            shard.even_batches = bool(even_batches)
+        self._joining = True
+        try:
+            with Join(joinables, enable=True, throw_on_early_termination=False):
+                yield
+        finally:
+            self._joining = False
+            for shard, value in zip(changed, before):
+                shard.even_batches = value
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        """Compute in the mixed precision of this Accelerator inside the block; the model does so by itself."""
+        if not self.native_amp:
+            return nullcontext()
+        return self._precision.autocast(autocast_handler or self.autocast_handler)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Undo the scaling of fp16 on the gradients of one, several or (by default) all optimizers."""
+        if self.scaler is None:
+            return
+        optimizers = self._optimizers if optimizer is None else optimizer
+        if not isinstance(optimizers, (list, tuple)):
+            optimizers = [optimizers]
+        for each in optimizers:
+            while isinstance(each, AcceleratedOptimizer):
+                each = each.optimizer
+            if any(p.grad is not None for group in each.param_groups for p in group["params"]):
+                _unscale_once(self.scaler, each)
+
+    def _unscale_owners(self, parameters: list[torch.Tensor]) -> None:
+        """Unscale the gradients that are about to be clipped, and no others."""
+        clipped = {id(parameter) for parameter in parameters}
+        self.unscale_gradients(
+            [
+                optimizer
+                for optimizer in self._optimizers
+                if any(id(p) in clipped for group in optimizer.param_groups for p in group["params"])
+            ]
+        )
+
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
+        """Scale gradients down to a total norm of at most `max_norm`; returns the norm they had.
+
+        Call it when `accelerator.sync_gradients`: before that, gradients are incomplete.
+        """
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self.scaler is not None:
+            self._unscale_owners(listed)
+        return self._strategy.clip_grad_norm_(listed, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
+        """Cut every gradient to between `-clip_value` and `clip_value`."""
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        if self.scaler is not None:
+            self._unscale_owners(listed)
+        torch.nn.utils.clip_grad_value_(listed, clip_value)
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether the last step of any optimizer was skipped because of infinite gradients (fp16)."""
+        return any(optimizer.step_was_skipped for optimizer in self._optimizers)
+
+    def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
+        """The backward of LOMO optimizers, which update the parameters during it."""
+        if not is_lomo_available():
+            raise ImportError("lomo_backward needs the LOMO optimizers: pip install lomo-optim")
+        if learning_rate is None:
+            raise ValueError("lomo_backward updates the parameters itself: pass the learning rate.")
+        from lomo_optim import AdaLomo, Lomo
+
+        for optimizer in self._optimizers:
+            if isinstance(optimizer.optimizer, (Lomo, AdaLomo)):
+                optimizer.optimizer.fused_backward(loss, learning_rate)
+
+
+def _unscale_once(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    """torch raises when gradients are unscaled twice between steps; clipping twice is a fair thing to do."""
+    if scaler._per_optimizer_states[id(optimizer)]["stage"].value == 0:
+        scaler.unscale_(optimizer)

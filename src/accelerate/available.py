@@ -1,0 +1,328 @@
+"""What this machine has: packages, devices, number formats. Each answer is looked up once.
+
+Nothing is imported to find out about a package; torch is imported only by the probes that ask it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from accelerate.config.environment import parse_flag_from_env, patch_environment
+from accelerate.versions import compare_versions, is_torch_version
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+USE_TORCH_XLA = parse_flag_from_env("USE_TORCH_XLA", default=True)
+
+
+@functools.cache
+def has_package(name: str) -> bool:
+    """Says whether a package can be imported; a mere folder of that name, as `wandb/` with logs, is none."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ModuleNotFoundError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def _package(name: str) -> Callable[[], bool]:
+    def available() -> bool:
+        return has_package(name)
+
+    available.__doc__ = f"Says whether `{name}` is installed."
+    return available
+
+
+is_amdsmi_available = _package("amdsmi")
+is_boto3_available = _package("boto3")
+is_clearml_available = _package("clearml")
+is_comet_ml_available = _package("comet_ml")
+is_datasets_available = _package("datasets")
+is_deepspeed_available = _package("deepspeed")
+is_dvclive_available = _package("dvclive")
+is_import_timer_available = _package("import_timer")
+is_lomo_available = _package("lomo_optim")
+is_matplotlib_available = _package("matplotlib")
+is_mlflow_available = _package("mlflow")
+is_msamp_available = _package("msamp")
+is_pandas_available = _package("pandas")
+is_peft_available = _package("peft")
+is_pynvml_available = _package("pynvml")
+is_pytest_available = _package("pytest")
+is_sagemaker_available = _package("sagemaker")
+is_schedulefree_available = _package("schedulefree")
+is_swanlab_available = _package("swanlab")
+is_timm_available = _package("timm")
+is_torchdata_available = _package("torchdata")
+is_torchvision_available = _package("torchvision")
+is_tqdm_available = _package("tqdm")
+is_trackio_available = _package("trackio")
+is_transformer_engine_available = _package("transformer_engine")
+is_transformers_available = _package("transformers")
+is_triton_available = _package("triton")
+is_wandb_available = _package("wandb")
+
+
+def is_tensorboard_available() -> bool:
+    """Says whether `tensorboard` or `tensorboardX` is installed."""
+    return has_package("tensorboard") or has_package("tensorboardX")
+
+
+def is_rich_available() -> bool:
+    """Says whether `rich` is installed and its use was asked for with `ACCELERATE_ENABLE_RICH`."""
+    return has_package("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH")
+
+
+def is_megatron_lm_available() -> bool:
+    """Says whether Megatron-LM is installed and its use was asked for with `ACCELERATE_USE_MEGATRON_LM`."""
+    return parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM") and has_package("megatron.training")
+
+
+@functools.cache
+def _has_version(name: str, operation: str, version: str) -> bool:
+    try:
+        return has_package(name) and compare_versions(name, operation, version)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+
+
+def is_aim_available() -> bool:
+    """Says whether an `aim` below version 4 is installed."""
+    return _has_version("aim", "<", "4.0.0")
+
+
+def is_numpy_available(min_version: str = "1.25.0") -> bool:
+    """Says whether `numpy` of at least that version is installed."""
+    return _has_version("numpy", ">=", min_version)
+
+
+def is_torchao_available() -> bool:
+    """Says whether a `torchao` of at least 0.6.1 is installed."""
+    return _has_version("torchao", ">=", "0.6.1")
+
+
+def is_torchdata_stateful_dataloader_available() -> bool:
+    """Says whether `torchdata` is installed and new enough for its StatefulDataLoader."""
+    return _has_version("torchdata", ">=", "0.8.0")
+
+
+def is_bnb_available(min_version: str | None = None) -> bool:
+    """Says whether `bitsandbytes` (of at least that version) is installed."""
+    if min_version is None:
+        return has_package("bitsandbytes")
+    return _has_version("bitsandbytes", ">=", min_version)
+
+
+def is_8bit_bnb_available() -> bool:
+    """Says whether `bitsandbytes` with 8-bit layers is installed."""
+    return is_bnb_available(min_version="0.37.2")
+
+
+def is_4bit_bnb_available() -> bool:
+    """Says whether `bitsandbytes` with 4-bit layers is installed."""
+    return is_bnb_available(min_version="0.39.0")
+
+
+@functools.cache
+def is_bitsandbytes_multi_backend_available() -> bool:
+    """Says whether `bitsandbytes` runs on more than NVIDIA GPUs."""
+    if not is_bnb_available():
+        return False
+    return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", set())
+
+
+# What torch itself says.
+
+
+def is_torch_distributed_available() -> bool:
+    """Says whether torch was built with `torch.distributed`."""
+    import torch
+
+    return torch.distributed.is_available()
+
+
+def is_pippy_available() -> bool:
+    """Says whether torch has pipeline parallelism."""
+    return is_torch_version(">=", "2.4.0")
+
+
+def is_weights_only_available() -> bool:
+    """Says whether `torch.load(weights_only=True)` takes a list of allowed classes."""
+    return is_torch_version(">=", "2.4.0")
+
+
+@functools.cache
+def is_xccl_available() -> bool:
+    """Says whether torch can talk between Intel GPUs by itself."""
+    import torch
+
+    probe = getattr(torch.distributed, "is_xccl_available", None)
+    return probe is not None and bool(probe())
+
+
+@functools.cache
+def is_cuda_available() -> bool:
+    """Says whether there is a GPU for `torch.cuda`, without starting CUDA, so that fork still works."""
+    import torch
+
+    with patch_environment(pytorch_nvml_based_cuda_check="1"):
+        return torch.cuda.is_available()
+
+
+def is_rocm_available() -> bool:
+    """Says whether that GPU is one of AMD."""
+    import torch
+
+    return is_cuda_available() and torch.version.hip is not None
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Says whether there is an Apple GPU and torch is new enough to use it."""
+    import torch
+
+    return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
+
+
+def _device(name: str, package: str | None) -> Callable[..., bool]:
+    @functools.cache
+    def available(check_device: bool = False) -> bool:
+        if package is not None:
+            if not has_package(package):
+                return False
+            importlib.import_module(package)
+        import torch
+
+        module = getattr(torch, name, None)
+        if module is None:
+            return False
+        if not check_device:
+            return bool(module.is_available())
+        try:
+            return module.device_count() > 0 and bool(module.is_available())
+        except RuntimeError:
+            return False
+
+    available.__wrapped__.__doc__ = f"Says whether there is a device for `torch.{name}`."
+    return available
+
+
+is_mlu_available = _device("mlu", "torch_mlu")
+is_musa_available = _device("musa", "torch_musa")
+is_neuron_available = _device("neuron", "torch_neuronx")
+is_npu_available = _device("npu", "torch_npu")
+is_sdaa_available = _device("sdaa", "torch_sdaa")
+is_xpu_available = _device("xpu", None)
+
+
+@functools.cache
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Says whether there is an Intel Gaudi; with `init_hccl`, also loads what its processes talk through."""
+    if not has_package("habana_frameworks.torch"):
+        return False
+    importlib.import_module("habana_frameworks.torch")
+    if init_hccl:
+        importlib.import_module("habana_frameworks.torch.distributed.hccl")
+    import torch
+
+    return hasattr(torch, "hpu") and bool(torch.hpu.is_available())
+
+
+def is_habana_gaudi1() -> bool:
+    """Says whether that Gaudi is of the first generation, which has no fp16."""
+    if not is_hpu_available():
+        return False
+    experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
+    return bool(experimental._get_device_type() == experimental.synDeviceType.synDeviceGaudi)
+
+
+@functools.cache
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Says whether `torch_xla` is installed (and runs on a TPU, or on a GPU)."""
+    if check_is_tpu and check_is_gpu:
+        raise AssertionError(
+            "Ask for a TPU (`check_is_tpu`) or for a GPU (`check_is_gpu`), not for both at once."
+        )
+    if not USE_TORCH_XLA or not has_package("torch_xla"):
+        return False
+    if not check_is_tpu and not check_is_gpu:
+        return True
+    kind = importlib.import_module("torch_xla.runtime").device_type()
+    return kind == "TPU" if check_is_tpu else kind in ("GPU", "CUDA")
+
+
+# Number formats.
+
+
+def is_bf16_available(ignore_tpu: bool = False) -> bool:
+    """Says whether the device of this machine computes in bf16."""
+    import torch
+
+    if is_torch_xla_available(check_is_tpu=True):
+        return not ignore_tpu
+    for name, available in (
+        ("cuda", is_cuda_available),
+        ("mlu", is_mlu_available),
+        ("xpu", is_xpu_available),
+    ):
+        if available():
+            return bool(getattr(torch, name).is_bf16_supported())
+    if is_mps_available():
+        return torch.backends.mps.is_macos_or_newer(14, 0)
+    return True
+
+
+def is_fp16_available() -> bool:
+    """Says whether the device of this machine computes in fp16."""
+    return not is_habana_gaudi1()
+
+
+def is_fp8_available() -> bool:
+    """Says whether a package that computes in fp8 is installed."""
+    return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
+
+
+@functools.cache
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Says whether the GPU computes in the block-scaled fp8 of Transformer Engine."""
+    if not is_transformer_engine_available():
+        return False
+    return bool(importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
+
+
+# Guards for functions.
+
+
+def deepspeed_required(func: F) -> F:
+    """Lets a function be called only while the `Accelerator` runs on DeepSpeed."""
+
+    @functools.wraps(func)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        # Asked of what is already imported: without that module there is no Accelerator to be wrong.
+        state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+        if state is not None and state._shared_state and state().distributed_type != "DEEPSPEED":
+            label = state().distributed_type.value
+            raise ValueError(
+                f"`{func.__name__}` needs DeepSpeed, but the Accelerator runs as {label}; "
+                "give it a `deepspeed_plugin` or launch with `--use_deepspeed`."
+            )
+        return func(*args, **kwargs)
+
+    return guarded  # type: ignore[return-value]
+
+
+def torchao_required(func: F) -> F:
+    """Lets a function be called only when `torchao` is installed."""
+
+    @functools.wraps(func)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if not is_torchao_available():
+            raise ImportError(f"`{func.__name__}` needs torchao 0.6.1 or newer: `pip install torchao`.")
+        return func(*args, **kwargs)
+
+    return guarded  # type: ignore[return-value]

@@ -1,0 +1,70 @@
+"""How processes talk. The base class is the plain case: one process, nobody to talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Communicator:
+    """Collectives on tensors and objects; nesting is dealt with in `comm.tree` and `comm.ops`."""
+
+    rank: int = 0
+    size: int = 1
+
+    def verify(self, operation: str, data: Any) -> None:
+        """Called before each collective on nested data; the checking communicator compares the ranks here."""
+
+    def barrier(self) -> None:
+        """Return when every process has called it."""
+
+    def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """For each tensor, those of all ranks concatenated along the first dimension.
+
+        First dimensions may differ between ranks; where anything else differs every rank raises the same error.
+        """
+        return tensors
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Reduce in place over all ranks with "sum", "min" or "max"."""
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Overwrite `tensor` with the one of rank `source`."""
+        return tensor
+
+    def scatter(self, out: torch.Tensor, parts: list[torch.Tensor] | None, source: int = 0) -> None:
+        """Fill `out` with this rank's part of what `source` hands out."""
+        assert parts is not None
+        out.copy_(parts[0])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The value of every rank, by rank."""
+        return [value]
+
+    def broadcast_objects(self, values: list[Any], source: int = 0) -> None:
+        """Overwrite the items of `values` with those of rank `source`."""
+
+
+_current: Communicator | None = None
+_make: Callable[[], Communicator] | None = None
+
+
+def current() -> Communicator:
+    """The communicator of this process; the first call sets the process up, as `PartialState()` does."""
+    if _current is None:
+        return _make() if _make is not None else Communicator()
+    return _current
+
+
+def set_current(communicator: Communicator | None) -> None:
+    global _current
+    _current = communicator
+
+
+def set_factory(make: Callable[[], Communicator]) -> None:
+    """`accelerate.state` says here how a communicator comes to be, so that nothing here imports it."""
+    global _make
+    _make = make

@@ -1,0 +1,259 @@
+"""The public collectives: nested data in, nested data out, on whatever communicator this process has."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from accelerate.comm.base import current
+from accelerate.comm.tree import convert_to_fp32, leaves, recursively_apply, replace_leaves
+from accelerate.errors import CannotPadNestedTensorWarning, DistributedOperationException
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+# The integers by which a dtype travels in a message.
+TENSOR_TYPE_TO_INT = {
+    torch.float: 1,
+    torch.double: 2,
+    torch.half: 3,
+    torch.bfloat16: 4,
+    torch.uint8: 5,
+    torch.int8: 6,
+    torch.int16: 7,
+    torch.int32: 8,
+    torch.int64: 9,
+    torch.bool: 10,
+}
+TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.items()}
+
+
+def verify_operation(function: F) -> F:
+    """Let debug mode compare the first argument of `function` on all ranks before it runs."""
+    name = function.__name__
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        current().verify(name, args[0] if args else next(iter(kwargs.values()), None))
+        return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def chained_operation(function: F) -> F:
+    """Say in the error of a failing inner collective which operation it was part of."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except DistributedOperationException as error:
+            raise DistributedOperationException(f"While running `{function.__name__}`: {error}") from error
+
+    return wrapper  # type: ignore[return-value]
+
+
+def _leaves_or_error(data: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+    recursively_apply(found.append, data, error_on_other_type=True)
+    return found
+
+
+@verify_operation
+def gather(tensor: Any) -> Any:
+    """Concatenate the tensors of nested data over all processes along their first dimension.
+
+    Lengths may differ between processes. On one process the data itself is returned.
+    """
+    communicator = current()
+    if communicator.size == 1:
+        return tensor
+    if isinstance(tensor, torch.Tensor):
+        return communicator.gather([tensor])[0]
+    return replace_leaves(tensor, communicator.gather(_leaves_or_error(tensor)))
+
+
+@verify_operation
+def gather_object(object: Any) -> Any:
+    """Concatenate the lists of picklable objects of all processes into one list."""
+    communicator = current()
+    if communicator.size == 1:
+        return object
+    return [item for items in communicator.gather_objects(object) for item in items]
+
+
+def _holder(tensor: torch.Tensor | None) -> tuple[int, torch.Size, torch.dtype, str]:
+    """The first rank that has a tensor, and what kind of tensor it is."""
+    infos = current().gather_objects(None if tensor is None else (tensor.shape, tensor.dtype, tensor.device.type))
+    for rank, info in enumerate(infos):
+        if info is not None:
+            return (rank, *info)
+    raise ValueError("No process has a tensor to copy: pass it on at least one of them.")
+
+
+def gather_tensor_shape(tensor: torch.Tensor | None) -> torch.Tensor:
+    """On every process, an empty tensor of the shape and dtype of the one that only one process has."""
+    _, shape, dtype, _ = _holder(tensor)
+    return torch.empty(shape, dtype=dtype)
+
+
+def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
+    """Copy a tensor that only one process has (the others pass None) to every process."""
+    communicator = current()
+    rank, shape, dtype, device_type = _holder(tensor)
+    if rank != communicator.rank or tensor is None:
+        device = getattr(communicator, "device", "cpu") if device_type != "cpu" else "cpu"
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    return communicator.broadcast(tensor.contiguous(), rank)
+
+
+@dataclasses.dataclass
+class _Slot:
+    """The place of a tensor in data on its way."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+def broadcast_data(data: Any, from_process: int = 0) -> Any:
+    """The nested data of one process on all of them, whatever the others hold: their tensors are made anew."""
+    communicator = current()
+    if communicator.size == 1:
+        return data
+    plan = [recursively_apply(lambda tensor: _Slot(tensor.shape, tensor.dtype, tensor.device), data)]
+    communicator.broadcast_objects(plan, from_process)
+    if communicator.rank == from_process:
+        for tensor in leaves(data):
+            communicator.broadcast(tensor.detach().contiguous(), from_process)
+        return data
+
+    def receive(slot: _Slot) -> torch.Tensor:
+        device = getattr(communicator, "device", slot.device) if slot.device.type != "cpu" else slot.device
+        return communicator.broadcast(torch.empty(slot.shape, dtype=slot.dtype, device=device), from_process)
+
+    return recursively_apply(receive, plan[0], test_type=lambda item: isinstance(item, _Slot))
+
+
+@verify_operation
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Overwrite the tensors of nested data with those of process `from_process`."""
+    communicator = current()
+    if communicator.size == 1:
+        return tensor
+    return recursively_apply(communicator.broadcast, tensor, from_process, error_on_other_type=True)
+
+
+@verify_operation
+def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
+    """Overwrite the items of a list of picklable objects with those of process `from_process`."""
+    current().broadcast_objects(object_list, from_process)
+    return object_list
+
+
+@verify_operation
+def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+    """The sum or mean over all processes of each tensor of nested data; "none" copies without reducing.
+
+    scale: a factor for devices whose reduction takes one (XLA); elsewhere it has no effect.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction is {reduction!r}: choose 'mean', 'sum' or 'none'.")
+    communicator = current()
+
+    def reduce_one(leaf: torch.Tensor) -> torch.Tensor:
+        result = leaf.detach().clone(memory_format=torch.contiguous_format)
+        if communicator.size == 1 or reduction == "none":
+            return result
+        communicator.all_reduce(result)
+        return result / communicator.size if reduction == "mean" else result
+
+    return recursively_apply(reduce_one, tensor, error_on_other_type=True)
+
+
+@chained_operation
+@verify_operation
+def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    """Pad the tensors of nested data along `dim` to the largest size over all processes.
+
+    pad_index: the value to pad with. pad_first: pad at the front.
+    """
+    communicator = current()
+    tensors = _leaves_or_error(tensor)
+    if communicator.size == 1 or not tensors:
+        return tensor
+    if any(getattr(leaf, "is_nested", False) for leaf in tensors):
+        warnings.warn(
+            "Nested tensors cannot be padded across processes: they are returned as they are.",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
+        return tensor
+    padded_dims = [dim if -leaf.ndim <= dim < leaf.ndim else None for leaf in tensors]
+    mine = torch.tensor([0 if d is None else leaf.shape[d] for leaf, d in zip(tensors, padded_dims)])
+    longest = communicator.gather([mine[None]])[0].amax(dim=0).tolist()
+
+    def pad(leaf: torch.Tensor, size: int, padded_dim: int | None) -> torch.Tensor:
+        if padded_dim is None or leaf.shape[padded_dim] == size:
+            return leaf
+        shape = list(leaf.shape)
+        shape[padded_dim] = size
+        out = leaf.new_full(shape, pad_index)
+        start = size - leaf.shape[padded_dim] if pad_first else 0
+        out.narrow(padded_dim, start, leaf.shape[padded_dim]).copy_(leaf)
+        return out
+
+    return replace_leaves(tensor, [pad(*each) for each in zip(tensors, longest, padded_dims)])
+
+
+class ConvertOutputsToFp32:
+    """A forward function whose fp16 and bf16 outputs are turned into fp32."""
+
+    def __init__(self, model_forward: Callable[..., Any]) -> None:
+        self.model_forward = model_forward
+        functools.update_wrapper(self, model_forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return convert_to_fp32(self.model_forward(*args, **kwargs))
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            "A prepared model's forward cannot be pickled: unwrap it first with "
+            "`accelerator.unwrap_model(model, keep_fp32_wrapper=False)`."
+        )
+
+
+def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`model_forward` with its fp16 and bf16 outputs turned into fp32 (a plain function, so it can be a method)."""
+    converted = ConvertOutputsToFp32(model_forward)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return converted(*args, **kwargs)
+
+    forward.__wrapped__ = converted  # type: ignore[attr-defined]
+    return forward
+
+
+@contextlib.contextmanager
+def GatheredParameters(
+    params: Iterable[torch.nn.Parameter],
+    modifier_rank: int | None = None,
+    fwd_module: torch.nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
+    """Inside the block, parameters that DeepSpeed has partitioned (ZeRO stage 3) are whole; others always are."""
+    params = list(params) if isinstance(params, Iterable) else [params]
+    if not any(hasattr(param, "ds_id") for param in params):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(params, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled):
+        yield
+
+

@@ -1,0 +1,177 @@
+"""Several processes through torch.distributed: gloo, NCCL and the vendors' backends."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accelerate.comm.base import Communicator
+from accelerate.errors import DistributedOperationException
+
+_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+# A gather starts with one message of fixed size per rank. It says what the rank brings and, when everything fits,
+# already carries it; larger tensors follow in collectives whose sizes all ranks then know.
+_EAGER_BYTES = 8192
+_HEADER = 64  # numbers: how many tensors, whether they are in this message, a check sum of their kinds, their lengths
+_FIXED = 3
+_HEADER_BYTES = _HEADER * 8
+
+
+class TorchDistributed(Communicator):
+    def __init__(self, device: torch.device) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.device = device
+        self._host_group = self._group_for_host()
+        self._on_device = device.type != "cpu" and _has_backend(device)
+        self._eager = torch.zeros(_EAGER_BYTES, dtype=torch.uint8)
+        self._eager_header = self._eager[:_HEADER_BYTES].view(torch.int64).numpy()
+        self._kinds: dict[Any, int] = {}
+
+    def _group_for_host(self) -> dist.ProcessGroup | None:
+        """A group that takes CPU tensors: the main one (None), or a gloo group beside an NCCL-only one."""
+        if _has_backend(torch.device("cpu")):
+            return None
+        group: dist.ProcessGroup = dist.new_group(backend="gloo")
+        return group
+
+    def _place(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
+        """The tensor where a collective can take it, and the group to use there."""
+        if tensor.device.type == "cpu":
+            return tensor, self._host_group
+        if self._on_device and tensor.device.type == self.device.type:
+            return tensor, None
+        return tensor.cpu(), self._host_group
+
+    def barrier(self) -> None:
+        if self._on_device and self.device.type == "cuda":
+            dist.barrier(device_ids=[self.device.index or 0])
+        else:
+            dist.barrier()
+
+    def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        placed, group = self._place(tensor)
+        dist.all_reduce(placed, op=_OPS[op], group=group)
+        return tensor if placed is tensor else tensor.copy_(placed)
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        placed, group = self._place(tensor)
+        dist.broadcast(placed, src=source, group=group)
+        return tensor if placed is tensor else tensor.copy_(placed)
+
+    def scatter(self, out: torch.Tensor, parts: list[torch.Tensor] | None, source: int = 0) -> None:
+        dist.scatter(out, parts, src=source, group=self._place(out)[1])
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._host_group)
+        return values
+
+    def broadcast_objects(self, values: list[Any], source: int = 0) -> None:
+        dist.broadcast_object_list(values, src=source, group=self._host_group)
+
+    def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        limit = _HEADER - _FIXED
+        if len(tensors) > limit:
+            return self.gather(tensors[:limit]) + self.gather(tensors[limit:])
+        tensors = [_one_dim_at_least(tensor) for tensor in tensors]
+        lengths, messages = self._exchange(tensors)
+        if messages is not None:
+            return _unpack(tensors, lengths, messages)
+        return [self._gather_large(tensor, sizes) for tensor, sizes in zip(tensors, lengths)]
+
+    def _exchange(self, tensors: list[torch.Tensor]) -> tuple[list[list[int]], torch.Tensor | None]:
+        """Tell every rank what each one brings: lengths by tensor and rank, and the messages if they hold it all."""
+        total = sum(tensor.nbytes for tensor in tensors)
+        small = total <= _EAGER_BYTES - _HEADER_BYTES and all(tensor.device.type == "cpu" for tensor in tensors)
+        count = len(tensors)
+        used = _FIXED + count
+        kinds = tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors)
+        kind = self._kinds.get(kinds)
+        if kind is None:
+            kind = self._kinds[kinds] = zlib.crc32(repr(kinds).encode())
+        self._eager_header[:used] = [count, small, kind, *[tensor.shape[0] for tensor in tensors]]
+        message = self._eager
+        if small:
+            offset = _HEADER_BYTES
+            for tensor in tensors:
+                message[offset : offset + tensor.nbytes].copy_(_bytes(tensor))
+                offset += tensor.nbytes
+        messages = torch.empty((self.size, _EAGER_BYTES), dtype=torch.uint8)
+        dist.all_gather_into_tensor(messages.view(-1), message, group=self._host_group)
+        headers = messages[:, : used * 8].view(torch.int64).tolist()
+        first = headers[0]
+        if any(header[0] != count or header[2] != first[2] for header in headers):
+            self._raise_mismatch(tensors)
+        lengths = [[header[_FIXED + i] for header in headers] for i in range(count)]
+        return lengths, messages if all(header[1] for header in headers) else None
+
+    def _raise_mismatch(self, tensors: list[torch.Tensor]) -> None:
+        mine = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
+        everyone = self.gather_objects(", ".join(mine) or "nothing")
+        raise DistributedOperationException(
+            "Cannot gather tensors that differ between ranks in more than their first dimension: "
+            + "; ".join(f"rank {rank} has {shapes}" for rank, shapes in enumerate(everyone))
+            + ". Pad them with `pad_across_processes`, or gather them as objects."
+        )
+
+    def _gather_large(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        placed, group = self._place(tensor)
+        rest = placed.shape[1:]
+        longest = max(sizes)
+        if min(sizes) == longest:
+            out = torch.empty((longest * self.size, *rest), dtype=placed.dtype, device=placed.device)
+            if out.numel():
+                dist.all_gather_into_tensor(_bytes(out), _bytes(placed), group=group)
+            return out.to(tensor.device)
+        padded = torch.empty((longest, *rest), dtype=placed.dtype, device=placed.device)
+        padded[: sizes[self.rank]] = placed
+        out = torch.empty((self.size, longest, *rest), dtype=placed.dtype, device=placed.device)
+        if out.numel():
+            dist.all_gather_into_tensor(_bytes(out), _bytes(padded), group=group)
+        return torch.cat([out[rank, :size] for rank, size in enumerate(sizes)]).to(tensor.device)
+
+
+def _has_backend(device: torch.device) -> bool:
+    """Whether the default group takes tensors of this device, without a detour over the host."""
+    backend = dist.get_backend_config()
+    entries = dict(part.split(":", 1) for part in str(backend).split(",") if ":" in part)
+    name = entries.get(device.type, "undefined")
+    # gloo lists CUDA among its devices, but copies through the host and lacks some collectives there
+    return name != "undefined" and (name != "gloo" or device.type == "cpu")
+
+
+def _one_dim_at_least(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    if tensor.ndim == 0:
+        return tensor[None]
+    return tensor.contiguous()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor as a flat row of bytes: every backend knows how to move these."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _unpack(
+    tensors: list[torch.Tensor], lengths: list[list[int]], messages: torch.Tensor
+) -> list[torch.Tensor]:
+    """Cut the tensors of all ranks out of the messages that carry them."""
+    results = []
+    offsets = [_HEADER_BYTES] * len(messages)
+    for tensor, sizes in zip(tensors, lengths):
+        rest = tensor.shape[1:]
+        row = tensor.dtype.itemsize * rest.numel()
+        if min(sizes) == max(sizes) and min(offsets) == max(offsets):
+            part = messages[:, offsets[0] : offsets[0] + sizes[0] * row].contiguous()
+        else:
+            part = torch.cat(
+                [messages[rank, start : start + size * row] for rank, (start, size) in enumerate(zip(offsets, sizes))]
+            )
+        results.append(part.reshape(-1).view(tensor.dtype).reshape(sum(sizes), *rest))
+        offsets = [start + size * row for start, size in zip(offsets, sizes)]
+    return results

@@ -1,0 +1,229 @@
+"""Nested data: lists, tuples, namedtuples, mappings and dataclasses with tensors somewhere inside."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from accelerate.config.tensors import TensorInformation
+
+
+def is_torch_tensor(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_torch_xpu_tensor(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
+
+
+def is_tensor_information(tensor_info: Any) -> bool:
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether `data` is an instance of a `collections.namedtuple` or `typing.NamedTuple` class."""
+    return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
+
+
+def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
+    """The items of `generator` in a container of the same type as `obj`."""
+    if is_namedtuple(obj):
+        return type(obj)(*generator)
+    return type(obj)(generator)
+
+
+def _is_record(data: Any) -> bool:
+    return dataclasses.is_dataclass(data) and not isinstance(data, type)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply `func(leaf, *args, **kwargs)` to every leaf of `data` that `test_type` accepts, keeping the nesting.
+
+    Other leaves stay as they are, or raise a TypeError with `error_on_other_type=True`.
+    """
+    if test_type(data):
+        return func(data, *args, **kwargs)
+
+    def inner(item: Any) -> Any:
+        return recursively_apply(
+            func, item, *args, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
+        )
+
+    if isinstance(data, (tuple, list)):
+        return honor_type(data, (inner(item) for item in data))
+    if isinstance(data, Mapping):
+        return type(data)({key: inner(value) for key, value in data.items()})  # type: ignore[call-arg]
+    if _is_record(data):
+        result = copy.copy(data)
+        for field in dataclasses.fields(data):
+            # object.__setattr__ so that frozen dataclasses work too.
+            object.__setattr__(result, field.name, inner(getattr(data, field.name)))
+        return result
+    if error_on_other_type:
+        raise TypeError(
+            f"Found a value of type {type(data).__name__} where only nested lists, tuples, dicts and dataclasses of "
+            f"objects that satisfy {getattr(test_type, '__name__', test_type)} are accepted: remove it or convert it."
+        )
+    return data
+
+
+def leaves(data: Any) -> list[torch.Tensor]:
+    """Every tensor of `data`, in a fixed order."""
+    if isinstance(data, torch.Tensor):
+        return [data]
+    found: list[torch.Tensor] = []
+    recursively_apply(found.append, data)
+    return found
+
+
+def replace_leaves(data: Any, values: Iterable[torch.Tensor]) -> Any:
+    """`data` with its tensors, in the order of `leaves`, replaced by `values`."""
+    iterator = iter(values)
+    return recursively_apply(lambda _: next(iterator), data)
+
+
+def send_to_device(
+    tensor: Any, device: torch.device | str | int, non_blocking: bool = False, skip_keys: str | list[str] | None = None
+) -> Any:
+    """Move every tensor (and every object with a `to` method) in nested data to `device`.
+
+    skip_keys: keys of a mapping whose values stay where they are.
+    """
+    if isinstance(tensor, torch.Tensor):
+        return tensor.to(device, non_blocking=non_blocking)
+    if hasattr(tensor, "to") and not isinstance(tensor, type):
+        try:
+            return tensor.to(device, non_blocking=non_blocking)
+        except TypeError:  # an object whose `to` knows nothing of non_blocking
+            return tensor.to(device)
+    if isinstance(tensor, (tuple, list)):
+        return honor_type(tensor, (send_to_device(item, device, non_blocking, skip_keys) for item in tensor))
+    if isinstance(tensor, Mapping):
+        skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
+        return type(tensor)(  # type: ignore[call-arg]
+            {
+                key: value if key in skipped else send_to_device(value, device, non_blocking, skip_keys)
+                for key, value in tensor.items()
+            }
+        )
+    if _is_record(tensor):
+        return recursively_apply(lambda leaf: leaf.to(device, non_blocking=non_blocking), tensor)
+    return tensor
+
+
+def get_shape(data: Any) -> Any:
+    """The same nesting with each tensor replaced by its shape as a list."""
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def get_data_structure(data: Any) -> Any:
+    """The same nesting with each tensor replaced by its shape and dtype."""
+    return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """The inverse of `get_data_structure`: tensors of the right shapes and dtypes, with undefined contents."""
+    return recursively_apply(
+        lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
+    )
+
+
+def find_batch_size(data: Any) -> int | None:
+    """The length of the first tensor in nested data; a TypeError when there is none."""
+    for tensor in leaves(data):
+        if tensor.ndim == 0:
+            raise TypeError("Cannot tell the batch size from a tensor without dimensions: give it a first dimension.")
+        return tensor.shape[0]
+    if isinstance(data, (tuple, list, Mapping)) and len(data) == 0:
+        raise ValueError(f"Cannot tell the batch size of an empty {type(data).__name__}.")
+    raise TypeError(f"Cannot tell the batch size of a {type(data).__name__} that holds no tensor.")
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """`find_batch_size`, or None where it cannot tell."""
+    try:
+        return find_batch_size(data)
+    except (ValueError, TypeError):
+        return None
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor in nested data, or None."""
+    for tensor in leaves(data):
+        return tensor.device
+    return None
+
+
+def listify(data: Any) -> Any:
+    """The same nesting with each tensor turned into (nested) lists of numbers."""
+
+    def as_list(tensor: torch.Tensor) -> Any:
+        tensor = tensor.detach().cpu()
+        # numpy has no bfloat16, and lists of python numbers lose nothing by going through fp32
+        return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).tolist()
+
+    return recursively_apply(as_list, data)
+
+
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """`tensor[tensor_slice]` for every tensor. The last two arguments are for functions of the same signature
+    given as `slice_fn_for_dispatch`."""
+    return recursively_apply(lambda tensor: tensor[tensor_slice], data)
+
+
+def concatenate(data: Any, dim: int = 0) -> Any:
+    """Concatenate the tensors of a list of equally nested data along `dim`, keeping the nesting."""
+    first = data[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(data, dim=dim)
+    if isinstance(first, (tuple, list)):
+        return honor_type(first, (concatenate([item[i] for item in data], dim=dim) for i in range(len(first))))
+    if isinstance(first, Mapping):
+        return type(first)({key: concatenate([item[key] for item in data], dim=dim) for key in first})  # type: ignore[call-arg]
+    if _is_record(first):
+        result = copy.copy(first)
+        for field in dataclasses.fields(first):
+            values = [getattr(item, field.name) for item in data]
+            object.__setattr__(result, field.name, concatenate(values, dim) if leaves(values[0]) else values[0])
+        return result
+    raise TypeError(f"Can only concatenate nested lists, tuples and dicts of tensors, not {type(first).__name__}.")
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Repeat the last sample until the batch divides evenly among `num_processes`."""
+    missing = -batch_size % num_processes
+
+    def pad(leaf: torch.Tensor) -> torch.Tensor:
+        if missing == 0 or leaf.ndim == 0 or leaf.shape[dim] != batch_size:
+            return leaf
+        last = leaf.narrow(dim, batch_size - 1, 1)
+        return torch.cat([leaf] + [last] * missing, dim=dim)
+
+    return recursively_apply(pad, tensor)
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _is_half(tensor: Any) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.dtype in _HALF
+
+
+def convert_to_fp32(tensor: Any) -> Any:
+    """Turn every fp16 and bf16 tensor of nested data into fp32."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor.float() if tensor.dtype in _HALF else tensor
+    return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)

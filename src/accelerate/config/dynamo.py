@@ -1,0 +1,68 @@
+"""How a model is compiled."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate.config.enums import DynamoBackend
+from accelerate.config.environment import parse_flag_from_env
+from accelerate.config.handlers import KwargsHandler
+
+PREFIX = "ACCELERATE_DYNAMO_"
+
+# What `torch.compile` does by itself: a value that came from the environment differs from it too.
+_PLAIN = {
+    "backend": "no",
+    "mode": "default",
+    "fullgraph": False,
+    "dynamic": None,
+    "options": None,
+    "disable": False,
+}
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Arguments for `torch.compile`; what is not given is read from the `ACCELERATE_DYNAMO_*` variables."""
+
+    backend: DynamoBackend | str | None = field(
+        default=None, metadata={"help": f"The compiler: one of {', '.join(DynamoBackend.list())}."}
+    )
+    mode: str | None = field(
+        default=None,
+        metadata={"help": "'default', 'reduce-overhead', 'max-autotune' or a mode of your backend."},
+    )
+    fullgraph: bool | None = field(default=None, metadata={"help": "Fail where a model cannot be one graph."})
+    dynamic: bool | None = field(default=None, metadata={"help": "Compile for shapes that change."})
+    options: Any = field(default=None, metadata={"help": "Options for the backend."})
+    disable: bool = field(default=False, metadata={"help": "Make `torch.compile` do nothing."})
+    use_regional_compilation: bool | None = field(
+        default=None,
+        metadata={"help": "Compile the repeated blocks of a model once instead of the whole model."},
+    )
+
+    def __post_init__(self) -> None:
+        backend = os.environ.get(PREFIX + "BACKEND", "no") if self.backend is None else self.backend
+        self.backend = DynamoBackend(getattr(backend, "value", backend).upper())
+        if self.mode is None:
+            self.mode = os.environ.get(PREFIX + "MODE", "default")
+        if self.fullgraph is None:
+            self.fullgraph = parse_flag_from_env(PREFIX + "USE_FULLGRAPH")
+        if self.use_regional_compilation is None:
+            self.use_regional_compilation = parse_flag_from_env(PREFIX + "USE_REGIONAL_COMPILATION")
+        # Unset stays None, which lets torch find out by itself which sizes change.
+        if self.dynamic is None and PREFIX + "USE_DYNAMIC" in os.environ:
+            self.dynamic = parse_flag_from_env(PREFIX + "USE_DYNAMIC")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns a copy of the fields, with the backend spelled as torch spells it."""
+        fields = super().to_dict()
+        fields["backend"] = str(fields["backend"]).lower()
+        return fields
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """Returns the arguments for `torch.compile` that differ from the defaults."""
+        fields = self.to_dict()
+        return {name: fields[name] for name, plain in _PLAIN.items() if fields[name] != plain}

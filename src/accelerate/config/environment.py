@@ -1,0 +1,292 @@
+"""Reading and changing environment variables, and what the machine says about itself."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_TRUE = frozenset({"y", "yes", "t", "true", "on", "1"})
+_FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Reads yes or no from a word: 1 or 0, or with `to_bool` True or False."""
+    word = value.lower()
+    if word not in _TRUE and word not in _FALSE:
+        raise ValueError(
+            f"{value!r} is neither yes nor no; write one of {', '.join(sorted(_TRUE))} "
+            f"or {', '.join(sorted(_FALSE))}."
+        )
+    return word in _TRUE if to_bool else int(word in _TRUE)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Reads a variable as yes or no."""
+    value = os.environ.get(key, str(default))
+    try:
+        return bool(str_to_bool(value))
+    except ValueError as error:
+        raise ValueError(f"The environment variable {key} cannot be read: {error}") from None
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Reads a variable as it stands."""
+    return os.environ.get(key, str(default))
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """Returns the first of several variables that holds a number of at least 0."""
+    for key in env_keys:
+        text = os.environ.get(key, "-1")
+        try:
+            number = int(text)
+        except ValueError:
+            raise ValueError(
+                f"The environment variable {key} is {text!r}, which is not a whole number."
+            ) from None
+        if number >= 0:
+            return number
+    return default
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Iterator[None]:
+    """Sets variables (names in upper case) inside a `with` block, and puts back exactly what they were."""
+    names = {name.upper(): str(value) for name, value in kwargs.items()}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+@contextmanager
+def clear_environment() -> Iterator[None]:
+    """Empties the environment inside a `with` block; what the block sets does not outlive it."""
+    before = dict(os.environ)
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(func_or_cls: T) -> T:
+    """Undoes what a function, or each test method of a class, does to `ACCELERATE_*` variables."""
+    if inspect.isclass(func_or_cls):
+        _purge_class(func_or_cls)
+        return func_or_cls
+    return _purge_function(func_or_cls)  # type: ignore[type-var]
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _purge_function(function: F) -> F:
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaited(*args: Any, **kwargs: Any) -> Any:
+            with _purged():
+                return await function(*args, **kwargs)
+
+        return awaited  # type: ignore[return-value]
+
+    @functools.wraps(function)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with _purged():
+            return function(*args, **kwargs)
+
+    return called  # type: ignore[return-value]
+
+
+def _purge_class(cls: type[Any]) -> None:
+    _purge_tests(cls)
+    own = vars(cls).get("__init_subclass__")
+
+    def init_subclass(sub: type[Any], **kwargs: Any) -> None:
+        if own is None:
+            super(cls, sub).__init_subclass__(**kwargs)
+        else:
+            own.__func__(sub, **kwargs)
+        _purge_tests(sub)
+
+    cls.__init_subclass__ = classmethod(init_subclass)  # type: ignore[assignment]
+
+
+def _purge_tests(cls: type) -> None:
+    for name, member in list(vars(cls).items()):
+        if not name.startswith("test"):
+            continue
+        if isinstance(member, (staticmethod, classmethod)):
+            setattr(cls, name, type(member)(_purge_function(member.__func__)))
+        elif callable(member):
+            setattr(cls, name, _purge_function(member))
+
+
+@contextmanager
+def _purged() -> Iterator[None]:
+    before = {name: value for name, value in os.environ.items() if name.startswith("ACCELERATE_")}
+    try:
+        yield
+    finally:
+        added = {name: None for name in os.environ if name.startswith("ACCELERATE_")}
+        _restore({**added, **before})
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
+    """Turns variables into `NAME=value` lines of a file; those that could not be read back are left out."""
+    lines = []
+    for name, value in current_env.items():
+        text = str(value)
+        if not name or not text or any(character in name + text for character in "; \n<>"):
+            logger.warning(
+                f"The variable {name!r} is left out, because its value {text!r} is empty or contains "
+                "one of ; < > space or line break."
+            )
+        else:
+            lines.append(f"{name}={text}\n")
+    return lines
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Returns those of the modules that are already imported."""
+    return [name for name in library_names if name in sys.modules]
+
+
+@dataclass
+class CPUInformation:
+    """The place of this process among all processes, and among those of its machine."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Reads the place of this process from the variables of torchrun, Intel MPI, Open MPI or MVAPICH."""
+    return CPUInformation(
+        rank=get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
+        world_size=get_int_from_env(
+            ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1
+        ),
+        local_rank=get_int_from_env(
+            ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"], 0
+        ),
+        local_world_size=get_int_from_env(
+            [
+                "LOCAL_WORLD_SIZE",
+                "MPI_LOCALNRANKS",
+                "OMPI_COMM_WORLD_LOCAL_SIZE",
+                "MV2_COMM_WORLD_LOCAL_SIZE",
+            ],
+            1,
+        ),
+    )
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """Returns the kind of accelerator of this machine (CUDA if none) and the label of a run on several."""
+    from accelerate import available
+
+    for device in ("mlu", "sdaa", "musa", "npu", "hpu", "xpu", "neuron"):
+        if getattr(available, f"is_{device}_available")():
+            return device, f"MULTI_{device.upper()}"
+    return "cuda", "MULTI_GPU"
+
+
+def _nvidia_smi(query: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+    return subprocess.check_output(command, text=True).strip().splitlines()
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """Returns the names of the NVIDIA GPUs, and how many there are."""
+    names = [line.strip() for line in _nvidia_smi("name")]
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """Returns the version of the NVIDIA driver."""
+    return _nvidia_smi("driver_version")[0].strip()
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Says whether GPUs may talk to each other directly; RTX 40 cards cannot before driver 550.40.07."""
+    try:
+        names, count = get_gpu_info()
+        if count < 2 or not any("RTX 40" in name for name in names):
+            return True
+        from packaging.version import parse
+
+        return parse(get_driver_version()) >= parse("550.40.07")
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return True
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Moves this process to the processors closest to its NVIDIA GPU; without such a GPU, does nothing."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return
+    cpus = _cpus_near_gpu(str(torch.cuda.get_device_properties(local_process_index).uuid))
+    if not cpus:
+        logger.warning(
+            f"The processors close to GPU {local_process_index} are not known here; affinity is unchanged."
+        )
+        return
+    os.sched_setaffinity(0, cpus)
+    if parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:
+        logger.info(f"Process {local_process_index} runs on the processors {sorted(cpus)}, close to its GPU.")
+
+
+# Once per process is enough.
+set_numa_affinity = functools.cache(override_numa_affinity)
+
+
+def _cpus_near_gpu(uuid: str) -> set[int]:
+    addresses = {}
+    for line in _nvidia_smi("uuid,pci.bus_id"):
+        name, _, address = line.partition(",")
+        addresses[name.strip().removeprefix("GPU-")] = address.strip().lower()
+    if uuid not in addresses:
+        return set()
+    # nvidia-smi writes the domain with eight digits, the kernel with four.
+    domain, _, rest = addresses[uuid].partition(":")
+    listing = Path(f"/sys/bus/pci/devices/{domain[-4:]}:{rest}/local_cpulist")
+    return _parse_cpu_list(listing.read_text()) if listing.exists() else set()
+
+
+def _parse_cpu_list(text: str) -> set[int]:
+    """Reads the kernel's notation, such as `0-3,8`."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        first, _, last = part.partition("-")
+        if first:
+            cpus.update(range(int(first), int(last or first) + 1))
+    return cpus

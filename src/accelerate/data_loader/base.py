@@ -1,0 +1,235 @@
+"""What all prepared loaders share: the torch loader inside, and the state of the iteration."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from accelerate.available import is_torchdata_stateful_dataloader_available
+from accelerate.comm import current
+from accelerate.comm.tree import ignorant_find_batch_size
+from accelerate.data_loader.samplers import SkipBatchSampler, get_sampler, sampler_owner
+from accelerate.state import GradientState
+
+
+class DataLoaderStateMixin:
+    """Where an iteration stands. `begin` and `end` tell the gradient state which loader batches come from.
+
+    end_of_dataloader: whether the batch at hand is this process's last.
+    ends_everywhere: whether it is the last one of all processes.
+    remainder: how many samples of the last global batch are no repeats, -1 when that is not known.
+    real_samples: how many samples of this process's batch at hand are no repeats, None when all are.
+    batch_samples: how many samples that batch has; set only where some are repeats.
+    """
+
+    end_of_dataloader = False
+    ends_everywhere = False
+    remainder = -1
+    real_samples: int | None = None
+    batch_samples: int | None = None
+
+    gradient_state: GradientState
+    _continued: Any = None
+
+    def reset(self) -> None:
+        """Back to before the first batch."""
+        self.end_of_dataloader = False
+        self.ends_everywhere = False
+        self.remainder = -1
+        self.real_samples = None
+
+    def begin(self) -> None:
+        """An iteration starts."""
+        self.reset()
+        length, size = self._known_length(), getattr(self, "total_batch_size", None)
+        if length is not None and size and not getattr(self, "_drop_last", False):
+            self.remainder = length % size
+        self.gradient_state._add_dataloader(self)
+
+    def end(self) -> None:
+        """An iteration is over, or was broken off."""
+        self.gradient_state._remove_dataloader(self)
+        if self._continued is not None:
+            # The rest of an epoch was read: the loader it belongs to goes on with the next one.
+            self._continued.iteration = getattr(self, "iteration", 0)
+
+    def _hand_out(self, batch: Any) -> Any:
+        """The last thing before a batch goes to the loop: from here on it is the one at hand."""
+        self.gradient_state._add_dataloader(self)
+        if self.real_samples is not None:
+            # Batches without a tensor have the size that was asked for.
+            self.batch_samples = ignorant_find_batch_size(batch) or self._nominal_batch_size()
+        return batch
+
+    def _nominal_batch_size(self) -> int:
+        total: int = self.total_batch_size  # type: ignore[attr-defined]
+        return total // current().size
+
+    def _known_length(self) -> int | None:
+        try:
+            return int(getattr(self, "total_dataset_length", None) or len(self.dataset))  # type: ignore[attr-defined]
+        except (TypeError, NotImplementedError):  # a dataset without a length
+            return None
+
+
+# Everything a torch DataLoader was made with, apart from what decides its batches.
+_KEPT = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+    "in_order",
+)
+
+
+def kept_arguments(loader: Any) -> dict[str, Any]:
+    """The arguments for a new loader that reads in the same way as `loader`."""
+    arguments = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+    if arguments.get("num_workers") == 0:
+        # torch refuses these without workers, even at their own defaults
+        for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):
+            arguments.pop(name, None)
+    if not arguments.get("pin_memory_device"):
+        arguments.pop("pin_memory_device", None)  # deprecated: naming it at all makes torch warn
+    return arguments
+
+
+def same_batches(loader: Any) -> dict[str, Any]:
+    """The arguments for a new loader with the same batches as `loader`."""
+    if loader.batch_sampler is not None:
+        return {"batch_sampler": loader.batch_sampler}
+    if loader.batch_size is None:
+        return {"batch_size": None, **({} if _is_iterable(loader) else {"sampler": loader.sampler})}
+    return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+
+
+def skipped_batches(loader: Any, count: int) -> dict[str, Any] | None:
+    """The arguments for a new loader whose sampler leaves `count` batches out; None where no sampler decides."""
+    if isinstance(loader.sampler, BatchSampler):
+        return {"sampler": SkipBatchSampler(loader.sampler, count), "batch_size": None}
+    if loader.batch_sampler is not None:
+        return {"batch_sampler": SkipBatchSampler(loader.batch_sampler, count)}
+    return None
+
+
+def _is_iterable(loader: Any) -> bool:
+    return isinstance(loader.dataset, IterableDataset)
+
+
+@functools.cache
+def _both(own: type, base: type) -> type:
+    return type(own.__name__, (own, base), {"__module__": own.__module__})
+
+
+class DataLoaderAdapter:
+    """A loader that holds a torch `DataLoader` (or torchdata's stateful one), passes for it, and lends its attributes."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: BatchSampler | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.use_stateful_dataloader = use_stateful_dataloader
+        kind = _stateful_loader() if use_stateful_dataloader else DataLoader
+        self.base_dataloader = kind(dataset, batch_sampler=batch_sampler, **kwargs)
+        self.dl_state_dict = self.base_dataloader.state_dict() if use_stateful_dataloader else None  # type: ignore[attr-defined]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_dataloader":
+            raise AttributeError(name)
+        return getattr(self.base_dataloader, name)
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        # `isinstance(prepared, DataLoader)` is asked in many scripts, and the answer should be yes.
+        return _both(type(self), type(self.__dict__["base_dataloader"])) if "base_dataloader" in self.__dict__ else type(self)
+
+    def __len__(self) -> int:
+        return len(self.base_dataloader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.base_dataloader)
+
+    def get_sampler(self) -> Any:
+        """The sampler of indices underneath all batching and sharding."""
+        return get_sampler(self)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace the sampler of indices."""
+        owner = sampler_owner(self)
+        if owner is None:
+            raise ValueError("A loader over an iterable dataset has no sampler to replace.")
+        owner.sampler = sampler
+
+    def own_arguments(self) -> dict[str, Any]:
+        """What this loader was made with besides the arguments of torch's loader."""
+        return {"use_stateful_dataloader": self.use_stateful_dataloader}
+
+    @property
+    def batches_per_step(self) -> int:
+        """How many batches of the torch loader one step of the loop consumes."""
+        return 1
+
+    def without_first(self, count: int) -> Any:
+        """The same loader for the rest of an epoch of which `count` batches are done."""
+        arguments = kept_arguments(self) | self.own_arguments()
+        skipped = skipped_batches(self, count * self.batches_per_step)
+        skip_batches = getattr(self, "skip_batches", 0) + (count if skipped is None else 0)
+        loader = type(self)(
+            self.dataset, skip_batches=skip_batches, **arguments, **(skipped or same_batches(self))  # type: ignore[call-arg]
+        )
+        for name in ("gradient_state", "on_uneven_end", "synchronized_generator"):
+            if name in self.__dict__:
+                setattr(loader, name, self.__dict__[name])
+        loader._continued = self
+        return loader
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """Where the stateful loader stood when the batch at hand was handed out."""
+        return self.dl_state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the position of `state_dict` (stateful loaders only)."""
+        self.base_dataloader.load_state_dict(state_dict)  # type: ignore[attr-defined]
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Say in the position whether the batch at hand was the last: the loader itself is one batch ahead."""
+        if self.dl_state_dict is not None:
+            self.dl_state_dict["_iterator_finished"] = getattr(self, "end_of_dataloader", False)
+
+    def _note_position(self) -> None:
+        """Called before the next batch is fetched, so that the position is that of the batch at hand."""
+        if self.use_stateful_dataloader:
+            self.dl_state_dict = self.base_dataloader.state_dict()  # type: ignore[attr-defined]
+            self.adjust_state_dict_for_prefetch()
+
+
+def _stateful_loader() -> Any:
+    if not is_torchdata_stateful_dataloader_available():
+        raise ImportError("use_stateful_dataloader=True needs torchdata 0.8 or later: pip install 'torchdata>=0.8'")
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    return StatefulDataLoader
+
+
+def forward_epoch(loader: Any, epoch: int) -> None:
+    """Tell everything in a loader that knows of epochs which one this is."""
+    batches = loader.batch_sampler
+    while batches is not None:
+        if hasattr(batches, "set_epoch"):
+            batches.set_epoch(epoch)
+        batches = getattr(batches, "batch_sampler", None)
+    for part in (get_sampler(loader) or getattr(loader, "sampler", None), loader.dataset):
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)

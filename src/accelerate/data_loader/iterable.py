@@ -1,0 +1,110 @@
+"""One process's share of an iterable dataset that every process reads from start to end."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+
+class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
+    """Samples in groups of one batch per process, of which this process keeps its own.
+
+    batch_size: of one process, or of all together with `split_batches`. drop_last: leave out an incomplete group at
+    the end; otherwise samples from the start fill it up.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        drop_last: bool = False,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+    ) -> None:
+        if split_batches and batch_size > 1 and batch_size % num_processes != 0:
+            raise ValueError(
+                f"split_batches=True needs a batch size that is a multiple of the {num_processes} processes, "
+                f"but it is {batch_size}."
+            )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.drop_last = drop_last
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.epoch = 0
+        self.mark_repeats = False
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+
+    @property
+    def _own_size(self) -> int:
+        return self.batch_size // self.num_processes if self.split_batches else self.batch_size
+
+    def __len__(self) -> int:
+        groups = len(self.dataset) / (self._own_size * self.num_processes)
+        return (math.floor(groups) if self.drop_last else math.ceil(groups)) * self._own_size
+
+    def __iter__(self) -> Iterator[Any]:
+        generator = getattr(self.dataset, "generator", None)
+        if not hasattr(self.dataset, "set_epoch") and isinstance(generator, torch.Generator):
+            generator.manual_seed(self.epoch)
+        size, group_size = self._own_size, self._own_size * self.num_processes
+        mine = slice(size * self.process_index, size * (self.process_index + 1))
+        samples = iter(self.dataset)
+        start: list[Any] = []
+        while group := list(itertools.islice(samples, group_size)):
+            start = start or group
+            if len(group) == group_size:
+                yield from group[mine]
+            elif not self.drop_last:
+                repeats: Iterator[Any] = itertools.cycle(start)
+                if self.mark_repeats:
+                    repeats = map(Repeat, repeats)
+                yield from itertools.islice(itertools.chain(group, repeats), mine.start, mine.stop)
+
+
+class Repeat:
+    """A sample that only fills a batch; the collate function counts it and takes it out of its envelope."""
+
+    def __init__(self, sample: Any) -> None:
+        self.sample = sample
+
+
+class PartlyRepeated:
+    """A batch of which only the first `real_samples` are no repeats, on its way from a worker to the loader."""
+
+    def __init__(self, batch: Any, real_samples: int) -> None:
+        self.batch = batch
+        self.real_samples = real_samples
+
+    def pin_memory(self) -> PartlyRepeated:
+        from torch.utils.data._utils.pin_memory import pin_memory
+
+        return PartlyRepeated(pin_memory(self.batch), self.real_samples)
+
+
+class CountingCollate:
+    """A collate function that knows how many samples of a batch are repeats."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self.collate = collate
+
+    def __call__(self, samples: Any) -> Any:
+        # Repeats come last, so one look at the end of a batch is enough.
+        if not (isinstance(samples, list) and samples and isinstance(samples[-1], Repeat)):
+            if isinstance(samples, Repeat):  # batch_size=None: the sample is the batch
+                return PartlyRepeated(self.collate(samples.sample), 0)
+            return self.collate(samples)
+        real = sum(not isinstance(sample, Repeat) for sample in samples)
+        plain = [sample.sample if isinstance(sample, Repeat) else sample for sample in samples]
+        return PartlyRepeated(self.collate(plain), real)

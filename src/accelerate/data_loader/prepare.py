@@ -1,0 +1,176 @@
+"""From a script's DataLoader to the one that this process iterates."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
+
+from accelerate.comm import current
+from accelerate.data_loader.base import kept_arguments, same_batches
+from accelerate.data_loader.dispatcher import DataLoaderDispatcher
+from accelerate.data_loader.iterable import CountingCollate, IterableDatasetShard
+from accelerate.data_loader.samplers import (
+    BatchSamplerShard,
+    KeptShard,
+    SamplerShard,
+    SeedableRandomSampler,
+    get_sampler,
+    sampler_owner,
+)
+from accelerate.data_loader.shard import DataLoaderShard
+from accelerate.errors import NotYetSupported
+from accelerate.state import PartialState
+
+
+def prepare_data_loader(
+    dataloader: Any,
+    device: torch.device | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: list[Any] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: Callable[..., Any] | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> Any:
+    """A loader with the same data as `dataloader`, of which each process gets its share.
+
+    device, put_on_device: move batches there. num_processes, process_index: those of the state by default.
+    split_batches: the batch size is that of all processes together. dispatch_batches: read on rank 0 only and hand
+    out; by default for iterable datasets (when batches are put on the device). even_batches: repeat samples so that
+    all processes get equally many. use_seedable_sampler, data_seed: shuffle by seed and epoch alone.
+    rng_types: random states that follow rank 0 at each start. slice_fn_for_dispatch: how a dispatched batch is cut.
+    """
+    if torch_device_mesh is not None:
+        raise NotYetSupported("A loader over a device mesh", "leave `torch_device_mesh` out.")
+    if isinstance(dataloader, (DataLoaderShard, DataLoaderDispatcher)):
+        warnings.warn(
+            "This loader was prepared before: it is kept as it is, since sharding it again would leave data out; "
+            "prepare each loader once.",
+            stacklevel=2,
+        )
+        return dataloader
+    state = PartialState()
+    processes = state.num_processes if num_processes is None else num_processes
+    index = state.process_index if process_index is None else process_index
+    iterable = isinstance(dataloader.dataset, IterableDataset)
+    if dispatch_batches is None:
+        dispatch_batches = iterable and put_on_device
+    if dispatch_batches and not put_on_device:
+        raise ValueError(
+            "dispatch_batches=True sends batches to the devices: it needs put_on_device=True "
+            "(device placement switched on)."
+        )
+    _check_batch_size(dataloader, split_batches, processes)
+    generator = _shared_order(dataloader, use_seedable_sampler, data_seed)
+    arguments = kept_arguments(dataloader) | {
+        "use_stateful_dataloader": use_stateful_dataloader,
+        "_drop_last": dataloader.drop_last,
+        "_non_blocking": non_blocking,
+    }
+    dataset = dataloader.dataset
+    if dispatch_batches:
+        loader: Any = DataLoaderDispatcher(
+            dataset,
+            split_batches=split_batches,
+            slice_fn=slice_fn_for_dispatch,
+            **arguments,
+            **same_batches(dataloader),
+        )
+        loader.synchronized_generator = generator
+        return loader
+    batches = same_batches(dataloader)
+    if processes > 1:
+        if _already_sharded(dataloader, processes):
+            batches = {"batch_sampler": KeptShard(dataloader.batch_sampler, dataloader.sampler)}
+        elif iterable:
+            size = dataloader.batch_size
+            dataset = IterableDatasetShard(
+                dataset,
+                batch_size=processes if size is None and split_batches else size or 1,
+                drop_last=dataloader.drop_last,
+                num_processes=processes,
+                process_index=index,
+                split_batches=split_batches,
+            )
+            dataset.mark_repeats = True
+            arguments["collate_fn"] = CountingCollate(dataloader.collate_fn)
+            if split_batches and size is not None:
+                batches["batch_size"] = size // processes
+        else:
+            batches = _sharded_batches(dataloader, processes, index, split_batches, even_batches)
+    return DataLoaderShard(
+        dataset,
+        device=device if put_on_device else None,
+        rng_types=rng_types,
+        synchronized_generator=generator,
+        **arguments,
+        **batches,
+    )
+
+
+def _check_batch_size(loader: Any, split_batches: bool, processes: int) -> None:
+    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
+    if split_batches and size is not None and size > 1 and size % processes != 0:
+        raise ValueError(
+            f"split_batches=True needs a batch size that is a multiple of the {processes} processes, but it is {size}."
+        )
+
+
+def _sharded_batches(loader: Any, processes: int, index: int, split_batches: bool, even_batches: bool) -> dict[str, Any]:
+    if isinstance(loader.sampler, BatchSampler):  # batches as "indices" of a dataset that takes lists
+        shard = BatchSamplerShard(loader.sampler, processes, index, split_batches, even_batches)
+        return {"sampler": shard, "batch_size": None}
+    if loader.batch_sampler is None:  # batch_size=None: each index is a batch
+        return {"sampler": SamplerShard(loader.sampler, processes, index, even_batches), "batch_size": None}
+    return {"batch_sampler": BatchSamplerShard(loader.batch_sampler, processes, index, split_batches, even_batches)}
+
+
+def _shared_order(loader: Any, seedable: bool, data_seed: int | None) -> torch.Generator | None:
+    """Make all processes shuffle alike; the generator, if any, that has to follow rank 0 for that."""
+    if isinstance(loader.dataset, IterableDataset):
+        generator = getattr(loader.dataset, "generator", None)
+        return generator if isinstance(generator, torch.Generator) else None
+    sampler, owner = get_sampler(loader), sampler_owner(loader)
+    if owner is None:
+        sampler, owner = loader.sampler, None
+    if seedable and isinstance(sampler, RandomSampler) and owner is not None:
+        seed: list[Any] = [torch.random.initial_seed() if data_seed is None else data_seed]
+        # Processes may have been seeded differently on purpose; the order of the data must be one.
+        current().broadcast_objects(seed)
+        owner.sampler = SeedableRandomSampler(
+            sampler.data_source,
+            replacement=sampler.replacement,
+            num_samples=sampler._num_samples,
+            generator=sampler.generator or torch.Generator(),
+            data_seed=seed[0],
+        )
+        return None
+    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+        # The default one is torch's global generator, whose state is a different one on each process.
+        sampler.generator = torch.Generator()
+        sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    generator = getattr(sampler, "generator", None)
+    return generator if isinstance(generator, torch.Generator) else None
+
+
+def _already_sharded(loader: Any, processes: int) -> bool:
+    sampler = loader.sampler
+    if loader.batch_sampler is None or not isinstance(sampler, DistributedSampler) or sampler.num_replicas != processes:
+        return False
+    warnings.warn(
+        f"This loader's DistributedSampler already gives each of the {processes} processes its share: it is kept as it "
+        "is; pass a loader with a plain sampler to have accelerate shard it.",
+        stacklevel=4,
+    )
+    return True

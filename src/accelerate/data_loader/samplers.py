@@ -1,0 +1,261 @@
+"""Samplers: which indices a process reads, and in which order."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
+
+
+class SeedableRandomSampler(RandomSampler):
+    """A random sampler whose order is a function of a seed and the epoch alone.
+
+    data_seed: the seed; torch's initial seed by default. `set_epoch` sets the epoch, which otherwise counts up by
+    one with each iteration, finished or not.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        data_seed = kwargs.pop("data_seed", None)
+        super().__init__(*args, **kwargs)
+        self.initial_seed: int = torch.random.initial_seed() if data_seed is None else data_seed
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            self.generator = torch.Generator()
+        self.generator.manual_seed(self.initial_seed + self.epoch)
+        # Before the first index, so that an iteration that is broken off does not repeat itself.
+        self.set_epoch(self.epoch + 1)
+        yield from super().__iter__()
+
+    def set_epoch(self, epoch: int) -> None:
+        """The epoch of the next iteration."""
+        self.epoch = epoch
+
+
+class BatchSamplerShard(BatchSampler):
+    """One process's share of the batches of a batch sampler.
+
+    num_processes, process_index: how many shares, and which one.
+    split_batches: cut each batch into `num_processes` pieces, instead of handing out whole batches in turn.
+    even_batches: let samples from the start fill up the end, so that all processes get equally many batches of
+    the same size. Without it the last processes may get a smaller batch, or one batch less.
+
+    After an iteration `real_samples` says how many samples of the last batch were no repeats, and `missed_steps` how
+    many more batches other processes got; `uneven` whether any process got fewer than others.
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler,
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
+        if split_batches and (self.batch_size is None or self.batch_size % num_processes != 0):
+            raise ValueError(
+                f"split_batches=True needs a batch size that is a multiple of the {num_processes} processes, "
+                f"but it is {self.batch_size}."
+            )
+        if self.batch_size is None and even_batches:
+            raise ValueError(
+                "This batch sampler has no `batch_size`, so uneven ends cannot be filled up: "
+                "pass `even_batches=False` in a DataLoaderConfiguration."
+            )
+        self.batch_sampler = batch_sampler
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.real_samples: int | None = None
+        self.missed_steps = 0
+        self.uneven = False
+
+    @property
+    def sampler(self) -> Any:  # type: ignore[override]
+        """The sampler of indices underneath."""
+        return getattr(self.batch_sampler, "sampler", None)
+
+    @property
+    def total_length(self) -> int:
+        """The number of batches before sharding."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        length = len(self.batch_sampler)
+        if self.split_batches:
+            return length
+        share, extras = divmod(length, self.num_processes)
+        if self.drop_last or extras == 0:
+            return share
+        return share + (self.even_batches or self.process_index < extras)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.real_samples = None
+        self.missed_steps = 0
+        self.uneven = False
+        return self._iter_pieces() if self.split_batches else self._iter_whole()
+
+    def _iter_whole(self) -> Iterator[list[Any]]:
+        """Batches in groups of one per process; the group at the end may be incomplete."""
+        group: list[list[Any]] = []
+        start: list[Any] = []
+        for number, batch in enumerate(self.batch_sampler):
+            if len(group) == self.num_processes:
+                # Not the end after all: a batch sampler of its own may have small batches anywhere.
+                yield group[self.process_index]
+                group = []
+            if number < self.num_processes:
+                start += batch
+            group.append(list(batch))
+            full = self.batch_size is None or len(batch) == self.batch_size
+            if len(group) == self.num_processes and full:
+                yield group[self.process_index]
+                group = []
+        if not group or self.drop_last:
+            return
+        if self.even_batches:
+            assert self.batch_size is not None
+            yield self._fill([index for batch in group for index in batch], start, self.batch_size)
+            return
+        self.uneven = len(group) < self.num_processes
+        if self.process_index < len(group):
+            yield group[self.process_index]
+        else:
+            self.missed_steps = 1
+
+    def _iter_pieces(self) -> Iterator[list[Any]]:
+        """A piece of every batch; the last one may be too small to cut."""
+        assert self.batch_size is not None
+        size = self.batch_size // self.num_processes
+        mine = slice(size * self.process_index, size * (self.process_index + 1))
+        start: list[Any] = []
+        partial: list[Any] | None = None
+        for batch in self.batch_sampler:
+            if partial is not None:
+                yield self._fill(partial, start, size)
+                partial = None
+            start = start or list(batch)
+            if len(batch) == self.batch_size:
+                yield list(batch[mine])
+            else:
+                partial = list(batch)
+        if not partial or self.drop_last:
+            return
+        if self.even_batches:
+            yield self._fill(partial, start, size)
+            return
+        self.uneven = len(partial) <= size * (self.num_processes - 1)
+        if partial[mine]:
+            yield partial[mine]
+        else:
+            self.missed_steps = 1
+
+    def _fill(self, indices: list[Any], start: list[Any], size: int) -> list[Any]:
+        """This process's `size` of `indices`, followed by samples from the start as often as needed."""
+        first = size * self.process_index
+        self.real_samples = min(max(len(indices) - first, 0), size)
+        filled = itertools.chain(indices, itertools.cycle(start))
+        return list(itertools.islice(filled, first, first + size))
+
+
+class SamplerShard(Sampler[Any]):
+    """One process's share of a sampler whose every index is a batch of its own (`batch_size=None`)."""
+
+    def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool) -> None:
+        self.sampler = sampler
+        self.shard = BatchSamplerShard(
+            BatchSampler(sampler, batch_size=1, drop_last=False), num_processes, process_index, False, even_batches
+        )
+
+    @property
+    def real_samples(self) -> int | None:
+        return self.shard.real_samples
+
+    @property
+    def missed_steps(self) -> int:
+        return self.shard.missed_steps
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.shard:
+            yield batch[0]
+
+
+class KeptShard(BatchSampler):
+    """The batches of a loader whose DistributedSampler shards it already, with what `BatchSamplerShard` tells."""
+
+    split_batches = False
+    missed_steps = 0
+    uneven = False
+
+    def __init__(self, batch_sampler: BatchSampler, distributed: DistributedSampler[Any]) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler = distributed
+        self.batch_size = batch_sampler.batch_size
+        self.drop_last = batch_sampler.drop_last
+        self.num_processes = distributed.num_replicas
+        self.real_samples: int | None = None
+
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        self.real_samples = None
+        yield from self.batch_sampler
+        distributed: Any = self.sampler
+        # It deals samples out one by one, and appends the first ones again to give all ranks equally many.
+        mine = len(range(distributed.rank, len(distributed.dataset), distributed.num_replicas))
+        repeats = max(distributed.num_samples - mine, 0)
+        if repeats and not self.drop_last:
+            last = distributed.num_samples % self.batch_size or self.batch_size
+            self.real_samples = max(last - repeats, 0)
+
+
+class SkipBatchSampler(BatchSampler):
+    """A batch sampler without its first `skip_batches` batches: nothing of them is fetched."""
+
+    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]
+        self.skip_batches = skip_batches
+
+    def __getattr__(self, name: str) -> Any:
+        # batch_size, drop_last, split_batches, num_processes, real_samples ... are those of the wrapped one
+        if name == "batch_sampler":
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        yield from itertools.islice(self.batch_sampler, self.skip_batches, None)
+
+    @property
+    def total_length(self) -> int:
+        """The number of batches before skipping."""
+        return len(self.batch_sampler)
+
+    def __len__(self) -> int:
+        return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+
+def get_sampler(dataloader: Any) -> Any:
+    """The sampler of indices of a loader, underneath all batching and sharding (None for iterable datasets)."""
+    owner = sampler_owner(dataloader)
+    return getattr(owner, "sampler", None) if owner is not None else None
+
+
+def sampler_owner(dataloader: Any) -> Any:
+    """The object whose `sampler` attribute is the sampler of indices: what to assign to in order to replace it."""
+    sampler = getattr(dataloader, "sampler", None)
+    batches = sampler if isinstance(sampler, BatchSampler) else getattr(dataloader, "batch_sampler", None)
+    while isinstance(getattr(batches, "batch_sampler", None), BatchSampler):
+        batches = batches.batch_sampler  # type: ignore[union-attr]
+    return batches

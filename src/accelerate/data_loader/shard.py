@@ -1,0 +1,139 @@
+"""The usual prepared loader: every process reads its own share."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import BatchSampler
+
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, forward_epoch
+from accelerate.data_loader.iterable import PartlyRepeated
+from accelerate.data_loader.transfer import transfer_to
+from accelerate.errors import NotYetSupported
+from accelerate.random import synchronize_rng_states
+from accelerate.state import GradientState
+
+
+class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
+    """A loader that is one batch ahead of the loop, so that the last batch is known while it is processed.
+
+    device: where batches are moved to (None: nowhere). rng_types, synchronized_generator: which random states follow
+    those of rank 0 at the start of each iteration. skip_batches: how many batches to leave out at the start.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        device: torch.device | None = None,
+        rng_types: list[Any] | None = None,
+        synchronized_generator: torch.Generator | None = None,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        if torch_device_mesh is not None:
+            raise NotYetSupported("A loader over a device mesh", "leave `torch_device_mesh` out.")
+        self.device = device
+        self.rng_types = rng_types
+        self.synchronized_generator = synchronized_generator
+        self.skip_batches = skip_batches
+        self.gradient_state = GradientState()
+        self._drop_last = _drop_last
+        self._non_blocking = _non_blocking
+        self.iteration = iteration
+        # Told when this process has run out of batches before others: the accelerator stands in for it.
+        self.on_uneven_end: Any = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.rng_types is not None:
+            synchronize_rng_states(self.rng_types, self.synchronized_generator)
+        self.begin()
+        self.set_epoch(self.iteration)
+        backwards = self.gradient_state.backwards
+        try:
+            yield from self._batches()
+            if self.on_uneven_end is not None:
+                self.on_uneven_end(self, backwards)
+        finally:
+            # Also after a `break`: the next iteration is another epoch, and no longer ours the batch at hand.
+            self.iteration += 1
+            self.end()
+
+    def _batches(self) -> Iterator[Any]:
+        transfer = transfer_to(self.device, self._non_blocking)
+        batches = iter(self.base_dataloader)
+
+        def fetch() -> tuple[Any, int | None]:
+            batch, real = next(batches), None
+            if type(batch) is PartlyRepeated:
+                batch, real = batch.batch, batch.real_samples
+            return transfer.start(batch), real
+
+        try:
+            upcoming = fetch()
+        except StopIteration:
+            self._reached_end()
+            return
+        for index in itertools.count():
+            current, real = upcoming
+            self._note_position()
+            transfer.wait()
+            self.real_samples = real
+            try:
+                upcoming = fetch()
+            except StopIteration:
+                self._reached_end()
+            if index >= self.skip_batches:
+                yield self._hand_out(transfer.finish(current))
+            if self.end_of_dataloader:
+                return
+
+    def _reached_end(self) -> None:
+        shard: Any = self.batch_sampler if self.batch_sampler is not None else self.sampler
+        self.end_of_dataloader = True
+        if self.real_samples is None:
+            self.real_samples = getattr(shard, "real_samples", None)
+        self.ends_everywhere = getattr(shard, "missed_steps", 0) == 0
+        self.adjust_state_dict_for_prefetch()
+
+    def own_arguments(self) -> dict[str, Any]:
+        return super().own_arguments() | {
+            "device": self.device,
+            "rng_types": self.rng_types,
+            "synchronized_generator": self.synchronized_generator,
+            "_drop_last": self._drop_last,
+            "_non_blocking": self._non_blocking,
+            "iteration": self.iteration,
+        }
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, here and in whatever sampler or dataset knows of epochs."""
+        self.iteration = epoch
+        forward_epoch(self, epoch)
+
+    @property
+    def total_batch_size(self) -> int:
+        """The batch size over all processes."""
+        batches: Any = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
+        if batches is None:
+            shard = self.dataset
+            size = getattr(shard, "batch_size", None) or self.base_dataloader.batch_size or 1
+            return size if getattr(shard, "split_batches", False) else size * getattr(shard, "num_processes", 1)
+        size = batches.batch_size
+        return size if getattr(batches, "split_batches", False) else size * getattr(batches, "num_processes", 1)
+
+    @property
+    def total_dataset_length(self) -> int:
+        """The number of samples over all processes."""
+        if hasattr(self.dataset, "total_length"):
+            return int(self.dataset.total_length)
+        dataset = getattr(self.dataset, "dataset", self.dataset) if self.batch_sampler is None else self.dataset
+        return len(dataset)

@@ -1,0 +1,98 @@
+"""Bringing batches to the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accelerate.comm.tree import leaves, send_to_device
+from accelerate.devices import DEVICES
+
+
+class Transfer:
+    """Batches stay where they are.
+
+    `start` is called as soon as a batch has been fetched, one ahead of the loop; `finish` when the loop asks for it.
+    """
+
+    def start(self, batch: Any) -> Any:
+        return batch
+
+    def finish(self, batch: Any) -> Any:
+        return batch
+
+    def wait(self) -> None:
+        """Return when the source of the last started batch is no longer needed."""
+
+
+class Blocking(Transfer):
+    """Copied when the loop asks for it."""
+
+    def __init__(self, device: torch.device, non_blocking: bool) -> None:
+        self.device = device
+        self.non_blocking = non_blocking
+
+    def finish(self, batch: Any) -> Any:
+        return send_to_device(batch, self.device, self.non_blocking)
+
+
+class Behind(Blocking):
+    """Copied on a side stream behind the compute, where the batch lies in pinned memory.
+
+    The side stream first waits for all work the loop has submitted so far, so a copy runs beside the step of the
+    previous batch and memory that a former batch has given back is never overwritten under a running kernel.
+    """
+
+    def __init__(self, device: torch.device, non_blocking: bool, stream: Any) -> None:
+        super().__init__(device, non_blocking)
+        self._stream = stream
+        self._module = torch.get_device_module(device)
+        self._copied: Any = None
+
+    def start(self, batch: Any) -> Any:
+        tensors = leaves(batch)
+        if not tensors or not all(tensor.is_pinned() for tensor in tensors):
+            return _Copied(super().finish, batch, None)
+        self._stream.wait_stream(self._module.current_stream(self.device))
+        with self._module.stream(self._stream):
+            moved = send_to_device(batch, self.device, non_blocking=True)
+        self._copied = self._stream.record_event()
+        return _Copied(None, moved, self._copied)
+
+    def finish(self, batch: Any) -> Any:
+        if batch.move is not None:
+            return batch.move(batch.data)
+        self._module.current_stream(self.device).wait_event(batch.event)
+        return batch.data
+
+    def wait(self) -> None:
+        # A dataset may reuse its pinned buffers for the batch after the next.
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+
+
+class _Copied:
+    """A started batch: already on its way (`event`), or still to be moved (`move`)."""
+
+    def __init__(self, move: Any, data: Any, event: Any) -> None:
+        self.move = move
+        self.data = data
+        self.event = event
+
+
+def side_stream(device: torch.device) -> Any | None:
+    """A stream for copies behind the compute, where the device has such a thing."""
+    return next((kind.new_stream() for kind in DEVICES if kind.name == device.type), None)
+
+
+def transfer_to(device: torch.device | None, non_blocking: bool) -> Transfer:
+    """How batches get to `device`; None leaves them where they are."""
+    if device is None:
+        return Transfer()
+    device = torch.device(device)
+    stream = side_stream(device)
+    if stream is None:
+        return Blocking(device, non_blocking)
+    return Behind(device, non_blocking, stream)

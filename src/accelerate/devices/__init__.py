@@ -1,0 +1,52 @@
+"""Which hardware: one class per kind, vendors as data, and the choice between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from accelerate.config.environment import str_to_bool
+from accelerate.devices.base import Device, Memory
+from accelerate.devices.cpu import CPU
+from accelerate.devices.cuda import CUDA
+from accelerate.devices.mps import MPS
+from accelerate.devices.vendors import VENDORS
+
+__all__ = ["CPU", "CUDA", "DEVICES", "MPS", "VENDORS", "Choice", "Device", "Memory", "by_name", "choose"]
+
+# In the order of preference; the processor is last because it is always available.
+DEVICES: tuple[Device, ...] = (MPS(), CUDA(), *VENDORS, CPU())
+
+
+class Choice(NamedTuple):
+    """The hardware a process uses, the index it was pinned to by hand (if any), and why."""
+
+    device: Device
+    index: int | None
+    reason: str
+
+
+def by_name(name: str, devices: Sequence[Device] = DEVICES) -> Device:
+    for device in devices:
+        if device.name == name:
+            return device
+    known = ", ".join(device.name for device in devices)
+    raise ValueError(f"There is no device called {name!r}: choose one of {known}.")
+
+
+def choose(environ: Mapping[str, str], cpu: bool = False, devices: Sequence[Device] = DEVICES) -> Choice:
+    """The device that the script, then the environment, then the machine asks for."""
+    if cpu:
+        return Choice(by_name("cpu", devices), None, "the script asked for the CPU")
+    if str_to_bool(environ.get("ACCELERATE_USE_CPU", "false")):
+        return Choice(by_name("cpu", devices), None, "ACCELERATE_USE_CPU is set")
+    wanted = environ.get("ACCELERATE_TORCH_DEVICE")
+    if wanted:
+        name, _, index = wanted.partition(":")
+        if index and not index.isdigit():
+            raise ValueError(f"ACCELERATE_TORCH_DEVICE is {wanted!r}: write it like `cuda` or `cuda:1`.")
+        return Choice(by_name(name, devices), int(index) if index else None, f"ACCELERATE_TORCH_DEVICE is {wanted}")
+    for device in devices:
+        if device.available():
+            return Choice(device, None, f"{device.name} is the first available device of this machine")
+    return Choice(CPU(), None, "no other device is available")

@@ -1,0 +1,96 @@
+"""What the package asks of hardware. The defaults suit every device that has a `torch.<name>` module."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from accelerate.config.enums import DistributedType
+
+
+class Memory(NamedTuple):
+    """Bytes of one device."""
+
+    free: int
+    total: int
+
+
+class Device:
+    """One kind of hardware.
+
+    name: torch's name of the device type. backend: the process-group backend it talks through.
+    label: what `distributed_type` reports when several processes use it. tested: whether it is part of our tests.
+    """
+
+    def __init__(
+        self, name: str, *, backend: str, label: DistributedType, tested: bool = True, plugin: str | None = None
+    ) -> None:
+        self.name = name
+        self.backend = backend
+        self.label = label
+        self.tested = tested
+        self.plugin = plugin  # the package that registers the device with torch, imported before it is asked for
+
+    def __repr__(self) -> str:
+        return f"Device({self.name!r})"
+
+    @property
+    def module(self) -> Any:
+        """`torch.cuda` and its likes."""
+        return getattr(torch, self.name)
+
+    def available(self) -> bool:
+        if not hasattr(torch, self.name) and not self._load_plugin():
+            return False
+        return hasattr(torch, self.name) and bool(self.module.is_available())
+
+    def _load_plugin(self) -> bool:
+        from importlib import import_module
+        from importlib.util import find_spec
+
+        # The outermost package first: looking for a.b where there is no a is an error of its own.
+        if self.plugin is None or find_spec(self.plugin.partition(".")[0]) is None:
+            return False
+        import_module(self.plugin)
+        return True
+
+    def count(self) -> int:
+        return int(self.module.device_count())
+
+    def select(self, index: int) -> torch.device:
+        """Make device `index` (modulo how many there are) the current one and return it."""
+        device = torch.device(self.name, index % max(self.count(), 1))
+        self.module.set_device(device)
+        return device
+
+    def default(self) -> torch.device:
+        """The device of a single process."""
+        return torch.device(self.name)
+
+    def seed(self, seed: int) -> None:
+        self.module.manual_seed_all(seed)
+
+    def rng_state(self) -> torch.Tensor:
+        state: torch.Tensor = self.module.get_rng_state()
+        return state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.module.set_rng_state(state)
+
+    def synchronize(self) -> None:
+        self.module.synchronize()
+
+    def empty_cache(self) -> None:
+        self.module.empty_cache()
+
+    def memory(self, index: int = 0) -> Memory:
+        return Memory(*self.module.mem_get_info(index))
+
+    def supports(self, mode: str) -> bool:
+        """Whether arithmetic in `mode` ("no", "fp16", "bf16") runs here."""
+        return mode != "bf16" or bool(getattr(self.module, "is_bf16_supported", lambda: True)())
+
+    def new_stream(self) -> Any | None:
+        """A side stream for copies behind the compute, or None where the device has no such thing."""
+        return None

@@ -1,0 +1,16 @@
+"""NVIDIA and AMD GPUs."""
+
+from __future__ import annotations
+
+import torch
+
+from accelerate.config.enums import DistributedType
+from accelerate.devices.base import Device
+
+
+class CUDA(Device):
+    def __init__(self) -> None:
+        super().__init__("cuda", backend="nccl", label=DistributedType.MULTI_GPU)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()

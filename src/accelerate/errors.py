@@ -1,0 +1,18 @@
+"""The exceptions and warnings of the package, in one small tree."""
+
+from __future__ import annotations
+
+
+class DistributedOperationException(Exception):
+    """The ranks disagree about a collective: its kind, its shapes or its dtypes. Raised alike on every rank."""
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was given where padding was asked for; it is returned as it came."""
+
+
+class NotYetSupported(NotImplementedError):
+    """A feature of the public surface whose engine is not part of this version."""
+
+    def __init__(self, feature: str, instead: str) -> None:
+        super().__init__(f"{feature} is not part of this version of accelerate: {instead}")

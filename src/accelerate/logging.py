@@ -1,0 +1,62 @@
+"""Loggers that know how many processes there are."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import MutableMapping
+from typing import Any
+
+
+class MultiProcessAdapter(logging.LoggerAdapter):
+    """A logger that speaks on the main process alone, unless told otherwise.
+
+    Each call takes two more arguments: `main_process_only=False` lets every process speak,
+    and `in_order=True` then lets them do so by rank.
+    """
+
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        """Writes a message, on the processes that are to speak."""
+        from accelerate.state import PartialState
+
+        if not PartialState._shared_state:
+            raise RuntimeError("Make a `PartialState()` or an `Accelerator()` before you use this logger.")
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        if not self.isEnabledFor(level):
+            return
+        # One more than what the caller means: the line to report is theirs, not the one below.
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        message, options = self.process(msg, kwargs)
+        state = PartialState()
+        if main_process_only or not in_order:
+            if state.is_main_process or not main_process_only:
+                self.logger.log(level, message, *args, **options)
+            return
+        for rank in range(state.num_processes):
+            if rank == state.process_index:
+                self.logger.log(level, message, *args, **options)
+            state.wait_for_everyone()
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
+        """Puts the rank in front of a message."""
+        from accelerate.state import PartialState
+
+        msg, kwargs = super().process(msg, kwargs)
+        return f"[RANK {PartialState().process_index}] {msg}", kwargs
+
+    @functools.lru_cache(None)  # noqa: B019  (loggers live as long as the program)
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """Warns, unless exactly this warning was given before."""
+        self.warning(*args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """Returns a logger; its level is `log_level`, else that of `ACCELERATE_LOG_LEVEL`, else unchanged."""
+    logger = logging.getLogger(name)
+    level = os.environ.get("ACCELERATE_LOG_LEVEL") if log_level is None else log_level
+    if level is not None:
+        logger.setLevel(level.upper())
+        logger.root.setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})

@@ -1,0 +1,37 @@
+"""Ports of this machine, and its kernel."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import re
+import socket
+
+logger = logging.getLogger(__name__)
+
+_OLDEST_KERNEL = (5, 5, 0)
+
+
+def is_port_in_use(port: int | None = None) -> bool:
+    """Says whether something listens on a port of this machine; by default on torch's, 29500."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
+
+
+def get_free_port() -> int:
+    """Returns a port of this machine that was free a moment ago."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_os_kernel() -> None:
+    """Warns about a Linux kernel that is known to make multi-process runs hang."""
+    if platform.system() != "Linux":
+        return
+    match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", platform.release())
+    if match and tuple(int(part or 0) for part in match.groups()) < _OLDEST_KERNEL:
+        logger.warning(
+            f"The Linux kernel {match.group()} may make processes hang; use "
+            f"{'.'.join(map(str, _OLDEST_KERNEL))} or newer."
+        )

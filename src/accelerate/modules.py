@@ -1,0 +1,50 @@
+"""Questions about a module and its parts."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import nn
+
+from accelerate.available import is_peft_available
+from accelerate.unwrap import extract_model_from_parallel
+
+
+def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
+    """Returns all modules, children before their parents; with `return_fqns`, as pairs with their names."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def visit(name: str, module: nn.Module) -> None:
+        for child_name, child in module.named_children():
+            visit(f"{name}.{child_name}" if name else child_name, child)
+        found.append((name, module))
+
+    visit("", model)
+    return found if return_fqns else [module for _, module in found]
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Returns the class of that name among a module and its parts; None if there is none."""
+    return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Says whether a parameter of the model is spread over a device mesh."""
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def get_model_tp_size(model: Any) -> int | None:
+    """Returns over how many devices the model says its tensors are split; None if it says nothing."""
+    size = getattr(model, "tp_size", None)
+    return size if size is not None else getattr(model, "_tp_size", None)
+
+
+def is_peft_model(model: Any) -> bool:
+    """Says whether a model, under its wrappers, is one of `peft`."""
+    if not is_peft_available():
+        return False
+    peft = importlib.import_module("peft")
+    return isinstance(extract_model_from_parallel(model), peft.PeftModel)

@@ -1,0 +1,214 @@
+"""The optimizer a script gets back from `prepare`: it steps when gradients are complete, and only then."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accelerate.comm.tree import recursively_apply
+from accelerate.state import AcceleratorState, GradientState
+
+
+def move_to_device(state: Any, device: torch.device) -> Any:
+    """The tensors of an optimizer's (nested) state on `device`."""
+    return recursively_apply(lambda tensor: tensor.to(device), state)
+
+
+def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, noting on the accelerated optimizer that it was called: a scaler does not call it when it skips."""
+
+    @functools.wraps(method)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        accelerated_optimizer._accelerate_step_called = True
+        return method(*args, **kwargs)
+
+    return step
+
+
+class AcceleratedOptimizer(torch.optim.Optimizer):
+    """A wrapper around a torch optimizer that
+
+    - does nothing in `step` and `zero_grad` while gradients are being accumulated,
+    - steps through the gradient scaler under fp16 and knows whether that step was skipped,
+    - moves existing optimizer state to the device.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        device_placement: bool = True,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        # Not Optimizer.__init__: groups, state and hooks are those of the wrapped optimizer.
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.accelerator_state = AcceleratorState()
+        self.gradient_state = GradientState()
+        self.device_placement = device_placement
+        self.on_sync: Callable[[], None] | None = None
+        self._is_overflow = False
+        self._accelerate_step_called = False
+        self._backwards_seen = 0
+        self._warned = False
+        self._found_inf: list[torch.Tensor] = []
+        self._prepared_parameters: Callable[[], set[int]] | None = None
+        if scaler is not None:
+            self._end_scaled_step: Callable[[], None] = getattr(scaler, "finish_step", scaler.update)
+            self._told_of_inf = hasattr(optimizer, "_step_supports_amp_scaling")
+            optimizer.step = patch_optimizer_step(self, optimizer.step)  # type: ignore[method-assign]
+        if device_placement and optimizer.state:
+            device = self.accelerator_state.device
+            for parameter, values in optimizer.state.items():
+                optimizer.state[parameter] = move_to_device(values, device)
+
+    def __getattr__(self, name: str) -> Any:
+        # What torch's Optimizer keeps on the instance (hooks, for one), and what other optimizers add.
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def __repr__(self) -> str:
+        return f"AcceleratedOptimizer({self.optimizer!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        dropped = ("on_sync", "_end_scaled_step", "_prepared_parameters")
+        return {name: value for name, value in self.__dict__.items() if name not in dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.on_sync = self._prepared_parameters = None
+        if self.scaler is not None:
+            self._end_scaled_step = getattr(self.scaler, "finish_step", self.scaler.update)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:  # type: ignore[override]
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> Any:  # type: ignore[override]
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        self.optimizer.add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    def train(self) -> Any:
+        """For optimizers that have two modes, as schedule-free ones do."""
+        if callable(getattr(self.optimizer, "train", None)):
+            return self.optimizer.train()
+        return None
+
+    def eval(self) -> Any:
+        """For optimizers that have two modes, as schedule-free ones do."""
+        if callable(getattr(self.optimizer, "eval", None)):
+            return self.optimizer.eval()
+        return None
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients, unless they are still being accumulated."""
+        if self.gradient_state.sync_gradients:
+            if set_to_none is None:
+                self.optimizer.zero_grad()
+            else:
+                self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step, unless gradients are still being accumulated."""
+        gradient_state = self.gradient_state
+        if not gradient_state.sync_gradients:
+            return None
+        if self._prepared_parameters is not None:
+            self._check_ownership()
+        backwards = gradient_state.backwards
+        if backwards == self._backwards_seen and closure is None:
+            self._check_backward()
+        self._backwards_seen = backwards
+        if self.scaler is not None:
+            result = self._scaled_step(self.scaler, closure)
+        elif closure is None:
+            result = self.optimizer.step()
+        else:
+            result = self.optimizer.step(closure)
+        if self.on_sync is not None:
+            self.on_sync()
+        return result
+
+    def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], Any] | None) -> Any:
+        self._accelerate_step_called = False
+        result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure)
+        self._is_overflow = not self._accelerate_step_called
+        if self._told_of_inf:
+            # Fused optimizers are always called and decide on the device: ask it only when somebody wants to know.
+            states = scaler._per_optimizer_states[id(self.optimizer)]
+            self._found_inf = list(states["found_inf_per_device"].values())
+        self._end_scaled_step()
+        return result
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step was skipped because a gradient was infinite or not a number (fp16)."""
+        if self._found_inf:
+            self._is_overflow = any(bool(flag) for flag in self._found_inf)
+            self._found_inf = []
+        return self._is_overflow
+
+    def _has_gradients(self) -> bool:
+        return any(p.grad is not None for group in self.param_groups for p in group["params"])
+
+    def _check_backward(self) -> None:
+        """No `accelerator.backward` since the last step: harmless, unless it would have had to do something."""
+        steps = self.gradient_state.num_steps
+        if (steps == 1 and self.scaler is None) or self._warned or not self._has_gradients():
+            return
+        self._warned = True
+        if self.scaler is not None and self.scaler._scale is None:
+            raise RuntimeError(
+                "These gradients come from `loss.backward()`, but fp16 needs a scaled loss: "
+                "call `accelerator.backward(loss)` instead."
+            )
+        missing = "scaled for fp16" if self.scaler is not None else f"divided by the {steps} accumulation steps"
+        warnings.warn(
+            f"`optimizer.step()` was called without `accelerator.backward(loss)` since the last step: a loss that went "
+            f"through `loss.backward()` was not {missing}, so these gradients are wrong; "
+            "call `accelerator.backward(loss)` instead.",
+            stacklevel=3,
+        )
+
+    def _check_ownership(self) -> None:
+        """Once, at the first step: an optimizer whose parameters nobody prepared trains something else."""
+        assert self._prepared_parameters is not None
+        known = self._prepared_parameters()
+        self._prepared_parameters = None
+        mine = [id(parameter) for group in self.param_groups for parameter in group["params"]]
+        if known and mine and known.isdisjoint(mine):
+            warnings.warn(
+                f"None of the {len(mine)} parameters of this {type(self.optimizer).__name__} belongs to a model that "
+                "was passed to `accelerator.prepare()`: their gradients are not synchronised, and the prepared model "
+                "is not trained by it; create the optimizer from the parameters of the model you prepare.",
+                stacklevel=3,
+            )

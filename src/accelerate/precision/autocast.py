@@ -1,0 +1,65 @@
+"""bf16: forward passes under `torch.autocast`, outputs in fp32, no scaling of the loss."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from accelerate.comm.tree import convert_to_fp32
+from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
+from accelerate.devices import Device
+from accelerate.precision.base import Precision
+
+
+class Autocast(Precision):
+    mode = "bf16"
+    dtype = torch.bfloat16
+
+    def __init__(self, device: Device, autocast: AutocastKwargs, scaler: GradScalerKwargs) -> None:
+        super().__init__(device, autocast, scaler)
+        if not device.supports(self.mode):
+            raise ValueError(f"mixed_precision={self.mode!r} does not run on this {device.name} device: use 'no'.")
+
+    @property
+    def casts(self) -> bool:
+        return True
+
+    def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+        return self._context(handler or self.handler)()
+
+    def _context(self, handler: AutocastKwargs) -> Callable[[], AbstractContextManager[None]]:
+        return functools.partial(
+            torch.autocast,
+            device_type=self.device.name,
+            dtype=self.dtype,
+            enabled=handler.enabled,
+            cache_enabled=handler.cache_enabled,
+        )
+
+    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+        original = model.forward
+        model._original_forward = original  # type: ignore[assignment]
+        context = self._context(self.handler)
+        function = getattr(original, "__func__", None)
+        if function is None:
+            # The instance carries a forward of its own, a plain function that needs no `self`.
+            model.forward = _cast(original, context)
+        else:
+            # A method, not a closure over the model: a deep copy of the model must call its own forward.
+            model.forward = types.MethodType(_cast(function, context), model)
+        return model
+
+
+def _cast(forward: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def casting_forward(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            outputs = forward(*args, **kwargs)
+        return convert_to_fp32(outputs)
+
+    return casting_forward

@@ -1,0 +1,59 @@
+"""Random states: seeding them, and making those of all processes equal."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from accelerate.comm import current
+from accelerate.config.enums import RNGType
+from accelerate.devices import by_name
+from accelerate.state import PartialState
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed Python, numpy, torch and the device.
+
+    device_specific: a different seed (`seed` + rank) on each process. deterministic: have torch use deterministic
+    algorithms only.
+    """
+    state = PartialState()
+    if device_specific:
+        seed += state.process_index
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    state.device_kind.seed(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+
+
+def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
+    """Give the random state called `rng_type` the value it has on rank 0.
+
+    generator: the generator to synchronise when `rng_type` is "generator".
+    """
+    communicator = current()
+    kind = RNGType(rng_type) if rng_type is not None else None
+    if kind is None or communicator.size == 1:
+        return
+    if kind == RNGType.GENERATOR:
+        if generator is None:
+            raise ValueError("Synchronising a generator needs one: pass `generator`.")
+        generator.set_state(communicator.broadcast(generator.get_state().contiguous()))
+    elif kind == RNGType.TORCH:
+        torch.set_rng_state(communicator.broadcast(torch.get_rng_state().contiguous()))
+    else:
+        device = by_name(kind.value)
+        device.set_rng_state(communicator.broadcast(device.rng_state().contiguous()))
+
+
+def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
+    """Give each of these random states the value it has on rank 0. Where there is no generator, none is asked for."""
+    for rng_type in rng_types:
+        if RNGType(rng_type) == RNGType.GENERATOR and generator is None:
+            continue
+        synchronize_rng_state(RNGType(rng_type), generator=generator)

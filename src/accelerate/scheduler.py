@@ -1,0 +1,106 @@
+"""The learning-rate scheduler a script gets back from `prepare`: it follows its optimizer."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import GradientState, PartialState
+
+# Where torch's schedulers keep the number of steps they are laid out for.
+_HORIZONS = ("total_steps", "T_max", "total_iters")
+
+
+def horizon(scheduler: Any) -> int | None:
+    """After how many of its steps a schedule has run its course, where that can be known."""
+    for name in _HORIZONS:
+        value = getattr(scheduler, name, None)
+        if isinstance(value, int):
+            return value
+    for function in getattr(scheduler, "lr_lambdas", ()):
+        # The way transformers' get_scheduler builds its schedules: a partial with the number of steps.
+        value = getattr(function, "keywords", {}).get("num_training_steps")
+        if isinstance(value, int):
+            return value
+    return None
+
+
+class AcceleratedScheduler:
+    """A wrapper around a scheduler that steps only when its optimizers did.
+
+    Unless batches are split, each optimizer step consumes as many batches as there are processes, so the schedule
+    moves on by that many steps: write it for one process and it fits any number.
+    """
+
+    def __init__(
+        self,
+        scheduler: Any,
+        optimizers: AcceleratedOptimizer | list[AcceleratedOptimizer],
+        step_with_optimizer: bool = True,
+        split_batches: bool = False,
+    ) -> None:
+        self.scheduler = scheduler
+        self.optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.split_batches = split_batches
+        self.step_with_optimizer = step_with_optimizer
+        self.gradient_state = GradientState()
+        self._steps_each_time = 1 if split_batches else PartialState().num_processes
+        self._total_steps = hasattr(scheduler, "total_steps")
+        self._horizon = horizon(scheduler) if self._steps_each_time > 1 else None
+        self._optimizer_steps = 0
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        if not self.step_with_optimizer:
+            self.scheduler.step(*args, **kwargs)
+            return
+        if not self.gradient_state.sync_gradients:
+            if self.gradient_state.adjust_scheduler:
+                # Keeps torch from warning that the scheduler was stepped before the optimizer.
+                self.scheduler._step_count += 1
+            return
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
+        if self._horizon is not None:
+            self._check_horizon()
+        for _ in range(self._steps_each_time):
+            # OneCycleLR refuses to go past its end, which the last partial round may reach early.
+            if not self._total_steps or self.scheduler._step_count <= self.scheduler.total_steps:
+                self.scheduler.step(*args, **kwargs)
+
+    def _check_horizon(self) -> None:
+        """The schedule is over, yet training goes on: most likely it was laid out for one process already."""
+        assert self._horizon is not None
+        self._optimizer_steps += 1
+        # Epochs that do not divide evenly go a little past the end; one that was divided already goes to twice it.
+        if self._optimizer_steps * self._steps_each_time < 1.5 * self._horizon + self._steps_each_time:
+            return
+        warnings.warn(
+            f"The learning-rate schedule of {self._horizon} steps ended after {self._horizon // self._steps_each_time} "
+            f"optimizer steps, and training goes on: a prepared scheduler moves {self._steps_each_time} steps (one per process) "
+            "each time; give it the number of steps of a single process, or pass "
+            "`step_scheduler_with_optimizer=False` to the Accelerator.",
+            stacklevel=4,
+        )
+        self._horizon = None
+
+    def get_last_lr(self) -> Any:
+        return self.scheduler.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.scheduler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.scheduler.load_state_dict(state_dict)
+
+    def get_lr(self) -> Any:
+        return self.scheduler.get_lr()
+
+    def print_lr(self, *args: Any, **kwargs: Any) -> Any:
+        return self.scheduler.print_lr(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "scheduler":
+            raise AttributeError(name)
+        return getattr(self.scheduler, name)

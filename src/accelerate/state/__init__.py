@@ -1,0 +1,21 @@
+"""Who am I: the state of this process, shared by every object that asks."""
+
+from accelerate.state.accelerator import AcceleratorState
+from accelerate.state.gradient import GradientState
+from accelerate.state.partial import PartialState
+from accelerate.state.processes import do_nothing
+from accelerate.state.shared import ThreadLocalSharedDict
+
+__all__ = [
+    "AcceleratorState",
+    "GradientState",
+    "PartialState",
+    "ThreadLocalSharedDict",
+    "do_nothing",
+    "is_initialized",
+]
+
+
+def is_initialized() -> bool:
+    """Whether an `Accelerator` has been created in this process."""
+    return AcceleratorState._shared_state != {}

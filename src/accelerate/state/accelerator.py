@@ -1,0 +1,122 @@
+"""AcceleratorState: the distributed set-up plus what an `Accelerator` was asked to do with it."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accelerate.config.dynamo import TorchDynamoPlugin
+from accelerate.config.enums import PrecisionType
+from accelerate.errors import NotYetSupported
+from accelerate.state.partial import PartialState
+from accelerate.state.shared import ThreadLocalSharedDict
+
+
+class AcceleratorState(PartialState):
+    """Shared by all instances. Made by the first `Accelerator`; read anywhere afterwards."""
+
+    _shared_state: Any = ThreadLocalSharedDict()
+
+    dynamo_plugin: TorchDynamoPlugin | None
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__ = self._shared_state
+        mixed_precision = _checked_precision(mixed_precision)
+        if self.initialized:
+            self._check_unchanged(mixed_precision, cpu)
+            return
+        if not _from_accelerator:
+            raise ValueError("There is no AcceleratorState yet: create an `Accelerator()` first, then read its state.")
+        _refuse_engines(
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+        )
+        partial = PartialState(cpu, **kwargs)
+        self.__dict__.update(partial.__dict__)
+        self._mixed_precision = mixed_precision or _checked_precision(
+            os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+        )
+        self.dynamo_plugin = dynamo_plugin
+
+    def __repr__(self) -> str:
+        return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
+
+    @staticmethod
+    def _reset_state(reset_partial_state: bool = False) -> None:  # type: ignore[override]
+        """Forget everything; with `reset_partial_state` the distributed set-up too."""
+        AcceleratorState._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()
+
+    @property
+    def mixed_precision(self) -> str:
+        """How numbers are cast: "no", "fp16" or "bf16"."""
+        precision: str = self._mixed_precision
+        return precision
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """None: DeepSpeed is not the engine."""
+        return None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether FSDP version 2 is the engine."""
+        return False
+
+    def _check_unchanged(self, mixed_precision: str | None, cpu: bool) -> None:
+        what = None
+        if cpu and not self._cpu:
+            what = "cpu=True"
+        elif mixed_precision is not None and mixed_precision != self._mixed_precision:
+            what = f"mixed_precision={mixed_precision!r} (it is {self._mixed_precision!r})"
+        if what is not None:
+            raise ValueError(
+                f"The state of this process is already set up and cannot be changed to {what}: pass it to the first "
+                "`Accelerator()` of the process, or restart it."
+            )
+
+
+def _checked_precision(mode: str | None) -> str | None:
+    if mode is None:
+        return None
+    mode = str(mode).lower()
+    if mode not in PrecisionType:
+        raise ValueError(f"mixed_precision is {mode!r}: choose one of {', '.join(PrecisionType.list())}.")
+    if mode == "fp8":
+        raise NotYetSupported("mixed_precision='fp8'", "use 'bf16', which every current GPU supports.")
+    return mode
+
+
+_ENGINES = {
+    "deepspeed_plugin": ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"),
+    "fsdp_plugin": ("FSDP", "ACCELERATE_USE_FSDP"),
+    "torch_tp_plugin": ("Tensor parallelism", None),
+    "megatron_lm_plugin": ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM"),
+    "parallelism_config": ("A parallelism config", "ACCELERATE_USE_PARALLELISM_CONFIG"),
+}
+
+
+def _refuse_engines(**plugins: Any) -> None:
+    """Training a model that was meant to be sharded as if it were not would be a silent surprise."""
+    for name, plugin in plugins.items():
+        engine, variable = _ENGINES[name]
+        if plugin is not None:
+            raise NotYetSupported(f"{engine} (the argument `{name}`)", "leave it out to train with DDP.")
+        if variable is not None and os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
+            raise NotYetSupported(f"{engine} ({variable})", "unset the variable to train with DDP.")

@@ -1,0 +1,160 @@
+"""GradientState: is this batch one at which gradients are synchronised, and which loader did it come from."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from accelerate.config.accumulation import GradientAccumulationPlugin
+from accelerate.state.shared import ThreadLocalSharedDict
+
+
+class _Loaders:
+    """The loaders being iterated, innermost last, without keeping them alive. One list for the whole process:
+    a batch comes from one loader, whoever accumulates its gradients."""
+
+    def __init__(self) -> None:
+        self._stack: list[weakref.ref[Any]] = []
+
+    def push(self, loader: Any) -> None:
+        if self._stack and self._stack[-1]() is loader:
+            return
+        self.remove(loader)
+        self._stack.append(weakref.ref(loader))
+
+    def remove(self, loader: Any) -> None:
+        self._stack = [ref for ref in self._stack if ref() is not None and ref() is not loader]
+
+    def top(self) -> Any | None:
+        while self._stack:
+            loader = self._stack[-1]()
+            if loader is not None:
+                return loader
+            self._stack.pop()
+        return None
+
+    def all(self) -> list[Any]:
+        return [loader for loader in (ref() for ref in self._stack) if loader is not None]
+
+    def clear(self) -> None:
+        self._stack.clear()
+
+
+_loaders = _Loaders()
+
+
+class GradientState:
+    """Shared by all instances made without an owner; each `Accelerator` has its own `sync_gradients` and settings.
+
+    The first living accelerator owns the shared one, so that `GradientState()` shows what it does.
+    """
+
+    _shared_state: Any = ThreadLocalSharedDict()
+
+    sync_gradients: bool
+    plugin_kwargs: dict[str, Any]
+    backwards: int
+
+    def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            self._start()
+        if gradient_accumulation_plugin is not None:
+            self.plugin_kwargs = gradient_accumulation_plugin.to_kwargs()
+
+    @classmethod
+    def owned_by(cls, owner: Any, plugin: GradientAccumulationPlugin) -> GradientState:
+        """The gradient state of one accelerator: the shared one, unless another living accelerator has it."""
+        state = cls()
+        holder = state.__dict__.get("_owner", lambda: None)()
+        if holder is not None and holder is not owner:
+            state = cls.__new__(cls)
+            state._start()
+        state.__dict__["_owner"] = weakref.ref(owner)
+        state.plugin_kwargs = plugin.to_kwargs()
+        return state
+
+    def _start(self) -> None:
+        self.sync_gradients = True
+        self.backwards = 0  # how many times `accelerator.backward` ran
+        self.plugin_kwargs = {}
+        self._is_xla_gradients_synced = False
+
+    def __repr__(self) -> str:
+        return (
+            f"Sync Gradients: {self.sync_gradients}\n"
+            f"At end of current dataloader: {self.end_of_dataloader}\n"
+            f"Extra samples added: {self.remainder}\n"
+            f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
+        )
+
+    @staticmethod
+    def _reset_state() -> None:
+        GradientState._shared_state.clear()
+        _loaders.clear()
+
+    @property
+    def initialized(self) -> bool:
+        return "sync_gradients" in self.__dict__
+
+    @property
+    def num_steps(self) -> int:
+        """How many micro-batches make one optimizer step."""
+        return self.plugin_kwargs.get("num_steps") or 1
+
+    @property
+    def adjust_scheduler(self) -> bool:
+        return bool(self.plugin_kwargs.get("adjust_scheduler", True))
+
+    @property
+    def sync_with_dataloader(self) -> bool:
+        return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
+
+    @property
+    def sync_each_batch(self) -> bool:
+        return bool(self.plugin_kwargs.get("sync_each_batch", False))
+
+    @property
+    def active_dataloader(self) -> Any | None:
+        """The loader that the batch at hand came from."""
+        return _loaders.top()
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """Every loader that is being iterated, outermost first (None alone when there is none)."""
+        return _loaders.all() or [None]
+
+    @property
+    def in_dataloader(self) -> bool:
+        """Whether a prepared loader is being iterated."""
+        return _loaders.top() is not None
+
+    @property
+    def end_of_dataloader(self) -> bool:
+        """Whether the batch at hand is the last one of its loader."""
+        loader = _loaders.top()
+        return loader is not None and loader.end_of_dataloader
+
+    @property
+    def remainder(self) -> int:
+        """How many samples of the last global batch are no repeats, or -1 when that is not known."""
+        loader = _loaders.top()
+        return -1 if loader is None else loader.remainder
+
+    @property
+    def is_xla_gradients_synced(self) -> bool:
+        """Of use on XLA only: whether gradients have been reduced already."""
+        return self._is_xla_gradients_synced
+
+    @is_xla_gradients_synced.setter
+    def is_xla_gradients_synced(self, value: bool) -> None:
+        self._is_xla_gradients_synced = value
+
+    def _set_sync_gradients(self, sync_gradients: bool) -> None:
+        self.sync_gradients = sync_gradients
+
+    def _add_dataloader(self, dataloader: Any) -> None:
+        _loaders.push(dataloader)
+
+    def _remove_dataloader(self, dataloader: Any) -> None:
+        _loaders.remove(dataloader)

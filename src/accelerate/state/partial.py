@@ -1,0 +1,174 @@
+"""PartialState: which process am I, on which device, and how do I reach the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from accelerate import devices, environments
+from accelerate.comm import Communicator, set_current, set_factory
+from accelerate.comm.checked import Checked
+from accelerate.comm.torch_dist import TorchDistributed
+from accelerate.config.enums import DistributedType
+from accelerate.config.environment import override_numa_affinity, parse_flag_from_env
+from accelerate.environments import World
+from accelerate.state.processes import ProcessControl
+from accelerate.state.shared import ThreadLocalSharedDict
+
+logger = logging.getLogger(__name__)
+
+
+class PartialState(ProcessControl):
+    """The distributed set-up of this process, shared by all instances and made by the first one.
+
+    cpu: use the CPU even where there is something better.
+    kwargs: arguments for `torch.distributed.init_process_group` (`backend`, `timeout`, `init_method`, ...).
+    """
+
+    _shared_state: Any = ThreadLocalSharedDict()
+
+    device: torch.device
+    distributed_type: DistributedType
+    backend: str | None
+    debug: bool
+    fork_launched: bool
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = self._shared_state
+        if not self.initialized:
+            self._set_up(cpu, kwargs)
+
+    def __repr__(self) -> str:
+        return (
+            f"Distributed environment: {self.distributed_type}"
+            f"{'  Backend: ' + self.backend if self.backend else ''}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only for what is not there: most often because the state was reset under a living instance.
+        if name in PartialState.__annotations__ or name in ProcessControl.__annotations__:
+            raise AttributeError(
+                f"This state has no `{name}` because it was reset: create a new `PartialState()` or `Accelerator()`."
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @staticmethod
+    def _reset_state() -> None:
+        """Forget everything; the next instance looks at the environment again. The process group stays."""
+        PartialState._shared_state.clear()
+        set_current(None)
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state has been set up."""
+        return self._shared_state != {}
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether several processes (or a launcher that could start several) are at work."""
+        return self.distributed_type != DistributedType.NO and self.num_processes > 1
+
+    @property
+    def default_device(self) -> torch.device:
+        """The device a single process would use on this machine."""
+        return devices.choose({}).device.default()
+
+    def set_device(self) -> None:
+        """Choose the device of this process, unless it has one already."""
+        if "device" not in self.__dict__:
+            self.device = _select(devices.choose(os.environ, self._cpu), environments.detect(os.environ))
+
+    def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
+        """Take the process group (or the given one) down."""
+        if self.fork_launched and group is None:
+            return  # the notebook's main process still needs it
+        if dist.is_available() and dist.is_initialized():
+            dist.destroy_process_group(group)
+
+    def _set_up(self, cpu: bool, kwargs: dict[str, Any]) -> None:
+        kwargs.pop("_use_sagemaker", None)
+        world = environments.detect(os.environ)
+        choice = devices.choose(os.environ, cpu)
+        distributed = dist.is_available() and (
+            dist.is_initialized()
+            or world.size > 1
+            # A launcher that was asked for one GPU still gets a process group, as scripts rely on it being there.
+            or ("LOCAL_RANK" in os.environ and choice.device.name != "cpu")
+        )
+        backend = _join_group(world, choice.device, kwargs) if distributed else None
+        device = _select(choice, world) if distributed else _single(choice)
+        communicator: Any = TorchDistributed(device) if distributed else Communicator()
+
+        self._cpu = cpu or choice.device.name == "cpu"
+        self.debug = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
+        self.backend = backend
+        self.device = device
+        self.distributed_type = choice.device.label if distributed else DistributedType.NO
+        self.num_processes = communicator.size
+        self.process_index = communicator.rank
+        self.local_process_index = world.local_rank if distributed else 0
+        self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
+        self.world = world
+        self.device_kind = choice.device
+        self.device_reason = choice.reason
+        set_current(Checked(communicator) if self.debug and distributed else communicator)
+        _share_the_cores(choice.device, world)
+        if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+            override_numa_affinity(self.local_process_index)
+
+
+def _join_group(world: World, device: devices.Device, kwargs: dict[str, Any]) -> str:
+    """Join (or find) the process group and return the name of its backend."""
+    if dist.is_initialized():
+        return str(dist.get_backend())
+    backend = kwargs.pop("backend", None)
+    if world.started_by != "torchrun":
+        # The script's other libraries read these too, as they would under torchrun.
+        for name, value in world.variables().items():
+            os.environ.setdefault(name, value)
+    if backend is None:
+        backend = device.backend
+        if device.name != "cpu" and backend != "gloo":
+            # gloo beside it for what lives on the host: sizes, flags, objects
+            kwargs = {"backend": f"cpu:gloo,{device.name}:{backend}", **kwargs}
+    try:
+        dist.init_process_group(**{"backend": backend, **kwargs})
+    except dist.DistStoreError as error:
+        raise RuntimeError(
+            f"Rank {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} in time: "
+            "check that all ranks were started, that MASTER_ADDR and MASTER_PORT are the same on all of them and "
+            "reachable, or give them longer with `InitProcessGroupKwargs(timeout=...)`."
+        ) from error
+    return str(backend)
+
+
+def _select(choice: devices.Choice, world: World) -> torch.device:
+    return choice.device.select(world.local_rank if choice.index is None else choice.index)
+
+
+def _single(choice: devices.Choice) -> torch.device:
+    return choice.device.default() if choice.index is None else choice.device.select(choice.index)
+
+
+def _share_the_cores(device: devices.Device, world: World) -> None:
+    """Without a word from the launcher, each process on a machine would start a thread for every core."""
+    if device.name == "cpu" and world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
+
+
+def _communicator() -> Communicator:
+    from accelerate.comm import current
+
+    PartialState()
+    return current()
+
+
+set_factory(_communicator)

@@ -1,0 +1,153 @@
+"""What one process may ask about the others and do with them, written once for every class that offers it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from accelerate.comm import Communicator, current
+
+if TYPE_CHECKING:
+    import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """What a decorated function becomes on the processes that should not run it."""
+    return None
+
+
+class ProcessControl:
+    """Needs `process_index`, `local_process_index` and `num_processes`; gives everything that follows from them."""
+
+    process_index: int
+    local_process_index: int
+    num_processes: int
+
+    @property
+    def _communicator(self) -> Communicator:
+        return current()
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first process of all."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last process of all."""
+        return self.process_index == self.num_processes - 1
+
+    def wait_for_everyone(self) -> None:
+        """Wait here until every process has come to this point."""
+        if self.num_processes > 1:
+            self._communicator.barrier()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """The main process goes through the block first, the others when it is done."""
+        with self._first(self.is_main_process):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The main process of each machine goes through the block first, the others when it is done."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextmanager
+    def _first(self, first: bool) -> Iterator[None]:
+        if not first:
+            self.wait_for_everyone()
+        try:
+            yield
+        finally:
+            # Also when the block fails: the others must not wait for a process that has left.
+            if first:
+                self.wait_for_everyone()
+
+    @contextmanager
+    def split_between_processes(
+        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor | Any, apply_padding: bool = False
+    ) -> Iterator[Any]:
+        """Give each process its own part of `inputs`; the first ones get one more when it does not divide evenly.
+
+        inputs: a list, tuple, tensor, `datasets.Dataset`, or a dict of equally long ones.
+        apply_padding: repeat the last item so that all parts are equally long (to gather them afterwards).
+        """
+        yield split_inputs(inputs, self.process_index, self.num_processes, apply_padding)
+
+    def _only_if(self, chosen: bool, function: F) -> F:
+        return function if chosen or self.num_processes == 1 else do_nothing  # type: ignore[return-value]
+
+    def on_main_process(self, function: F | None = None) -> Any:
+        """Decorator: run the function on the main process only."""
+        if function is None:
+            return self.on_main_process
+        return self._only_if(self.is_main_process, function)
+
+    def on_local_main_process(self, function: F | None = None) -> Any:
+        """Decorator: run the function on the main process of each machine only."""
+        if function is None:
+            return self.on_local_main_process
+        return self._only_if(self.is_local_main_process, function)
+
+    def on_last_process(self, function: F) -> F:
+        """Decorator: run the function on the last process only."""
+        return self._only_if(self.is_last_process, function)
+
+    def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
+        """Decorator: run the function on process `process_index` only."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)
+        return self._only_if(self.process_index == process_index, function)
+
+    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
+        """Decorator: run the function on process `local_process_index` of each machine only."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        return self._only_if(self.local_process_index == local_process_index, function)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print`, once per machine."""
+        if self.is_local_main_process:
+            print(*args, **kwargs)
+
+
+def split_inputs(inputs: Any, index: int, count: int, apply_padding: bool = False) -> Any:
+    """Part `index` of `count` parts of `inputs`."""
+    if count == 1:
+        return inputs
+    if isinstance(inputs, Mapping):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"All values of a dict to split must be equally long, but their lengths are {lengths}.")
+        return type(inputs)(  # type: ignore[call-arg]
+            {key: split_inputs(value, index, count, apply_padding) for key, value in inputs.items()}
+        )
+    if isinstance(inputs, str) or not hasattr(inputs, "__len__"):
+        return inputs
+    share, extras = divmod(len(inputs), count)
+    start = index * share + min(index, extras)
+    end = start + share + (index < extras)
+    missing = share + bool(extras) - (end - start) if apply_padding else 0
+    if hasattr(inputs, "select") and not hasattr(inputs, "to"):  # a datasets.Dataset
+        last = len(inputs) - 1
+        return inputs.select([*range(start, end), *[last] * (missing if last >= 0 else 0)])
+    part = inputs[start:end]
+    if missing and len(inputs):
+        filler = inputs[end - 1 : end] if end > start else inputs[-1:]
+        if isinstance(inputs, (list, tuple)):
+            return part + filler * missing
+        import torch
+
+        return torch.cat([part, *[filler] * missing])
+    return part

@@ -1,0 +1,80 @@
+"""DDP: a copy of the model on every process, gradients averaged during the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate.strategies.base import Strategy
+
+
+class DDP(Strategy):
+    def wrap(self, model: torch.nn.Module, *, placed: bool) -> torch.nn.Module:
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model  # nothing to average, and DDP refuses it
+        single = placed and self.device.type != "cpu"
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self.device] if single else None,
+            output_device=self.device if single else None,
+            **self.ddp.to_kwargs(),
+        )
+        self.ddp.register_comm_hook(wrapped)
+        return wrapped
+
+    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
+        wrapped = _find(model)
+        return super().no_sync(model) if wrapped is None else wrapped.no_sync()
+
+    def joinable(self, model: torch.nn.Module) -> bool:
+        return _find(model) is not None
+
+    def stand_in(self, model: torch.nn.Module) -> torch.Tensor | None:
+        wrapped = _find(model)
+        if wrapped is None:
+            return None
+        module = wrapped.module
+        own = module.__dict__.get("forward")
+
+        def nothing() -> torch.Tensor:
+            # Every parameter takes part, with a gradient of exactly zero.
+            terms = [parameter.sum() * 0.0 for parameter in module.parameters() if parameter.requires_grad]
+            return torch.stack([term.float() for term in terms]).sum()
+
+        module.forward = nothing
+        try:
+            loss: torch.Tensor = wrapped()
+        finally:
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+        return loss
+
+
+@contextmanager
+def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
+    """A context in which the next backward synchronises, although its forward ran under `no_sync`."""
+    wrapped = _find(model)
+    if wrapped is None:
+        yield
+        return
+    before = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
+    wrapped.require_backward_grad_sync = True
+    wrapped.require_forward_param_sync = True
+    # The forward ran under no_sync and so did not tell the reducer to expect a backward.
+    wrapped.reducer.prepare_for_backward([])
+    try:
+        yield
+    finally:
+        wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync = before
+
+
+def _find(model: torch.nn.Module) -> DistributedDataParallel | None:
+    """The DDP wrapper, also underneath torch.compile."""
+    model = getattr(model, "_orig_mod", model)
+    return model if isinstance(model, DistributedDataParallel) else None

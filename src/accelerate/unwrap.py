@@ -1,0 +1,67 @@
+"""Getting the user's model back from under the wrappers that were put around it."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from torch import nn
+
+from accelerate.compilation import is_compiled_module
+
+
+def extract_model_from_parallel(
+    model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
+) -> Any:
+    """Takes the wrappers off a model: of parallel training, and if asked for of precision and compilation.
+
+    Args:
+        model: what `prepare` returned.
+        keep_fp32_wrapper: whether `forward` goes on to run in mixed precision and to return fp32.
+        keep_torch_compile: whether the model stays compiled.
+        recursive: whether parts of the model are unwrapped too, in place.
+    """
+    wrappers = _wrapper_classes()
+    while True:
+        if _is_compiled(model) and not keep_torch_compile:
+            model = model._orig_mod
+        elif isinstance(model, wrappers):
+            model = model.module
+        else:
+            break
+    if is_compiled_module(model):
+        inner = extract_model_from_parallel(model._orig_mod, keep_fp32_wrapper, keep_torch_compile, recursive)
+        # A new compiled module, not a changed one: training goes on with the wrapper inside the old one.
+        return model if inner is model._orig_mod else type(model)(inner, model.dynamo_ctx)
+    if recursive:
+        _unwrap_children(model, keep_fp32_wrapper, keep_torch_compile)
+    if not keep_fp32_wrapper:
+        _restore_forward(model)
+    return model
+
+
+def _is_compiled(model: Any) -> bool:
+    # A module with compiled regions keeps the original beside its own children (see accelerate.compilation).
+    return is_compiled_module(model) or "_orig_mod" in getattr(model, "__dict__", {})
+
+
+def _wrapper_classes() -> tuple[Any, ...]:
+    classes: tuple[Any, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
+    # Not imported for the question's sake: while it is not, no model is one.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return classes if fsdp is None else (*classes, fsdp.FullyShardedDataParallel)
+
+
+def _unwrap_children(model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> None:
+    for name, child in model.named_children():
+        setattr(model, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
+
+
+def _restore_forward(model: Any) -> None:
+    original = model.__dict__.pop("_original_forward", None)
+    if original is None:
+        return
+    if getattr(original, "__func__", None) is type(model).forward:
+        del model.__dict__["forward"]
+    else:
+        model.forward = original

@@ -1,0 +1,26 @@
+"""Comparing versions of packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import Any
+
+from accelerate.constants import STR_OPERATION_TO_FUNC
+
+
+def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
+    """Compares the version of an installed package (given by name), or a parsed version, with another one."""
+    from packaging.version import parse
+
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise ValueError(
+            f"{operation!r} compares no versions; use one of {', '.join(STR_OPERATION_TO_FUNC)}."
+        )
+    if isinstance(library_or_version, str):
+        library_or_version = parse(importlib.metadata.version(library_or_version))
+    return bool(STR_OPERATION_TO_FUNC[operation](library_or_version, parse(requirement_version)))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compares the version of the installed torch."""
+    return compare_versions("torch", operation, version)

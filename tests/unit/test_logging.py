@@ -1,0 +1,80 @@
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from accelerate.logging import get_logger
+from accelerate.state import PartialState
+from accelerate.tqdm import tqdm
+from tests.harness import run_world
+
+
+@pytest.fixture(autouse=True)
+def levels() -> Iterator[None]:
+    before = logging.root.level
+    yield
+    logging.root.setLevel(before)
+
+
+def test_without_a_state() -> None:
+    with pytest.raises(RuntimeError, match=r"PartialState\(\)"):
+        get_logger("a").debug("x")
+
+
+def test_messages_name_the_rank_and_the_line_of_the_caller(caplog: pytest.LogCaptureFixture) -> None:
+    PartialState(cpu=True)
+    logger = get_logger("b", log_level="info")
+    logger.debug("hidden")
+    logger.info("hello %s", "you", main_process_only=False)
+    logger.warning_once("again")
+    [hello, again] = caplog.records
+    assert hello.getMessage() == "[RANK 0] hello you"
+    assert again.getMessage() == "[RANK 0] again"
+    assert {record.filename for record in caplog.records} == {Path(__file__).name}
+
+
+def test_once(caplog: pytest.LogCaptureFixture) -> None:
+    PartialState(cpu=True)
+    logger = get_logger("c")
+    for text in ("one", "one", "two"):
+        logger.warning_once(text)
+    assert caplog.messages == ["[RANK 0] one", "[RANK 0] two"]
+
+
+def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert get_logger("d").logger.level == logging.NOTSET
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "ERROR")
+    assert get_logger("e").logger.level == logging.ERROR
+    assert get_logger("f", log_level="debug").logger.level == logging.DEBUG
+    with pytest.raises(ValueError, match="BOGUS"):
+        get_logger("g", log_level="bogus")
+
+
+def speak(path: str) -> None:
+    PartialState()
+    handler = logging.FileHandler(path)
+    logger = get_logger("world", log_level="INFO")
+    logger.logger.addHandler(handler)
+    logger.info("main")
+    logger.info("all", main_process_only=False, in_order=True)
+
+
+def test_ranks_speak_in_order(tmp_path: Path) -> None:
+    run_world(speak, 2, str(tmp_path / "log"))
+    assert (tmp_path / "log").read_text().splitlines() == ["[RANK 0] main", "[RANK 0] all", "[RANK 1] all"]
+
+
+def bars() -> tuple[bool, bool]:
+    return tqdm(range(2)).disable, tqdm(range(2), main_process_only=False).disable
+
+
+def test_one_progress_bar() -> None:
+    assert run_world(bars, 2) == [(False, False), (True, False)]
+
+
+def test_progress_bar_arguments() -> None:
+    PartialState(cpu=True)
+    assert tqdm(range(2), disable=True).disable is True
+    with pytest.raises(ValueError, match="main_process_only=True"):
+        tqdm(True, range(2))
