@@ -46,9 +46,7 @@ def figures() -> list[Figure]:
         args = {"task": "feed", "non_blocking": non_blocking}
         found.append(Figure(name, "gpu", "baseline", 1.10, args, 1, 20, 10, 16, 14.0, subjects=FEEDING))
     found.append(Figure("loader, per batch", "loader", "added", None, steps=200, rounds=30, seconds=5.0))
-    found.append(
-        Figure("evaluation step with gather_for_metrics", "gather", "added", None, rounds=30, seconds=5.0)
-    )
+    found.append(Figure("evaluation step with gather_for_metrics", "gather", "added", None, rounds=30, seconds=5.0))
     return [dataclasses.replace(figure, restarts=1) for figure in found]
 
 
@@ -232,9 +230,7 @@ def feed(rows: int, width: int) -> DataLoader[Any]:
     return DataLoader(Ready(rows, width), batch_size=None, pin_memory=torch.cuda.is_available())
 
 
-def feed_block(
-    batches: Iterator[torch.Tensor], work: Work, device: torch.device, move: dict[str, Any]
-) -> Block:
+def feed_block(batches: Iterator[torch.Tensor], work: Work, device: torch.device, move: dict[str, Any]) -> Block:
     total = torch.zeros((), device=device, dtype=torch.bfloat16)
 
     def block(steps: int) -> None:
@@ -270,16 +266,10 @@ def prepared_feed(non_blocking: bool, rows: int = 6912, width: int = 4096, produ
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--out", type=Path, default=harness.HERE / "results-gpu.json", help="where the medians go"
-    )
+    parser.add_argument("--out", type=Path, default=harness.HERE / "results-gpu.json", help="where the medians go")
     parser.add_argument("--peer", default=sys.executable, help="a python that has the peer installed")
-    parser.add_argument(
-        "--only", nargs="+", default=[], metavar="TEXT", help="figures whose name holds any of these"
-    )
-    parser.add_argument(
-        "--cpu-smoke", action="store_true", help="tiny sizes on CPU, to see that everything runs"
-    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="figures whose name holds any of these")
+    parser.add_argument("--cpu-smoke", action="store_true", help="tiny sizes on CPU, to see that everything runs")
     options = parser.parse_args()
     if not options.cpu_smoke and not torch.cuda.is_available():
         print("No CUDA device was found; use --cpu-smoke to try the code on CPU.", file=sys.stderr)

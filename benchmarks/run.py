@@ -22,16 +22,10 @@ GROUPS = {"step": step, "loader": loader, "gather": gather, "dispatch": dispatch
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     names = [*GROUPS, "imports"]
-    parser.add_argument(
-        "--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names)
-    )
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="few rounds: a rough picture in about a minute")
-    parser.add_argument(
-        "--peer", type=Path, default=harness.REPOSITORY / ".venv-peer/bin/python", help="its python"
-    )
-    parser.add_argument(
-        "--json", type=Path, default=harness.HERE / "results.json", help="where the medians go"
-    )
+    parser.add_argument("--peer", type=Path, default=harness.REPOSITORY / ".venv-peer/bin/python", help="its python")
+    parser.add_argument("--json", type=Path, default=harness.HERE / "results.json", help="where the medians go")
     return parser.parse_args()
 
 

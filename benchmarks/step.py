@@ -36,9 +36,7 @@ def figures() -> list[Figure]:
 
 def network(width: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
-    )
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
 
 
 def samples(width: int, count: int) -> TensorDataset:
@@ -69,9 +67,7 @@ def plain_loader(data: TensorDataset, batch: int, world: int) -> DataLoader[Any]
     return DataLoader(data, batch_size=batch, sampler=sampler)
 
 
-def plain(
-    precision: str = "fp32", accumulation: int = 1, width: int = 64, batch: int = 8, count: int = 20000
-) -> Block:
+def plain(precision: str = "fp32", accumulation: int = 1, width: int = 64, batch: int = 8, count: int = 20000) -> Block:
     world, device = plain_world(), plain_device()
     model: nn.Module = network(width).to(device)
     if world > 1:

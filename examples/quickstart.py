@@ -52,16 +52,10 @@ def train(epochs: int, batch_size: int, output: Path) -> float:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
     # (2) moves the model to its device, shares the batches out, averages gradients over the processes
-    model, optimizer, train_loader, test_loader = accelerator.prepare(
-        model, optimizer, train_loader, test_loader
-    )
-    accelerator.print(
-        f"training on {accelerator.num_processes} process(es), device {accelerator.device.type}"
-    )
+    model, optimizer, train_loader, test_loader = accelerator.prepare(model, optimizer, train_loader, test_loader)
+    accelerator.print(f"training on {accelerator.num_processes} process(es), device {accelerator.device.type}")
 
-    progress = tqdm(
-        total=epochs * len(train_loader), desc="training", disable=not accelerator.is_local_main_process
-    )
+    progress = tqdm(total=epochs * len(train_loader), desc="training", disable=not accelerator.is_local_main_process)
     for _ in range(epochs):
         model.train()
         for images, labels in train_loader:

@@ -245,9 +245,7 @@ def is_habana_gaudi1() -> bool:
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """Says whether `torch_xla` is installed (and runs on a TPU, or on a GPU)."""
     if check_is_tpu and check_is_gpu:
-        raise AssertionError(
-            "Ask for a TPU (`check_is_tpu`) or for a GPU (`check_is_gpu`), not for both at once."
-        )
+        raise AssertionError("Ask for a TPU (`check_is_tpu`) or for a GPU (`check_is_gpu`), not for both at once.")
     if not USE_TORCH_XLA or not has_package("torch_xla"):
         return False
     if not check_is_tpu and not check_is_gpu:

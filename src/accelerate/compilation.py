@@ -23,9 +23,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 def is_repeated_blocks(module: nn.Module) -> bool:
     """Says whether a module is a list of blocks of one class."""
-    return (
-        isinstance(module, nn.ModuleList) and len(module) > 0 and len({type(block) for block in module}) == 1
-    )
+    return isinstance(module, nn.ModuleList) and len(module) > 0 and len({type(block) for block in module}) == 1
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
@@ -46,18 +44,14 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     return compiled
 
 
-def _compile(
-    module: nn.Module, compile_kwargs: dict[str, Any], done: dict[nn.Module, nn.Module]
-) -> nn.Module:
+def _compile(module: nn.Module, compile_kwargs: dict[str, Any], done: dict[nn.Module, nn.Module]) -> nn.Module:
     # A module that is used in two places stays one module.
     if module not in done:
         done[module] = _compile_one(module, compile_kwargs, done)
     return done[module]
 
 
-def _compile_one(
-    module: nn.Module, compile_kwargs: dict[str, Any], done: dict[nn.Module, nn.Module]
-) -> nn.Module:
+def _compile_one(module: nn.Module, compile_kwargs: dict[str, Any], done: dict[nn.Module, nn.Module]) -> nn.Module:
     if isinstance(module, (nn.ParameterList, nn.ParameterDict)):
         return module
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_repeated_blocks(module):

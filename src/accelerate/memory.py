@@ -42,9 +42,7 @@ def should_reduce_batch_size(exception: Exception) -> bool:
     if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
         return False
     message = str(exception.args[0])
-    return any(
-        part in message for part in ("out of memory", "CUDNN_STATUS_NOT_SUPPORTED.", "can't allocate memory")
-    )
+    return any(part in message for part in ("out of memory", "CUDNN_STATUS_NOT_SUPPORTED.", "can't allocate memory"))
 
 
 def find_executable_batch_size(
@@ -109,9 +107,7 @@ class _Outcome:
     out_of_memory: bool = False
 
 
-def _try(
-    function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> _Outcome:
+def _try(function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Outcome:
     try:
         return _Outcome(result=function(batch_size, *args, **kwargs))
     except Exception as error:
@@ -129,13 +125,9 @@ def _agree(outcome: _Outcome, batch_size: int) -> int | None:
     if comm.size > 1:
         error = None if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
         reports = comm.gather_objects((retry, batch_size, error))
-        failed = [
-            f"rank {rank} ({report[2]})" for rank, report in enumerate(reports) if report[2] is not None
-        ]
+        failed = [f"rank {rank} ({report[2]})" for rank, report in enumerate(reports) if report[2] is not None]
         if failed and outcome.error is None:
-            raise RuntimeError(
-                f"The search for a batch size ends here, because it failed on {', '.join(failed)}."
-            )
+            raise RuntimeError(f"The search for a batch size ends here, because it failed on {', '.join(failed)}.")
         retry = any(report[0] for report in reports)
         batch_size = min(report[1] for report in reports)
     if outcome.error is not None:

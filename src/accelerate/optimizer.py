@@ -85,7 +85,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._end_scaled_step = getattr(self.scaler, "finish_step", self.scaler.update)
 
     @property
-    def state(self) -> Any:  # type: ignore[override]
+    def state(self) -> Any:
         return self.optimizer.state
 
     @state.setter
@@ -93,7 +93,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.state = state
 
     @property
-    def param_groups(self) -> Any:  # type: ignore[override]
+    def param_groups(self) -> Any:
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -101,7 +101,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.param_groups = param_groups
 
     @property
-    def defaults(self) -> Any:  # type: ignore[override]
+    def defaults(self) -> Any:
         return self.optimizer.defaults
 
     @defaults.setter
@@ -119,15 +119,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def train(self) -> Any:
         """For optimizers that have two modes, as schedule-free ones do."""
-        if callable(getattr(self.optimizer, "train", None)):
-            return self.optimizer.train()
-        return None
+        switch = getattr(self.optimizer, "train", None)
+        return switch() if callable(switch) else None
 
     def eval(self) -> Any:
         """For optimizers that have two modes, as schedule-free ones do."""
-        if callable(getattr(self.optimizer, "eval", None)):
-            return self.optimizer.eval()
-        return None
+        switch = getattr(self.optimizer, "eval", None)
+        return switch() if callable(switch) else None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless they are still being accumulated."""

@@ -76,9 +76,9 @@ class AcceleratedScheduler:
         if self._optimizer_steps * self._steps_each_time < 1.5 * self._horizon + self._steps_each_time:
             return
         warnings.warn(
-            f"The learning-rate schedule of {self._horizon} steps ended after {self._horizon // self._steps_each_time} "
-            f"optimizer steps, and training goes on: a prepared scheduler moves {self._steps_each_time} steps (one per process) "
-            "each time; give it the number of steps of a single process, or pass "
+            f"The learning-rate schedule of {self._horizon} steps ended after "
+            f"{self._horizon // self._steps_each_time} optimizer steps, and training goes on: a prepared scheduler "
+            f"moves {self._steps_each_time} steps (one per process) each time; give it the number of steps of a single process, or pass "
             "`step_scheduler_with_optimizer=False` to the Accelerator.",
             stacklevel=4,
         )

@@ -13,8 +13,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         raise ImportError("`accelerate.utils.tqdm` needs the package tqdm: `pip install tqdm`.")
     if args and isinstance(args[0], bool):
         raise ValueError(
-            f"The first argument of `tqdm` is what to iterate over, not {args[0]}; "
-            f"write `main_process_only={args[0]}`."
+            f"The first argument of `tqdm` is what to iterate over, not {args[0]}; write `main_process_only={args[0]}`."
         )
     from tqdm.auto import tqdm as bar
 

@@ -13,9 +13,7 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
     from packaging.version import parse
 
     if operation not in STR_OPERATION_TO_FUNC:
-        raise ValueError(
-            f"{operation!r} compares no versions; use one of {', '.join(STR_OPERATION_TO_FUNC)}."
-        )
+        raise ValueError(f"{operation!r} compares no versions; use one of {', '.join(STR_OPERATION_TO_FUNC)}.")
     if isinstance(library_or_version, str):
         library_or_version = parse(importlib.metadata.version(library_or_version))
     return bool(STR_OPERATION_TO_FUNC[operation](library_or_version, parse(requirement_version)))

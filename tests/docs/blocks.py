@@ -52,9 +52,7 @@ def read_blocks(path: Path, name: str) -> list[Block]:
     return blocks
 
 
-def _marked(
-    name: str, line: int, language: str, source: str, markers: list[str], previous: Block | None
-) -> Block:
+def _marked(name: str, line: int, language: str, source: str, markers: list[str], previous: Block | None) -> Block:
     example = continues = False
     world = 0
     for marker in markers:

@@ -66,9 +66,7 @@ class Snapshot:
 
     def _environment_leaks(self) -> list[str]:
         before, now = self.environ, _environ()
-        found = [
-            f"environment variable {name} was set to {now[name]!r}" for name in sorted(now.keys() - before)
-        ]
+        found = [f"environment variable {name} was set to {now[name]!r}" for name in sorted(now.keys() - before)]
         found += [f"environment variable {name} was removed" for name in sorted(before.keys() - now)]
         found += [
             f"environment variable {name} was changed from {before[name]!r} to {now[name]!r}"

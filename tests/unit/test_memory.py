@@ -37,9 +37,7 @@ def test_what_counts_as_out_of_memory(error: Exception) -> None:
     assert should_reduce_batch_size(error)
 
 
-@pytest.mark.parametrize(
-    "error", [ValueError(OUT_OF_MEMORY), RuntimeError("a", OUT_OF_MEMORY), RuntimeError("x")]
-)
+@pytest.mark.parametrize("error", [ValueError(OUT_OF_MEMORY), RuntimeError("a", OUT_OF_MEMORY), RuntimeError("x")])
 def test_what_does_not(error: Exception) -> None:
     assert not should_reduce_batch_size(error)
 

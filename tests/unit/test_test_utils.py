@@ -109,9 +109,7 @@ def test_cases_clean_up() -> None:
 
 def test_commands() -> None:
     assert run_command([sys.executable, "-c", "print(5)"]) is None
-    assert (
-        run_command([sys.executable, "-c", "import sys; print(sys.argv[1])", 3], return_stdout=True) == "3\n"
-    )
+    assert run_command([sys.executable, "-c", "import sys; print(sys.argv[1])", 3], return_stdout=True) == "3\n"
     with pytest.raises(SubprocessCallException, match=r"code 3.*\n\nlast words"):
         run_command([sys.executable, "-c", "print('last words'); raise SystemExit(3)"])
     assert run_command(["/bin/sh", "-c", "echo $ONLY"], return_stdout=True, env={"ONLY": "this"}) == "this\n"

@@ -71,10 +71,7 @@ def test_tqdm_stays_a_function() -> None:
 
 
 def test_collectives_know_about_the_processes() -> None:
-    assert (
-        python("import sys; from accelerate.utils import gather; print('accelerate.state' in sys.modules)")
-        == "True"
-    )
+    assert python("import sys; from accelerate.utils import gather; print('accelerate.state' in sys.modules)") == "True"
 
 
 def test_text() -> None:

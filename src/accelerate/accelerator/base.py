@@ -124,10 +124,10 @@ class AcceleratorBase(ProcessControl):
         for attribute in _HANDLERS.values():
             setattr(self, attribute, None)
         for handler in handlers:
-            attribute = _HANDLERS.get(type(handler))  # type: ignore[assignment]
-            if attribute is None:
+            if type(handler) not in _HANDLERS:
                 known = ", ".join(kind.__name__ for kind in _HANDLERS)
                 raise ValueError(f"kwargs_handlers cannot contain a {type(handler).__name__}: pass any of {known}.")
+            attribute = _HANDLERS[type(handler)]
             if getattr(self, attribute) is not None:
                 raise ValueError(f"kwargs_handlers contains two {type(handler).__name__}: pass one.")
             setattr(self, attribute, handler)

@@ -45,9 +45,7 @@ class Collecting(AcceleratorBase):
         """The sum ("sum") or mean ("mean") over all processes of each tensor of nested data."""
         return ops.reduce(tensor, reduction, scale)
 
-    def pad_across_processes(
-        self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False
-    ) -> Any:
+    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
         """Pad tensors along `dim` to the largest size over all processes, so that they can be gathered."""
         return ops.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
 

@@ -33,7 +33,7 @@ class Preparing(AcceleratorBase):
             raise ValueError(
                 f"device_placement has {len(device_placement)} entries for {len(args)} objects: give one for each."
             )
-        prepared = [self._prepare_one(item, placement) for item, placement in zip(args, device_placement)]
+        prepared = [self._prepare_one(item, placement) for item, placement in zip(args, device_placement, strict=True)]
         # Schedulers last: they follow the optimizers, wherever these stood.
         prepared = [self.prepare_scheduler(item) if _is_scheduler(item) else item for item in prepared]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)

@@ -28,9 +28,7 @@ class Saving(AcceleratorBase):
             model = self.unwrap_model(model, keep_torch_compile=False)
         return self._strategy.state_dict(model)
 
-    def save(
-        self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False
-    ) -> None:
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object to a file, once (or once per machine, if the project configuration says so).
 
         safe_serialization: write a dict of tensors as safetensors.

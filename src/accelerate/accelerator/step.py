@@ -20,7 +20,9 @@ from accelerate.strategies.ddp import sync_in_backward
 
 
 class Stepping(AcceleratorBase):
-    def backward(self, loss: torch.Tensor, *, num_items: int | float | torch.Tensor | None = None, **kwargs: Any) -> None:
+    def backward(
+        self, loss: torch.Tensor, *, num_items: int | float | torch.Tensor | None = None, **kwargs: Any
+    ) -> None:
         """`loss.backward()`, divided by the accumulation steps and scaled as the precision asks for.
 
         num_items: say that `loss` is a sum over that many items (tokens, samples). The gradients then become those of
@@ -77,7 +79,9 @@ class Stepping(AcceleratorBase):
             yield
             return
         shards = [loader.batch_sampler for loader in self._dataloaders]
-        changed = [shard for shard in shards if isinstance(shard, BatchSamplerShard)] if even_batches is not None else []
+        changed = (
+            [shard for shard in shards if isinstance(shard, BatchSamplerShard)] if even_batches is not None else []
+        )
         before = [shard.even_batches for shard in changed]
         for shard in changed:
             shard.even_batches = bool(even_batches)
@@ -87,7 +91,7 @@ class Stepping(AcceleratorBase):
                 yield
         finally:
             self._joining = False
-            for shard, value in zip(changed, before):
+            for shard, value in zip(changed, before, strict=True):
                 shard.even_batches = value
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:

@@ -28,7 +28,7 @@ class UnevenEnd:
 
     def __call__(self, loader: Any, backwards_before: int) -> None:
         accelerator = self._accelerator()
-        shard = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+        shard = loader._shard
         if accelerator is None or accelerator._joining or not getattr(shard, "uneven", False):
             return
         models = [m for m in accelerator._models if m.training and accelerator._strategy.joinable(m)]
@@ -47,7 +47,7 @@ class UnevenEnd:
     def _stand_in(accelerator: Accelerator, models: list[torch.nn.Module]) -> None:
         with accelerator.accumulate(*models):
             losses = [accelerator._strategy.stand_in(model) for model in models]
-            torch.stack([loss for loss in losses if loss is not None]).sum().backward()  # type: ignore[no-untyped-call]
+            torch.stack([loss for loss in losses if loss is not None]).sum().backward()
         if accelerator.sync_gradients:
             accelerator._close_window()
 
@@ -58,9 +58,9 @@ class UnevenEnd:
             for model in models:
                 for tensor in [*model.parameters(), *model.buffers()]:
                     communicator.broadcast(tensor.data)
-        parts = [*accelerator._optimizers, *accelerator._schedulers]
+        parts: list[Any] = [*accelerator._optimizers, *accelerator._schedulers]
         if accelerator.scaler is not None:
-            parts.append(accelerator.scaler)  # type: ignore[arg-type]
+            parts.append(accelerator.scaler)
         for part in parts:
             state = broadcast_data(part.state_dict())
             if communicator.rank != 0:

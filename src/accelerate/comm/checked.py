@@ -33,7 +33,10 @@ class Checked:
 
     def verify(self, operation: str, data: Any) -> None:
         tensors = [] if operation in _OBJECTS else leaves(data)
-        mine = (operation, [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors])
+        mine = (
+            operation,
+            [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors],
+        )
         everyone = self._inner.gather_objects(mine)
         compared = [self._compared(*entry) for entry in everyone]
         if all(entry == compared[0] for entry in compared):

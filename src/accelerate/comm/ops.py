@@ -195,7 +195,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         )
         return tensor
     padded_dims = [dim if -leaf.ndim <= dim < leaf.ndim else None for leaf in tensors]
-    mine = torch.tensor([0 if d is None else leaf.shape[d] for leaf, d in zip(tensors, padded_dims)])
+    mine = torch.tensor([0 if d is None else leaf.shape[d] for leaf, d in zip(tensors, padded_dims, strict=True)])
     longest = communicator.gather([mine[None]])[0].amax(dim=0).tolist()
 
     def pad(leaf: torch.Tensor, size: int, padded_dim: int | None) -> torch.Tensor:
@@ -208,7 +208,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         out.narrow(padded_dim, start, leaf.shape[padded_dim]).copy_(leaf)
         return out
 
-    return replace_leaves(tensor, [pad(*each) for each in zip(tensors, longest, padded_dims)])
+    return replace_leaves(tensor, [pad(*each) for each in zip(tensors, longest, padded_dims, strict=True)])
 
 
 class ConvertOutputsToFp32:
@@ -255,5 +255,3 @@ def GatheredParameters(
 
     with deepspeed.zero.GatheredParameters(params, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled):
         yield
-
-

@@ -13,6 +13,9 @@ from accelerate.errors import DistributedOperationException
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
+# The same collective under two names: torch renamed it in 2.13.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
 # A gather starts with one message of fixed size per rank. It says what the rank brings and, when everything fits,
 # already carries it; larger tensors follow in collectives whose sizes all ranks then know.
 _EAGER_BYTES = 8192
@@ -82,7 +85,7 @@ class TorchDistributed(Communicator):
         lengths, messages = self._exchange(tensors)
         if messages is not None:
             return _unpack(tensors, lengths, messages)
-        return [self._gather_large(tensor, sizes) for tensor, sizes in zip(tensors, lengths)]
+        return [self._gather_large(tensor, sizes) for tensor, sizes in zip(tensors, lengths, strict=True)]
 
     def _exchange(self, tensors: list[torch.Tensor]) -> tuple[list[list[int]], torch.Tensor | None]:
         """Tell every rank what each one brings: lengths by tensor and rank, and the messages if they hold it all."""
@@ -102,7 +105,7 @@ class TorchDistributed(Communicator):
                 message[offset : offset + tensor.nbytes].copy_(_bytes(tensor))
                 offset += tensor.nbytes
         messages = torch.empty((self.size, _EAGER_BYTES), dtype=torch.uint8)
-        dist.all_gather_into_tensor(messages.view(-1), message, group=self._host_group)
+        _all_gather(messages.view(-1), message, group=self._host_group)
         headers = messages[:, : used * 8].view(torch.int64).tolist()
         first = headers[0]
         if any(header[0] != count or header[2] != first[2] for header in headers):
@@ -126,13 +129,13 @@ class TorchDistributed(Communicator):
         if min(sizes) == longest:
             out = torch.empty((longest * self.size, *rest), dtype=placed.dtype, device=placed.device)
             if out.numel():
-                dist.all_gather_into_tensor(_bytes(out), _bytes(placed), group=group)
+                _all_gather(_bytes(out), _bytes(placed), group=group)
             return out.to(tensor.device)
         padded = torch.empty((longest, *rest), dtype=placed.dtype, device=placed.device)
         padded[: sizes[self.rank]] = placed
         out = torch.empty((self.size, longest, *rest), dtype=placed.dtype, device=placed.device)
         if out.numel():
-            dist.all_gather_into_tensor(_bytes(out), _bytes(padded), group=group)
+            _all_gather(_bytes(out), _bytes(padded), group=group)
         return torch.cat([out[rank, :size] for rank, size in enumerate(sizes)]).to(tensor.device)
 
 
@@ -157,21 +160,22 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def _unpack(
-    tensors: list[torch.Tensor], lengths: list[list[int]], messages: torch.Tensor
-) -> list[torch.Tensor]:
+def _unpack(tensors: list[torch.Tensor], lengths: list[list[int]], messages: torch.Tensor) -> list[torch.Tensor]:
     """Cut the tensors of all ranks out of the messages that carry them."""
     results = []
     offsets = [_HEADER_BYTES] * len(messages)
-    for tensor, sizes in zip(tensors, lengths):
+    for tensor, sizes in zip(tensors, lengths, strict=True):
         rest = tensor.shape[1:]
         row = tensor.dtype.itemsize * rest.numel()
         if min(sizes) == max(sizes) and min(offsets) == max(offsets):
             part = messages[:, offsets[0] : offsets[0] + sizes[0] * row].contiguous()
         else:
             part = torch.cat(
-                [messages[rank, start : start + size * row] for rank, (start, size) in enumerate(zip(offsets, sizes))]
+                [
+                    messages[rank, start : start + size * row]
+                    for rank, (start, size) in enumerate(zip(offsets, sizes, strict=True))
+                ]
             )
         results.append(part.reshape(-1).view(tensor.dtype).reshape(sum(sizes), *rest))
-        offsets = [start + size * row for start, size in zip(offsets, sizes)]
+        offsets = [start + size * row for start, size in zip(offsets, sizes, strict=True)]
     return results

@@ -94,7 +94,10 @@ def replace_leaves(data: Any, values: Iterable[torch.Tensor]) -> Any:
 
 
 def send_to_device(
-    tensor: Any, device: torch.device | str | int, non_blocking: bool = False, skip_keys: str | list[str] | None = None
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool = False,
+    skip_keys: str | list[str] | None = None,
 ) -> Any:
     """Move every tensor (and every object with a `to` method) in nested data to `device`.
 
@@ -135,7 +138,9 @@ def get_data_structure(data: Any) -> Any:
 def initialize_tensors(data_structure: Any) -> Any:
     """The inverse of `get_data_structure`: tensors of the right shapes and dtypes, with undefined contents."""
     return recursively_apply(
-        lambda info: torch.empty(*info.shape, dtype=info.dtype), data_structure, test_type=is_tensor_information
+        lambda info: torch.empty(*info.shape, dtype=info.dtype),
+        data_structure,
+        test_type=is_tensor_information,
     )
 
 

@@ -11,9 +11,7 @@ class DataLoaderConfiguration:
 
     split_batches: bool = field(
         default=False,
-        metadata={
-            "help": "Cut each batch into one piece per process instead of giving each process whole batches."
-        },
+        metadata={"help": "Cut each batch into one piece per process instead of giving each process whole batches."},
     )
     dispatch_batches: bool | None = field(
         default=None,
@@ -21,9 +19,7 @@ class DataLoaderConfiguration:
     )
     even_batches: bool = field(
         default=True,
-        metadata={
-            "help": "Repeat samples from the start until all processes have equally many full batches."
-        },
+        metadata={"help": "Repeat samples from the start until all processes have equally many full batches."},
     )
     use_seedable_sampler: bool = field(
         default=False,

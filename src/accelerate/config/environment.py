@@ -27,8 +27,7 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     word = value.lower()
     if word not in _TRUE and word not in _FALSE:
         raise ValueError(
-            f"{value!r} is neither yes nor no; write one of {', '.join(sorted(_TRUE))} "
-            f"or {', '.join(sorted(_FALSE))}."
+            f"{value!r} is neither yes nor no; write one of {', '.join(sorted(_TRUE))} or {', '.join(sorted(_FALSE))}."
         )
     return word in _TRUE if to_bool else int(word in _TRUE)
 
@@ -54,9 +53,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
         try:
             number = int(text)
         except ValueError:
-            raise ValueError(
-                f"The environment variable {key} is {text!r}, which is not a whole number."
-            ) from None
+            raise ValueError(f"The environment variable {key} is {text!r}, which is not a whole number.") from None
         if number >= 0:
             return number
     return default
@@ -191,9 +188,7 @@ def get_cpu_distributed_information() -> CPUInformation:
     """Reads the place of this process from the variables of torchrun, Intel MPI, Open MPI or MVAPICH."""
     return CPUInformation(
         rank=get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
-        world_size=get_int_from_env(
-            ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1
-        ),
+        world_size=get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
         local_rank=get_int_from_env(
             ["LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK"], 0
         ),
@@ -256,9 +251,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         return
     cpus = _cpus_near_gpu(str(torch.cuda.get_device_properties(local_process_index).uuid))
     if not cpus:
-        logger.warning(
-            f"The processors close to GPU {local_process_index} are not known here; affinity is unchanged."
-        )
+        logger.warning(f"The processors close to GPU {local_process_index} are not known here; affinity is unchanged.")
         return
     os.sched_setaffinity(0, cpus)
     if parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:

@@ -81,9 +81,9 @@ class DistributedDataParallelKwargs(KwargsHandler):
     static_graph: bool = False
 
     comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
-    comm_wrapper: Literal[
-        DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16
-    ] = DDPCommunicationHookType.NO
+    comm_wrapper: Literal[DDPCommunicationHookType.NO, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16] = (
+        DDPCommunicationHookType.NO
+    )
     comm_state_option: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(
@@ -113,11 +113,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
             "bf16": default_hooks.bf16_compress_wrapper,
         }
         hook = wrappers[wrapper](hooks[name]) if wrapper in wrappers else hooks[name]
-        state = (
-            powerSGD_hook.PowerSGDState(None, **self.comm_state_option)
-            if name.endswith("power_sgd")
-            else None
-        )
+        state = powerSGD_hook.PowerSGDState(None, **self.comm_state_option) if name.endswith("power_sgd") else None
         model.register_comm_hook(state=state, hook=hook)
 
 
@@ -150,9 +146,7 @@ class ProfileKwargs(KwargsHandler):
 
         return torch.profiler.profile(
             activities=self._activities(),
-            schedule=None
-            if self.schedule_option is None
-            else torch.profiler.schedule(**self.schedule_option),
+            schedule=None if self.schedule_option is None else torch.profiler.schedule(**self.schedule_option),
             on_trace_ready=self.on_trace_ready,
             record_shapes=self.record_shapes,
             profile_memory=self.profile_memory,

@@ -105,24 +105,23 @@ def kept_arguments(loader: Any) -> dict[str, Any]:
 
 def same_batches(loader: Any) -> dict[str, Any]:
     """The arguments for a new loader with the same batches as `loader`."""
+    if isinstance(loader.dataset, IterableDataset):
+        # torch makes up samplers for these, and refuses to be given them
+        return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
     if loader.batch_sampler is not None:
         return {"batch_sampler": loader.batch_sampler}
-    if loader.batch_size is None:
-        return {"batch_size": None, **({} if _is_iterable(loader) else {"sampler": loader.sampler})}
-    return {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
+    return {"batch_size": None, "sampler": loader.sampler}
 
 
 def skipped_batches(loader: Any, count: int) -> dict[str, Any] | None:
     """The arguments for a new loader whose sampler leaves `count` batches out; None where no sampler decides."""
+    if isinstance(loader.dataset, IterableDataset):
+        return None
     if isinstance(loader.sampler, BatchSampler):
         return {"sampler": SkipBatchSampler(loader.sampler, count), "batch_size": None}
     if loader.batch_sampler is not None:
         return {"batch_sampler": SkipBatchSampler(loader.batch_sampler, count)}
     return None
-
-
-def _is_iterable(loader: Any) -> bool:
-    return isinstance(loader.dataset, IterableDataset)
 
 
 @functools.cache
@@ -131,7 +130,10 @@ def _both(own: type, base: type) -> type:
 
 
 class DataLoaderAdapter:
-    """A loader that holds a torch `DataLoader` (or torchdata's stateful one), passes for it, and lends its attributes."""
+    """A loader that holds a torch `DataLoader` (or torchdata's stateful one), passes for it, and lends its
+    attributes."""
+
+    _continued: Any
 
     def __init__(
         self,
@@ -141,19 +143,20 @@ class DataLoaderAdapter:
         **kwargs: Any,
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
-        kind = _stateful_loader() if use_stateful_dataloader else DataLoader
+        kind: Any = _stateful_loader() if use_stateful_dataloader else DataLoader
         self.base_dataloader = kind(dataset, batch_sampler=batch_sampler, **kwargs)
-        self.dl_state_dict = self.base_dataloader.state_dict() if use_stateful_dataloader else None  # type: ignore[attr-defined]
+        self.dl_state_dict = self.base_dataloader.state_dict() if use_stateful_dataloader else None
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":
             raise AttributeError(name)
         return getattr(self.base_dataloader, name)
 
-    @property
-    def __class__(self) -> type:  # type: ignore[override]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
         # `isinstance(prepared, DataLoader)` is asked in many scripts, and the answer should be yes.
-        return _both(type(self), type(self.__dict__["base_dataloader"])) if "base_dataloader" in self.__dict__ else type(self)
+        base = self.__dict__.get("base_dataloader")
+        return type(self) if base is None else _both(type(self), type(base))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
         return len(self.base_dataloader)
@@ -186,9 +189,8 @@ class DataLoaderAdapter:
         arguments = kept_arguments(self) | self.own_arguments()
         skipped = skipped_batches(self, count * self.batches_per_step)
         skip_batches = getattr(self, "skip_batches", 0) + (count if skipped is None else 0)
-        loader = type(self)(
-            self.dataset, skip_batches=skip_batches, **arguments, **(skipped or same_batches(self))  # type: ignore[call-arg]
-        )
+        make: Any = type(self)
+        loader = make(self.dataset, skip_batches=skip_batches, **arguments, **(skipped or same_batches(self)))
         for name in ("gradient_state", "on_uneven_end", "synchronized_generator"):
             if name in self.__dict__:
                 setattr(loader, name, self.__dict__[name])
@@ -201,7 +203,7 @@ class DataLoaderAdapter:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the position of `state_dict` (stateful loaders only)."""
-        self.base_dataloader.load_state_dict(state_dict)  # type: ignore[attr-defined]
+        self.base_dataloader.load_state_dict(state_dict)
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Say in the position whether the batch at hand was the last: the loader itself is one batch ahead."""
@@ -211,7 +213,7 @@ class DataLoaderAdapter:
     def _note_position(self) -> None:
         """Called before the next batch is fetched, so that the position is that of the batch at hand."""
         if self.use_stateful_dataloader:
-            self.dl_state_dict = self.base_dataloader.state_dict()  # type: ignore[attr-defined]
+            self.dl_state_dict = self.base_dataloader.state_dict()
             self.adjust_state_dict_for_prefetch()
 
 
@@ -225,11 +227,12 @@ def _stateful_loader() -> Any:
 
 def forward_epoch(loader: Any, epoch: int) -> None:
     """Tell everything in a loader that knows of epochs which one this is."""
-    batches = loader.batch_sampler
+    batches = None if isinstance(loader.dataset, IterableDataset) else loader.batch_sampler
     while batches is not None:
         if hasattr(batches, "set_epoch"):
             batches.set_epoch(epoch)
         batches = getattr(batches, "batch_sampler", None)
-    for part in (get_sampler(loader) or getattr(loader, "sampler", None), loader.dataset):
+    parts: list[Any] = [get_sampler(loader) or getattr(loader, "sampler", None), loader.dataset]
+    for part in parts:
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)

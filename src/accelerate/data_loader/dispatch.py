@@ -73,9 +73,7 @@ class Handout:
             size = needed
         messages = []
         for rank, (part, structure_bytes) in enumerate(zip(parts, structures, strict=True)):
-            header = _Header(
-                1, following, len(structure_bytes), part.real_samples, part.is_last, part.total_samples, 0
-            )
+            header = _Header(1, following, len(structure_bytes), part.real_samples, part.is_last, part.total_samples, 0)
             # Rank 0 keeps its own part: no need to copy it into a message to itself.
             tensors = [] if rank == 0 else [tensor.detach() for tensor in leaves(part.batch)]
             messages.append(_message(header, structure_bytes if rank else b"", tensors, size))

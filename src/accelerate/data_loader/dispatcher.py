@@ -113,7 +113,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if size * processes != total:
             # Repeats from the start make the pieces equally long.
             missing, filler = size * processes - total, find_batch_size(start) or 1
-            repeats = [slice_tensors(start, slice(0, min(filler, missing - done))) for done in range(0, missing, filler)]
+            repeats = [
+                slice_tensors(start, slice(0, min(filler, missing - done))) for done in range(0, missing, filler)
+            ]
             batch = concatenate([batch, *repeats], dim=0)
         parts = []
         for rank in range(processes):

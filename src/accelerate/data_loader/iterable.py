@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 
-class IterableDatasetShard(IterableDataset):  # type: ignore[type-arg]
+class IterableDatasetShard(IterableDataset):
     """Samples in groups of one batch per process, of which this process keeps its own.
 
     batch_size: of one process, or of all together with `split_batches`. drop_last: leave out an incomplete group at

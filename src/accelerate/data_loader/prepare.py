@@ -127,7 +127,9 @@ def _check_batch_size(loader: Any, split_batches: bool, processes: int) -> None:
         )
 
 
-def _sharded_batches(loader: Any, processes: int, index: int, split_batches: bool, even_batches: bool) -> dict[str, Any]:
+def _sharded_batches(
+    loader: Any, processes: int, index: int, split_batches: bool, even_batches: bool
+) -> dict[str, Any]:
     if isinstance(loader.sampler, BatchSampler):  # batches as "indices" of a dataset that takes lists
         shard = BatchSamplerShard(loader.sampler, processes, index, split_batches, even_batches)
         return {"sampler": shard, "batch_size": None}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, Sampler
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -171,7 +171,11 @@ class SamplerShard(Sampler[Any]):
     def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool) -> None:
         self.sampler = sampler
         self.shard = BatchSamplerShard(
-            BatchSampler(sampler, batch_size=1, drop_last=False), num_processes, process_index, False, even_batches
+            BatchSampler(sampler, batch_size=1, drop_last=False),
+            num_processes,
+            process_index,
+            False,
+            even_batches,
         )
 
     @property
@@ -254,6 +258,8 @@ def get_sampler(dataloader: Any) -> Any:
 
 def sampler_owner(dataloader: Any) -> Any:
     """The object whose `sampler` attribute is the sampler of indices: what to assign to in order to replace it."""
+    if isinstance(dataloader.dataset, IterableDataset):
+        return None  # torch makes samplers up for these
     sampler = getattr(dataloader, "sampler", None)
     batches = sampler if isinstance(sampler, BatchSampler) else getattr(dataloader, "batch_sampler", None)
     while isinstance(getattr(batches, "batch_sampler", None), BatchSampler):

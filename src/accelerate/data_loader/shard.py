@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler
+from torch.utils.data import IterableDataset
 
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, forward_epoch
-from accelerate.data_loader.iterable import PartlyRepeated
+from accelerate.data_loader.iterable import IterableDatasetShard, PartlyRepeated
 from accelerate.data_loader.transfer import transfer_to
 from accelerate.errors import NotYetSupported
 from accelerate.random import synchronize_rng_states
@@ -97,7 +97,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 return
 
     def _reached_end(self) -> None:
-        shard: Any = self.batch_sampler if self.batch_sampler is not None else self.sampler
+        shard = self._shard
         self.end_of_dataloader = True
         if self.real_samples is None:
             self.real_samples = getattr(shard, "real_samples", None)
@@ -122,18 +122,20 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """The batch size over all processes."""
-        batches: Any = self.sampler if isinstance(self.sampler, BatchSampler) else self.batch_sampler
-        if batches is None:
-            shard = self.dataset
-            size = getattr(shard, "batch_size", None) or self.base_dataloader.batch_size or 1
-            return size if getattr(shard, "split_batches", False) else size * getattr(shard, "num_processes", 1)
-        size = batches.batch_size
-        return size if getattr(batches, "split_batches", False) else size * getattr(batches, "num_processes", 1)
+        shard = self._shard
+        size = getattr(shard, "batch_size", None) or 1
+        return size if getattr(shard, "split_batches", False) else size * getattr(shard, "num_processes", 1)
+
+    @property
+    def _shard(self) -> Any:
+        """What decides which samples this process gets."""
+        if isinstance(self.dataset, IterableDataset):
+            return self.dataset if isinstance(self.dataset, IterableDatasetShard) else self.base_dataloader
+        return self.sampler if self.batch_sampler is None else self.batch_sampler
 
     @property
     def total_dataset_length(self) -> int:
         """The number of samples over all processes."""
         if hasattr(self.dataset, "total_length"):
             return int(self.dataset.total_length)
-        dataset = getattr(self.dataset, "dataset", self.dataset) if self.batch_sampler is None else self.dataset
-        return len(dataset)
+        return len(self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset)

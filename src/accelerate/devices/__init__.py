@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     """The hardware a process uses, the index it was pinned to by hand (if any), and why."""
 
     device: Device
-    index: int | None
+    pinned: int | None
     reason: str
 
 

@@ -24,7 +24,13 @@ class Device:
     """
 
     def __init__(
-        self, name: str, *, backend: str, label: DistributedType, tested: bool = True, plugin: str | None = None
+        self,
+        name: str,
+        *,
+        backend: str,
+        label: DistributedType,
+        tested: bool = True,
+        plugin: str | None = None,
     ) -> None:
         self.name = name
         self.backend = backend

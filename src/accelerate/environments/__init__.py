@@ -10,7 +10,11 @@ from accelerate.environments.base import World
 __all__ = ["LAUNCHERS", "World", "detect"]
 
 # torchrun first: it is often itself started by mpirun or srun, whose variables are then those of the machine.
-LAUNCHERS: tuple[Callable[[Mapping[str, str]], World | None], ...] = (torchrun.detect, mpi.detect, slurm.detect)
+LAUNCHERS: tuple[Callable[[Mapping[str, str]], World | None], ...] = (
+    torchrun.detect,
+    mpi.detect,
+    slurm.detect,
+)
 
 
 def detect(environ: Mapping[str, str]) -> World:

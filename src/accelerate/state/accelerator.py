@@ -57,7 +57,7 @@ class AcceleratorState(PartialState):
         return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
 
     @staticmethod
-    def _reset_state(reset_partial_state: bool = False) -> None:  # type: ignore[override]
+    def _reset_state(reset_partial_state: bool = False) -> None:
         """Forget everything; with `reset_partial_state` the distributed set-up too."""
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
@@ -66,8 +66,7 @@ class AcceleratorState(PartialState):
     @property
     def mixed_precision(self) -> str:
         """How numbers are cast: "no", "fp16" or "bf16"."""
-        precision: str = self._mixed_precision
-        return precision
+        return str(self._mixed_precision)
 
     @property
     def deepspeed_plugin(self) -> None:

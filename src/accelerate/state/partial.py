@@ -35,7 +35,6 @@ class PartialState(ProcessControl):
     distributed_type: DistributedType
     backend: str | None
     debug: bool
-    fork_launched: bool
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
@@ -70,6 +69,11 @@ class PartialState(ProcessControl):
     def initialized(self) -> bool:
         """Whether the state has been set up."""
         return self._shared_state != {}
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a notebook has forked this process."""
+        return bool(self._fork_launched)
 
     @property
     def use_distributed(self) -> bool:
@@ -115,11 +119,11 @@ class PartialState(ProcessControl):
         self.num_processes = communicator.size
         self.process_index = communicator.rank
         self.local_process_index = world.local_rank if distributed else 0
-        self.fork_launched = parse_flag_from_env("FORK_LAUNCHED")
+        self._fork_launched = parse_flag_from_env("FORK_LAUNCHED")
         self.world = world
         self.device_kind = choice.device
         self.device_reason = choice.reason
-        set_current(Checked(communicator) if self.debug and distributed else communicator)
+        set_current(Checked(communicator) if self.debug and distributed else communicator)  # type: ignore[arg-type]
         _share_the_cores(choice.device, world)
         if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
             override_numa_affinity(self.local_process_index)
@@ -151,11 +155,11 @@ def _join_group(world: World, device: devices.Device, kwargs: dict[str, Any]) ->
 
 
 def _select(choice: devices.Choice, world: World) -> torch.device:
-    return choice.device.select(world.local_rank if choice.index is None else choice.index)
+    return choice.device.select(world.local_rank if choice.pinned is None else choice.pinned)
 
 
 def _single(choice: devices.Choice) -> torch.device:
-    return choice.device.default() if choice.index is None else choice.device.select(choice.index)
+    return choice.device.default() if choice.pinned is None else choice.device.select(choice.pinned)
 
 
 def _share_the_cores(device: devices.Device, world: World) -> None:

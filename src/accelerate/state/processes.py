@@ -17,7 +17,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
     """What a decorated function becomes on the processes that should not run it."""
-    return None
+    return
 
 
 class ProcessControl:
@@ -76,7 +76,9 @@ class ProcessControl:
 
     @contextmanager
     def split_between_processes(
-        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor | Any, apply_padding: bool = False
+        self,
+        inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor | Any,
+        apply_padding: bool = False,
     ) -> Iterator[Any]:
         """Give each process its own part of `inputs`; the first ones get one more when it does not divide evenly.
 

@@ -33,9 +33,7 @@ class Strategy:
         """Run a forward that takes part in the engine's collectives and whose backward adds nothing."""
         return None
 
-    def clip_grad_norm_(
-        self, parameters: list[torch.nn.Parameter], max_norm: float, norm_type: float
-    ) -> torch.Tensor:
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
 
     def state_dict(self, model: torch.nn.Module) -> dict[str, Any]:

@@ -21,9 +21,7 @@ def run_command(
 ) -> str | None:
     """Runs a command, and raises with its output if it fails."""
     words = [str(word) for word in command]
-    done = subprocess.run(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, text=True, errors="replace"
-    )
+    done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, text=True, errors="replace")
     if done.returncode != 0:
         raise SubprocessCallException(
             f"The command `{' '.join(words)}` ended with code {done.returncode}; it printed:\n\n{done.stdout}"
@@ -64,12 +62,8 @@ def execute_subprocess_async(
     )
     output = RunOutput(returncode=0)
     readers = [
-        threading.Thread(
-            target=_read, args=(process.stdout, output.stdout, None if quiet else sys.stdout, "stdout:")
-        ),
-        threading.Thread(
-            target=_read, args=(process.stderr, output.stderr, None if quiet else sys.stderr, "stderr:")
-        ),
+        threading.Thread(target=_read, args=(process.stdout, output.stdout, None if quiet else sys.stdout, "stdout:")),
+        threading.Thread(target=_read, args=(process.stderr, output.stderr, None if quiet else sys.stderr, "stderr:")),
     ]
     for reader in readers:
         reader.start()
@@ -81,9 +75,7 @@ def execute_subprocess_async(
         process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        raise RuntimeError(
-            f"`{' '.join(words)}` was ended, because it ran for more than {timeout} seconds."
-        ) from None
+        raise RuntimeError(f"`{' '.join(words)}` was ended, because it ran for more than {timeout} seconds.") from None
     finally:
         for reader in readers:
             reader.join()

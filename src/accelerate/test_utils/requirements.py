@@ -82,9 +82,7 @@ require_sdaa = _require(lambda: torch_device == "sdaa", "SDAA")
 require_tpu = _require(lambda: available.is_torch_xla_available(check_is_tpu=True), "TPU")
 require_xpu = _require(lambda: torch_device == "xpu", "XPU")
 
-require_single_device = _require(
-    lambda: torch_device != "cpu" and device_count == 1, "exactly one accelerator"
-)
+require_single_device = _require(lambda: torch_device != "cpu" and device_count == 1, "exactly one accelerator")
 require_single_gpu = _require(lambda: torch_device == "cuda" and device_count == 1, "exactly one GPU")
 require_single_xpu = _require(lambda: torch_device == "xpu" and device_count == 1, "exactly one XPU")
 require_multi_device = _require(lambda: torch_device != "cpu" and device_count > 1, "several accelerators")
@@ -97,9 +95,7 @@ require_multi_gpu_or_xpu = _require(
 # Number formats and engines.
 require_fp16 = _require(available.is_fp16_available, "fp16")
 require_fp8 = _require(lambda: available.is_fp8_available() and not available.is_habana_gaudi1(), "fp8")
-require_fsdp2 = _require(
-    lambda: is_torch_version(">=", FSDP2_PYTORCH_VERSION), f"torch {FSDP2_PYTORCH_VERSION}"
-)
+require_fsdp2 = _require(lambda: is_torch_version(">=", FSDP2_PYTORCH_VERSION), f"torch {FSDP2_PYTORCH_VERSION}")
 require_tp = _require(
     lambda: (
         available.is_transformers_available()
@@ -129,7 +125,5 @@ def require_torch_min_version(test_case: Any = None, version: str | None = None)
     if test_case is None:
         return functools.partial(require_torch_min_version, version=version)
     if version is None:
-        raise ValueError(
-            "Say which version of torch the test needs: `require_torch_min_version(version=...)`."
-        )
+        raise ValueError("Say which version of torch the test needs: `require_torch_min_version(version=...)`.")
     return _require(lambda: is_torch_version(">=", version), f"torch {version}")(test_case)

@@ -148,9 +148,7 @@ def test_lines_for_a_file(caplog: pytest.LogCaptureFixture) -> None:
         "LT": "a<b",
     }
     assert convert_dict_to_env_variables(variables) == ["A=1\n", "B=x=y\n", "N=3\n"]
-    assert [
-        name for name in variables if any(f"{name!r} is left out" in text for text in caplog.messages)
-    ] == [
+    assert [name for name in variables if any(f"{name!r} is left out" in text for text in caplog.messages)] == [
         "SPACE",
         "EMPTY",
         "SEMI",

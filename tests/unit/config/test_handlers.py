@@ -62,9 +62,7 @@ def test_timeouts_depend_on_the_backend() -> None:
     assert InitProcessGroupKwargs().timeout == timedelta(minutes=10)
     assert InitProcessGroupKwargs(backend="gloo").timeout == timedelta(minutes=30)
     assert InitProcessGroupKwargs(backend=None).timeout == timedelta(minutes=30)
-    assert InitProcessGroupKwargs(timeout=timedelta(seconds=5)).to_kwargs() == {
-        "timeout": timedelta(seconds=5)
-    }
+    assert InitProcessGroupKwargs(timeout=timedelta(seconds=5)).to_kwargs() == {"timeout": timedelta(seconds=5)}
 
 
 def test_no_hook_registers_nothing() -> None:
