@@ -41,6 +41,8 @@ class Subject:
         foreign = ("ACCELERATE_", "FSDP_", "MASTER_", "TORCHELASTIC_")
         ranks = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
         env = {k: v for k, v in os.environ.items() if not k.startswith(foreign) and k not in ranks}
+        # Installed packages come with bytecode; a source tree must be allowed to write its own.
+        env.pop("PYTHONDONTWRITEBYTECODE", None)
         env["OMP_NUM_THREADS"] = "1"
         # Some virtual machines announce AMX and fault on it in the first bf16 product; nothing here needs it.
         env.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from torch.optim.lr_scheduler import PolynomialLR
+
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState, PartialState
 
 # Where torch's schedulers keep the number of steps they are laid out for.
-_HORIZONS = ("total_steps", "T_max", "total_iters")
+_HORIZONS = ("total_steps", "T_max")
 
 
 def horizon(scheduler: Any) -> int | None:
@@ -18,6 +20,8 @@ def horizon(scheduler: Any) -> int | None:
         value = getattr(scheduler, name, None)
         if isinstance(value, int):
             return value
+    if isinstance(scheduler, PolynomialLR):  # others with `total_iters` warm up, and training goes on after them
+        return scheduler.total_iters
     for function in getattr(scheduler, "lr_lambdas", ()):
         # The way transformers' get_scheduler builds its schedules: a partial with the number of steps.
         value = getattr(function, "keywords", {}).get("num_training_steps")
@@ -75,11 +79,11 @@ class AcceleratedScheduler:
         # Epochs that do not divide evenly go a little past the end; one that was divided already goes to twice it.
         if self._optimizer_steps * self._steps_each_time < 1.5 * self._horizon + self._steps_each_time:
             return
+        each = self._steps_each_time
         warnings.warn(
-            f"The learning-rate schedule of {self._horizon} steps ended after "
-            f"{self._horizon // self._steps_each_time} optimizer steps, and training goes on: a prepared scheduler "
-            f"moves {self._steps_each_time} steps (one per process) each time; give it the number of steps of a single process, or pass "
-            "`step_scheduler_with_optimizer=False` to the Accelerator.",
+            f"The learning-rate schedule of {self._horizon} steps ended after {self._horizon // each} optimizer steps, "
+            f"and training goes on: a prepared scheduler moves {each} steps (one per process) each time; give it the "
+            "number of steps of a single process, or pass `step_scheduler_with_optimizer=False` to the Accelerator.",
             stacklevel=4,
         )
         self._horizon = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -36,6 +37,13 @@ def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
     return type(obj)(generator)
 
 
+def honor_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """`items` in a mapping of the same type as `obj`."""
+    if isinstance(obj, defaultdict):  # the one mapping of the standard library that wants something else first
+        return type(obj)(obj.default_factory, items)
+    return type(obj)(items)  # type: ignore[call-arg]
+
+
 def _is_record(data: Any) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
@@ -63,7 +71,7 @@ def recursively_apply(
     if isinstance(data, (tuple, list)):
         return honor_type(data, (inner(item) for item in data))
     if isinstance(data, Mapping):
-        return type(data)({key: inner(value) for key, value in data.items()})  # type: ignore[call-arg]
+        return honor_mapping(data, {key: inner(value) for key, value in data.items()})
     if _is_record(data):
         result = copy.copy(data)
         for field in dataclasses.fields(data):
@@ -82,6 +90,11 @@ def leaves(data: Any) -> list[torch.Tensor]:
     """Every tensor of `data`, in a fixed order."""
     if isinstance(data, torch.Tensor):
         return [data]
+    # The usual batches, without the cost of walking any nesting.
+    if type(data) is dict or type(data) is list or type(data) is tuple:
+        values = list(data.values()) if type(data) is dict else list(data)
+        if all(isinstance(value, torch.Tensor) for value in values):
+            return values
     found: list[torch.Tensor] = []
     recursively_apply(found.append, data)
     return found
@@ -114,11 +127,12 @@ def send_to_device(
         return honor_type(tensor, (send_to_device(item, device, non_blocking, skip_keys) for item in tensor))
     if isinstance(tensor, Mapping):
         skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
-        return type(tensor)(  # type: ignore[call-arg]
+        return honor_mapping(
+            tensor,
             {
                 key: value if key in skipped else send_to_device(value, device, non_blocking, skip_keys)
                 for key, value in tensor.items()
-            }
+            },
         )
     if _is_record(tensor):
         return recursively_apply(lambda leaf: leaf.to(device, non_blocking=non_blocking), tensor)
@@ -138,7 +152,7 @@ def get_data_structure(data: Any) -> Any:
 def initialize_tensors(data_structure: Any) -> Any:
     """The inverse of `get_data_structure`: tensors of the right shapes and dtypes, with undefined contents."""
     return recursively_apply(
-        lambda info: torch.empty(*info.shape, dtype=info.dtype),
+        lambda info: torch.empty(tuple(info.shape), dtype=info.dtype),
         data_structure,
         test_type=is_tensor_information,
     )
@@ -197,7 +211,7 @@ def concatenate(data: Any, dim: int = 0) -> Any:
     if isinstance(first, (tuple, list)):
         return honor_type(first, (concatenate([item[i] for item in data], dim=dim) for i in range(len(first))))
     if isinstance(first, Mapping):
-        return type(first)({key: concatenate([item[key] for item in data], dim=dim) for key in first})  # type: ignore[call-arg]
+        return honor_mapping(first, {key: concatenate([item[key] for item in data], dim=dim) for key in first})
     if _is_record(first):
         result = copy.copy(first)
         for field in dataclasses.fields(first):

@@ -10,6 +10,10 @@ from accelerate.comm.tree import leaves, send_to_device
 from accelerate.devices import DEVICES
 
 
+# A loader that pins memory pins all of it: a look at the first tensors is enough.
+_LOOKED_AT = 2
+
+
 class Transfer:
     """Batches stay where they are.
 
@@ -51,18 +55,20 @@ class Behind(Blocking):
         self._copied: Any = None
 
     def start(self, batch: Any) -> Any:
-        tensors = leaves(batch)
-        if not tensors or not all(tensor.is_pinned() for tensor in tensors):
-            return _Copied(super().finish, batch, None)
+        pinned = [tensor.is_pinned() for tensor in leaves(batch)[:_LOOKED_AT]]
+        if not pinned or not all(pinned):
+            # A copy from pageable memory has read its source when it returns: waiting for more than that, as a
+            # blocking copy does, would only stop the loop until the device has caught up.
+            return _Copied(batch, None, self.non_blocking or not any(pinned))
         self._stream.wait_stream(self._module.current_stream(self.device))
         with self._module.stream(self._stream):
             moved = send_to_device(batch, self.device, non_blocking=True)
         self._copied = self._stream.record_event()
-        return _Copied(None, moved, self._copied)
+        return _Copied(moved, self._copied, True)
 
     def finish(self, batch: Any) -> Any:
-        if batch.move is not None:
-            return batch.move(batch.data)
+        if batch.event is None:
+            return send_to_device(batch.data, self.device, batch.non_blocking)
         self._module.current_stream(self.device).wait_event(batch.event)
         return batch.data
 
@@ -74,12 +80,12 @@ class Behind(Blocking):
 
 
 class _Copied:
-    """A started batch: already on its way (`event`), or still to be moved (`move`)."""
+    """A started batch: on its way to the device (`event` says when it is there), or still to be moved."""
 
-    def __init__(self, move: Any, data: Any, event: Any) -> None:
-        self.move = move
+    def __init__(self, data: Any, event: Any, non_blocking: bool) -> None:
         self.data = data
         self.event = event
+        self.non_blocking = non_blocking
 
 
 def side_stream(device: torch.device) -> Any | None:

@@ -1,0 +1,64 @@
+"""Run the GPU checks without pytest: `PYTHONPATH=src python3 -m tests.gpu.run [name ...]`."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+
+from tests.gpu import checks
+
+
+def run_world(processes: int, name: str) -> str | None:
+    """The error of a world of processes that each run the check called `name`, or None."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = []
+    for rank in range(processes):
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = {**os.environ, **{key: str(value) for key, value in {**world, **meeting}.items()}}
+        command = [sys.executable, "-m", "tests.gpu.run", "--rank", name]
+        ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
+    try:
+        outputs = [rank.communicate(timeout=90)[0] for rank in ranks]
+    except subprocess.TimeoutExpired:
+        for rank in ranks:
+            rank.kill()
+        return "timed out\n" + "\n".join(rank.communicate()[0] for rank in ranks)
+    if any(rank.returncode for rank in ranks):
+        return "\n".join(outputs)
+    return None
+
+
+def main(names: list[str]) -> int:
+    if names[:1] == ["--rank"]:
+        getattr(checks, names[1])()
+        return 0
+    failed = 0
+    runs = [(1, check, False) for check in checks.CHECKS] + [(n, check, True) for n, check in checks.WORLDS]
+    runs = [run for run in runs if not names or run[1].__name__ in names]
+    for processes, check, in_world in runs:
+        began, error = time.monotonic(), None
+        if in_world:
+            error = run_world(processes, check.__name__)
+        else:
+            checks.reset()
+            try:
+                check()
+            except Exception:
+                error = traceback.format_exc()
+        failed += error is not None
+        print(f"{'FAILED' if error else 'passed'}  {check.__name__}  {time.monotonic() - began:.1f} s", flush=True)
+        if error:
+            print(error, flush=True)
+    print(f"{len(runs) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
