@@ -77,6 +77,28 @@ class Accumulating(AbstractContextManager[None]):
 
 
 class ItemWindow:
+    """The items behind the gradients of one set of parameters, since its optimizer has last stepped.
+
+    scale: what the gradients are multiplied by at present, None while there are none.
+    closed: whether the window is complete, and that the final scale.
+    """
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        self.items = 0.0
+        self.scale: float | None = None
+        self.closed = False
+
+    def rescale(self, gradients: list[torch.Tensor], scale: float) -> None:
+        assert self.scale is not None
+        if gradients and scale != self.scale:
+            torch._foreach_mul_(gradients, scale / self.scale)
+        self.scale = scale
+
+
+class ItemWindows:
     """Makes the gradients of a window those of the mean over all its items, on all ranks.
 
     Each rank adds up the gradients of its summed losses and counts its items. Only when the window closes are the
@@ -84,41 +106,91 @@ class ItemWindow:
     `ranks / items`. To keep them in range until then, losses are multiplied by `factor`, a power of two (which costs
     no accuracy) near the previous window's value. A further loss after the window has closed, before the optimizer
     steps, is taken up in the same way.
+
+    With several optimizers each has a window of its own. Whose parameters a loss has reached shows in the gradients.
     """
 
     def __init__(self) -> None:
-        self.items = 0.0
+        self.windows: list[ItemWindow] = []
         self.factor = 1.0
-        self.is_open = False
-        self._start = 1.0
+        self.used = False
+        self._next_factor = 1.0
+        self._before: list[list[Any]] = []
 
-    def begin(self) -> None:
-        """A new window: called when an optimizer has stepped."""
-        self.items = 0.0
-        self.factor = self._start
-        self.is_open = False
+    def begin(self, index: int) -> None:
+        """A new window: called when an optimizer has stepped, or cleared its gradients."""
+        if index < len(self.windows):
+            self.windows[index].begin()
 
-    def add(self, num_items: int | float | torch.Tensor) -> None:
-        """Count the items of one more loss."""
-        count = float(num_items)
-        if not math.isfinite(count) or count < 0:
+    def refuse_others(self) -> None:
+        """A loss without a count would be multiplied together with those that have one."""
+        if any(window.scale is not None and not window.closed for window in self.windows[:1]):
             raise ValueError(
-                f"num_items is {count} on rank {current().rank}: give the number of items that the loss is a sum over."
+                "`backward` was called with `num_items` and without in one window of accumulation: "
+                "give `num_items` for every loss, or for none."
             )
-        self.items += count
-        self.is_open = True
 
-    def close(self, gradients: Iterable[torch.Tensor]) -> None:
+    def open(self, groups: list[list[torch.Tensor]]) -> float:
+        """Before the backward of a summed loss; returns what to multiply it with. groups: a window's parameters."""
+        self.used = True
+        while len(self.windows) < len(groups):
+            self.windows.append(ItemWindow())
+        if all(window.scale is None for window in self.windows):
+            self.factor = self._next_factor
+        for window, group in zip(self.windows, groups, strict=False):
+            if window.closed:
+                window.rescale(_gradients(group), self.factor)
+        self._before = [_marks(group) for group in groups] if len(groups) > 1 else []
+        return self.factor
+
+    def add(self, num_items: float, groups: list[list[torch.Tensor]], *, last: bool) -> None:
+        """After that backward: count the items where it has left gradients. last: whether those windows close."""
+        for index, group in enumerate(groups):
+            if not self._before or _marks(group) != self._before[index]:
+                window = self.windows[index]
+                window.items += num_items
+                window.scale = self.factor
+                window.closed = last
+        self._before = []
+
+    def close(self, groups: list[list[torch.Tensor]]) -> None:
         """Exchange the counts and bring the gradients to the mean over all items."""
         communicator = current()
-        total = self.items
+        windows = self.windows[: len(groups)]
+        values = [value for window in windows for value in (window.items, float(window.closed))]
         if communicator.size > 1:
-            total = communicator.all_reduce(torch.tensor([total], dtype=torch.float64)).item()
-        if total == 0:
-            raise ValueError("num_items is 0 on all ranks for a whole window: there is nothing to take the mean over.")
-        wanted = communicator.size / total
-        tensors = list(gradients)
-        if tensors:
-            torch._foreach_mul_(tensors, wanted / self.factor)
-        self.factor = wanted
-        self._start = 2.0 ** round(math.log2(wanted))
+            values = communicator.all_reduce(torch.tensor(values, dtype=torch.float64)).tolist()
+        for window, group, items, closes in zip(windows, groups, values[::2], values[1::2], strict=True):
+            if not closes:
+                continue
+            if items == 0:
+                raise ValueError(
+                    "num_items is 0 on all ranks for a whole window: there is nothing to take the mean over."
+                )
+            wanted = communicator.size / items
+            if window.scale is None:  # its items are all on other ranks
+                window.scale = self.factor
+            window.rescale(_gradients(group), wanted)
+            self._next_factor = 2.0 ** round(math.log2(wanted))
+
+
+def item_count(num_items: Any) -> float:
+    """A number of items as given by a script, checked."""
+    try:
+        count = float(num_items)
+    except (TypeError, ValueError, RuntimeError):
+        count = math.nan
+    if not math.isfinite(count) or count < 0:
+        raise ValueError(
+            f"num_items is {num_items} on rank {current().rank}: give the number of items that the loss is a sum over."
+        )
+    return count
+
+
+def _gradients(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _marks(parameters: list[torch.Tensor]) -> list[Any]:
+    """Something that changes with every gradient."""
+    return [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -22,11 +24,12 @@ def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Ca
     """`method`, noting on the accelerated optimizer that it was called: a scaler does not call it when it skips."""
 
     @functools.wraps(method)
-    def step(*args: Any, **kwargs: Any) -> Any:
+    def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         accelerated_optimizer._accelerate_step_called = True
         return method(*args, **kwargs)
 
-    return step
+    # A method as the original was: torch's schedulers look for the function in it.
+    return types.MethodType(step, accelerated_optimizer.optimizer)
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
@@ -45,7 +48,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are those of the wrapped optimizer.
         self.optimizer = optimizer
-        self.scaler = scaler
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self.accelerator_state = AcceleratorState()
         self.gradient_state = GradientState()
         self.device_placement = device_placement
@@ -56,10 +59,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._warned = False
         self._found_inf: list[torch.Tensor] = []
         self._prepared_parameters: Callable[[], set[int]] | None = None
-        if scaler is not None:
-            self._end_scaled_step: Callable[[], None] = getattr(scaler, "finish_step", scaler.update)
-            self._told_of_inf = hasattr(optimizer, "_step_supports_amp_scaling")
-            optimizer.step = patch_optimizer_step(self, optimizer.step)  # type: ignore[method-assign]
+        self._watch_steps()
         if device_placement and optimizer.state:
             device = self.accelerator_state.device
             for parameter, values in optimizer.state.items():
@@ -74,15 +74,33 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
+    def _watch_steps(self) -> None:
+        """Find out about steps that the scaler skips."""
+        if self.scaler is not None:
+            self._end_scaled_step: Callable[[], None] = getattr(self.scaler, "finish_step", self.scaler.update)
+            self._told_of_inf = hasattr(self.optimizer, "_step_supports_amp_scaling")
+            self.optimizer.step = patch_optimizer_step(self, self.optimizer.step)  # type: ignore[method-assign]
+
     def __getstate__(self) -> dict[str, Any]:
-        dropped = ("on_sync", "_end_scaled_step", "_prepared_parameters")
+        # What belongs to this process, and not to the optimizer, is found again where it is unpickled.
+        dropped = ("accelerator_state", "on_sync", "_end_scaled_step", "_prepared_parameters")
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.accelerator_state = AcceleratorState()
         self.on_sync = self._prepared_parameters = None
-        if self.scaler is not None:
-            self._end_scaled_step = getattr(self.scaler, "finish_step", self.scaler.update)
+        self._watch_steps()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedOptimizer:
+        # A copy takes part in the same training: only the optimizer inside is another one.
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(self.__dict__)
+        twin.optimizer = copy.deepcopy(self.optimizer, memo)
+        twin._prepared_parameters = None
+        twin._watch_steps()
+        return twin
 
     @property
     def state(self) -> Any:
@@ -134,6 +152,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 self.optimizer.zero_grad()
             else:
                 self.optimizer.zero_grad(set_to_none=set_to_none)
+            if self.on_sync is not None:
+                self.on_sync()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, unless gradients are still being accumulated."""

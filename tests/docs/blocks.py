@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>```+)(?P<info>[^`]*)$")
@@ -76,14 +75,19 @@ def _marked(name: str, line: int, language: str, source: str, markers: list[str]
 
 
 def in_runs(blocks: list[Block]) -> list[list[Block]]:
-    """Neighbours that can share a process: Python on the same number of ranks; each shell block is alone.
+    """Blocks that share a process: neighbours in Python; on several ranks, or in a shell, each with its own.
 
+    Ranks cannot meet a second time at the same place, so there only blocks that continue share their processes.
     Examples do not count: they are not run.
     """
     runs: list[list[Block]] = []
-    for (language, _), group in groupby(
-        (block for block in blocks if not block.example), key=lambda block: (block.language, block.world)
-    ):
-        members = list(group)
-        runs += [members] if language == "python" else [[block] for block in members]
+    for block in blocks:
+        if block.example:
+            continue
+        previous = runs[-1][-1] if runs else None
+        together = previous is not None and previous.language == block.language == "python"
+        if together and previous is not None and previous.world == block.world and (block.continues or not block.world):
+            runs[-1].append(block)
+        else:
+            runs.append([block])
     return runs

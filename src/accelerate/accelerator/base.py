@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from accelerate import precision, strategies
-from accelerate.accumulation import Accumulation, ItemWindow
+from accelerate.accumulation import Accumulation, ItemWindows
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.data import DataLoaderConfiguration
 from accelerate.config.dynamo import TorchDynamoPlugin
@@ -111,13 +111,14 @@ class AcceleratorBase(ProcessControl):
         plugin = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.gradient_state = GradientState.owned_by(self, plugin)
         self._accumulation = Accumulation(self.gradient_state, self._strategy)
-        self._window = ItemWindow()
+        self._items = ItemWindows()
 
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[Any] = []
         self._joining = False
+        self._watches_forwards = False
         self.flag_tensor: torch.Tensor | None = None
 
     def _take_handlers(self, handlers: list[KwargsHandler]) -> None:

@@ -33,13 +33,11 @@ class Collecting(AcceleratorBase):
         real = None if loader is None else loader.real_samples
         if use_gather_object:
             return ops.gather_object(input_data if real is None else input_data[: _kept(len(input_data), loader)])
+        # Before the cut, which may leave a rank with an empty list: every rank must decide alike.
+        only_tensors = _only_tensors(input_data)
         if real is not None:
             input_data = _without_repeats(input_data, loader)
-        if isinstance(input_data, torch.Tensor):
-            return ops.gather(input_data)
-        if _only_tensors(input_data):
-            return ops.gather(input_data)
-        return _gather_mixed(input_data)
+        return ops.gather(input_data) if only_tensors else _gather_mixed(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum ("sum") or mean ("mean") over all processes of each tensor of nested data."""
@@ -74,9 +72,9 @@ def _kept(length: int, loader: Any) -> int:
 
 
 def _without_repeats(data: Any, loader: Any) -> Any:
-    if isinstance(data, torch.Tensor):
+    if isinstance(data, torch.Tensor) or _is_array(data):
         return data if data.ndim == 0 else data[: _kept(len(data), loader)]
-    if isinstance(data, (list, tuple)) and data and not _holds_tensors(data):
+    if isinstance(data, (list, tuple)) and data and not _holds_tensors(data) and not _is_tuple_of_lists(data):
         return data[: _kept(len(data), loader)]
     if isinstance(data, (list, tuple)):
         return honor_type(data, (_without_repeats(item, loader) for item in data))
@@ -91,7 +89,25 @@ def _holds_tensors(data: Any) -> bool:
     return bool(found)
 
 
+def _is_array(data: Any) -> bool:
+    """Whether this is a numpy array, or something that passes for one."""
+    return hasattr(data, "__array__") and getattr(data, "ndim", 0) > 0
+
+
+def _is_tuple_of_lists(data: Any) -> bool:
+    """Such as `(predictions, references)`; a list of lists has one list per sample."""
+    return isinstance(data, tuple) and all(isinstance(item, list) for item in data)
+
+
 def _only_tensors(data: Any) -> bool:
+    if isinstance(data, torch.Tensor):
+        return True
+    if isinstance(data, (list, tuple)) and not data:
+        return False  # a list of objects, which need not be empty on other ranks
+    if isinstance(data, (list, tuple)):
+        return all(_only_tensors(item) for item in data)
+    if isinstance(data, Mapping):
+        return all(_only_tensors(item) for item in data.values())
     try:
         recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
     except TypeError:
@@ -100,9 +116,11 @@ def _only_tensors(data: Any) -> bool:
 
 
 def _gather_mixed(data: Any) -> Any:
-    """Tensors as tensors, lists of other objects as one long list, single objects as one per process."""
+    """Tensors as tensors, lists (and arrays) of other objects as one long list, single objects as one per process."""
     if isinstance(data, torch.Tensor):
         return ops.gather(data)
+    if _is_array(data):
+        return ops.gather_object(data)
     if isinstance(data, Mapping):
         return type(data)({key: _gather_mixed(value) for key, value in data.items()})  # type: ignore[call-arg]
     if isinstance(data, (list, tuple)):

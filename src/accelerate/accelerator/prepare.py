@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accelerate.accelerator.base import AcceleratorBase
-from accelerate.accelerator.uneven import UnevenEnd
+from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
+from accelerate.accumulation import ItemWindows
 from accelerate.compilation import compile_regions, has_compiled_regions, is_compiled_module
 from accelerate.config.enums import DynamoBackend
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader, skip_first_batches
@@ -74,6 +77,8 @@ class Preparing(AcceleratorBase):
         if not evaluation_mode:
             model = self._strategy.wrap(model, placed=placed)
         model = self._compile(model)
+        if self._watches_forwards:
+            watch_forwards(self, model)
         _mark(model)
         self._models.append(model)
         return model
@@ -99,13 +104,19 @@ class Preparing(AcceleratorBase):
             device_placement = self.device_placement
         prepared = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=self.scaler)
         prepared.gradient_state = self.gradient_state
-        prepared.on_sync = self._window.begin
+        prepared.on_sync = functools.partial(self._begin_window, len(self._optimizers))
         prepared._prepared_parameters = self._prepared_parameters
         if self._precision.scaler is not None:
             self._precision.scaler.optimizers += 1
         _mark(prepared)
         self._optimizers.append(prepared)
         return prepared
+
+    def _begin_window(self, index: int) -> None:
+        """The optimizer of that number has stepped, or cleared its gradients."""
+        if self._items.used:
+            self._items.begin(0)
+            self._items.begin(index + 1)
 
     def _prepared_parameters(self) -> set[int]:
         """The identities of all parameters of prepared models, or nothing where it makes no difference."""
@@ -138,16 +149,21 @@ class Preparing(AcceleratorBase):
         steps = horizon(scheduler)
         if not steps or self.num_processes == 1 or self.split_batches or not self.step_scheduler_with_optimizer:
             return
+        accumulated = self.gradient_accumulation_steps
         for loader in self._dataloaders:
             shard = getattr(loader, "batch_sampler", None)
-            if not isinstance(shard, BatchSamplerShard) or not len(shard):
+            if not isinstance(shard, BatchSamplerShard):
                 continue
-            if steps % len(shard) == 0 and steps % shard.total_length != 0:
+            rounds, batches = math.ceil(len(shard) / accumulated), shard.total_length
+            # What an epoch comes to for scripts that count right: in steps, or in batches.
+            right = (batches, math.ceil(batches / accumulated), rounds * self.num_processes)
+            if rounds > 1 and steps % rounds == 0 and not any(steps % epoch == 0 for epoch in right):
                 warnings.warn(
-                    f"This scheduler is laid out for {steps} steps, which is {steps // len(shard)} times the length of "
-                    f"the prepared loader ({len(shard)}): a prepared scheduler moves {self.num_processes} steps (one "
-                    f"per process) each time and will be through after {steps // self.num_processes} optimizer steps; "
-                    "compute its length from the loader as it was before `prepare`, or do not prepare the scheduler.",
+                    f"This scheduler is laid out for {steps} steps, which is {steps // rounds} times the length of "
+                    f"the prepared loader ({rounds} optimizer steps): a prepared scheduler moves {self.num_processes} "
+                    f"steps (one per process) each time and will be through after {steps // self.num_processes} "
+                    "optimizer steps; compute its length from the loader as it was before `prepare`, or do not prepare "
+                    "the scheduler.",
                     stacklevel=4,
                 )
                 return
@@ -182,6 +198,10 @@ class Preparing(AcceleratorBase):
         prepared.gradient_state = self.gradient_state
         if isinstance(prepared, DataLoaderShard) and self.num_processes > 1 and not config.even_batches:
             prepared.on_uneven_end = UnevenEnd(self)
+            if not self._watches_forwards:
+                self._watches_forwards = True
+                for model in self._models:
+                    watch_forwards(self, model)
         _mark(prepared)
         if not any(prepared is loader for loader in self._dataloaders):
             self._dataloaders.append(prepared)
@@ -205,6 +225,7 @@ class Preparing(AcceleratorBase):
         self._models.clear()
         self._dataloaders.clear()
         self._accumulation.reset()
+        self._items = ItemWindows()
         if self._precision.scaler is not None:
             self._precision.scaler.optimizers = 0
         return release_memory(*objects)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.algorithms.join import Join
 
 from accelerate.accelerator.base import AcceleratorBase
-from accelerate.accumulation import Accumulating
+from accelerate.accumulation import Accumulating, item_count
 from accelerate.available import is_lomo_available
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.data_loader import BatchSamplerShard
@@ -32,21 +32,41 @@ class Stepping(AcceleratorBase):
         state = self.gradient_state
         state.backwards += 1
         if num_items is not None:
-            self._window.add(num_items)
-            loss = loss * self._window.factor
-        else:
-            steps = state.num_steps
-            if steps != 1:
-                loss = loss / steps
+            self._backward_of_sum(loss, item_count(num_items), kwargs)
+            return
+        if self._items.used:
+            self._items.refuse_others()
+        steps = state.num_steps
+        if steps != 1:
+            loss = loss / steps
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward(**kwargs)
-        if num_items is not None and state.sync_gradients:
-            self._close_window()
+
+    def _backward_of_sum(self, loss: torch.Tensor, num_items: float, kwargs: dict[str, Any]) -> None:
+        groups = self._window_parameters()
+        loss = loss * self._items.open(groups)
+        if self.scaler is not None:
+            loss = self.scaler.scale(loss)
+        loss.backward(**kwargs)
+        last = self.gradient_state.sync_gradients
+        self._items.add(num_items, groups, last=last)
+        if last:
+            self._items.close(groups)
+
+    def _window_parameters(self) -> list[list[torch.Tensor]]:
+        """All parameters; with several optimizers those of each, after those of none."""
+        listed = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in self._optimizers]
+        every = {id(p): p for model in self._models for p in model.parameters()}
+        if len(listed) <= 1:
+            return [list((every | {id(p): p for group in listed for p in group}).values())]
+        owned = {id(p) for group in listed for p in group}
+        return [[p for name, p in every.items() if name not in owned], *listed]
 
     def _close_window(self) -> None:
-        if self._window.is_open:
-            self._window.close(p.grad for model in self._models for p in model.parameters() if p.grad is not None)
+        """For a process that has run out of batches: its part in the exchange of the others' counts."""
+        if self._items.used:
+            self._items.close(self._window_parameters())
 
     def accumulate(self, *models: Any) -> AbstractContextManager[None]:
         """Around one micro-batch: gradients are synchronised, and the optimizer steps, only at the end of a window.
@@ -102,7 +122,7 @@ class Stepping(AcceleratorBase):
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Undo the scaling of fp16 on the gradients of one, several or (by default) all optimizers."""
-        if self.scaler is None:
+        if self.scaler is None or not self.scaler.is_enabled():
             return
         optimizers = self._optimizers if optimizer is None else optimizer
         if not isinstance(optimizers, (list, tuple)):

@@ -185,7 +185,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """
     communicator = current()
     tensors = _leaves_or_error(tensor)
-    if communicator.size == 1 or not tensors:
+    if communicator.size == 1:
         return tensor
     if any(getattr(leaf, "is_nested", False) for leaf in tensors):
         warnings.warn(

@@ -58,13 +58,17 @@ class TorchDistributed(Communicator):
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:
         placed, group = self._place(tensor)
-        dist.all_reduce(placed, op=_OPS[op], group=group)
-        return tensor if placed is tensor else tensor.copy_(placed)
+        carrier = placed.int() if placed.dtype is torch.int16 else placed  # which no backend adds up
+        dist.all_reduce(carrier, op=_OPS[op], group=group)
+        return tensor if carrier is tensor else tensor.copy_(carrier)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        placed, group = self._place(tensor)
-        dist.broadcast(placed, src=source, group=group)
-        return tensor if placed is tensor else tensor.copy_(placed)
+        placed, group = self._place(tensor.detach())
+        carrier = _solid(placed)
+        dist.broadcast(_bytes(carrier), src=source, group=group)
+        if carrier.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(carrier)
+        return tensor
 
     def scatter(self, out: torch.Tensor, parts: list[torch.Tensor] | None, source: int = 0) -> None:
         dist.scatter(out, parts, src=source, group=self._place(out)[1])
@@ -80,19 +84,23 @@ class TorchDistributed(Communicator):
     def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         limit = _HEADER - _FIXED
         if len(tensors) > limit:
-            return self.gather(tensors[:limit]) + self.gather(tensors[limit:])
+            # The first message tells how many there are in all, so that nobody waits for more than the others bring.
+            first = self._gather_at_once(tensors[:limit], len(tensors))
+            return first + self.gather(tensors[limit:])
+        return self._gather_at_once(tensors, len(tensors))
+
+    def _gather_at_once(self, tensors: list[torch.Tensor], total: int) -> list[torch.Tensor]:
         tensors = [_one_dim_at_least(tensor) for tensor in tensors]
-        lengths, messages = self._exchange(tensors)
+        lengths, messages = self._exchange(tensors, total)
         if messages is not None:
             return _unpack(tensors, lengths, messages)
         return [self._gather_large(tensor, sizes) for tensor, sizes in zip(tensors, lengths, strict=True)]
 
-    def _exchange(self, tensors: list[torch.Tensor]) -> tuple[list[list[int]], torch.Tensor | None]:
+    def _exchange(self, tensors: list[torch.Tensor], count: int) -> tuple[list[list[int]], torch.Tensor | None]:
         """Tell every rank what each one brings: lengths by tensor and rank, and the messages if they hold it all."""
-        total = sum(tensor.nbytes for tensor in tensors)
-        small = total <= _EAGER_BYTES - _HEADER_BYTES and all(tensor.device.type == "cpu" for tensor in tensors)
-        count = len(tensors)
-        used = _FIXED + count
+        size = sum(tensor.nbytes for tensor in tensors)
+        small = size <= _EAGER_BYTES - _HEADER_BYTES and all(tensor.device.type == "cpu" for tensor in tensors)
+        used = _FIXED + len(tensors)
         kinds = tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors)
         kind = self._kinds.get(kinds)
         if kind is None:
@@ -109,12 +117,13 @@ class TorchDistributed(Communicator):
         headers = messages[:, : used * 8].view(torch.int64).tolist()
         first = headers[0]
         if any(header[0] != count or header[2] != first[2] for header in headers):
-            self._raise_mismatch(tensors)
-        lengths = [[header[_FIXED + i] for header in headers] for i in range(count)]
+            self._raise_mismatch(tensors, count - len(tensors))
+        lengths = [[header[_FIXED + i] for header in headers] for i in range(len(tensors))]
         return lengths, messages if all(header[1] for header in headers) else None
 
-    def _raise_mismatch(self, tensors: list[torch.Tensor]) -> None:
+    def _raise_mismatch(self, tensors: list[torch.Tensor], more: int) -> None:
         mine = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
+        mine += [f"{more} more"] if more else []
         everyone = self.gather_objects(", ".join(mine) or "nothing")
         raise DistributedOperationException(
             "Cannot gather tensors that differ between ranks in more than their first dimension: "
@@ -151,8 +160,13 @@ def _has_backend(device: torch.device) -> bool:
 def _one_dim_at_least(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach()
     if tensor.ndim == 0:
-        return tensor[None]
-    return tensor.contiguous()
+        tensor = tensor[None]
+    return _solid(tensor)
+
+
+def _solid(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a copy of it whose memory holds its elements in order and as they read."""
+    return tensor.contiguous().resolve_conj().resolve_neg()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

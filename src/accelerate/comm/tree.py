@@ -222,14 +222,15 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Repeat the last sample until the batch divides evenly among `num_processes`."""
+    """Add zeros at the end until the batch divides evenly among `num_processes`."""
     missing = -batch_size % num_processes
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:
         if missing == 0 or leaf.ndim == 0 or leaf.shape[dim] != batch_size:
             return leaf
-        last = leaf.narrow(dim, batch_size - 1, 1)
-        return torch.cat([leaf] + [last] * missing, dim=dim)
+        shape = list(leaf.shape)
+        shape[dim] = missing
+        return torch.cat([leaf, leaf.new_zeros(shape)], dim=dim)
 
     return recursively_apply(pad, tensor)
 

@@ -46,6 +46,7 @@ class DistributedType(str, enum.Enum):
     MEGATRON_LM = "MEGATRON_LM"
     MULTI_HPU = "MULTI_HPU"
     MULTI_NEURON = "MULTI_NEURON"
+    TPU = XLA  # what XLA was called in older scripts; it is the same member
 
     # Versions of Python differ in what an f-string prints for a str enumeration; here it is always the name.
     __str__ = enum.Enum.__str__

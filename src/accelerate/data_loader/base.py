@@ -9,9 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.available import is_torchdata_stateful_dataloader_available
-from accelerate.comm import current
-from accelerate.comm.tree import ignorant_find_batch_size
-from accelerate.data_loader.samplers import SkipBatchSampler, get_sampler, sampler_owner
+from accelerate.data_loader.samplers import SamplerShard, SkipBatchSampler, get_sampler, sampler_owner
 from accelerate.state import GradientState
 
 
@@ -22,7 +20,7 @@ class DataLoaderStateMixin:
     ends_everywhere: whether it is the last one of all processes.
     remainder: how many samples of the last global batch are no repeats, -1 when that is not known.
     real_samples: how many samples of this process's batch at hand are no repeats, None when all are.
-    batch_samples: how many samples that batch has; set only where some are repeats.
+    batch_samples: how many samples that batch has, where some are repeats.
     """
 
     end_of_dataloader = False
@@ -39,7 +37,7 @@ class DataLoaderStateMixin:
         self.end_of_dataloader = False
         self.ends_everywhere = False
         self.remainder = -1
-        self.real_samples = None
+        self.real_samples = self.batch_samples = None
 
     def begin(self) -> None:
         """An iteration starts."""
@@ -56,17 +54,14 @@ class DataLoaderStateMixin:
             # The rest of an epoch was read: the loader it belongs to goes on with the next one.
             self._continued.iteration = getattr(self, "iteration", 0)
 
-    def _hand_out(self, batch: Any) -> Any:
-        """The last thing before a batch goes to the loop: from here on it is the one at hand."""
-        self.gradient_state._add_dataloader(self)
-        if self.real_samples is not None:
-            # Batches without a tensor have the size that was asked for.
-            self.batch_samples = ignorant_find_batch_size(batch) or self._nominal_batch_size()
-        return batch
+    def _hand_out(self, batch: Any, counts: tuple[int, int] | None = None) -> Any:
+        """The last thing before a batch goes to the loop: from here on it is the one at hand.
 
-    def _nominal_batch_size(self) -> int:
-        total: int = self.total_batch_size  # type: ignore[attr-defined]
-        return total // current().size
+        counts: how many of its samples are no repeats, and how many it has; None when none is a repeat.
+        """
+        self.gradient_state._add_dataloader(self)
+        self.real_samples, self.batch_samples = counts or (None, None)
+        return batch
 
     def _known_length(self) -> int | None:
         try:
@@ -117,6 +112,8 @@ def skipped_batches(loader: Any, count: int) -> dict[str, Any] | None:
     """The arguments for a new loader whose sampler leaves `count` batches out; None where no sampler decides."""
     if isinstance(loader.dataset, IterableDataset):
         return None
+    if isinstance(loader.sampler, SamplerShard):
+        return {"sampler": loader.sampler.without_first(count), "batch_size": None}
     if isinstance(loader.sampler, BatchSampler):
         return {"sampler": SkipBatchSampler(loader.sampler, count), "batch_size": None}
     if loader.batch_sampler is not None:
@@ -133,6 +130,7 @@ class DataLoaderAdapter:
     """A loader that holds a torch `DataLoader` (or torchdata's stateful one), passes for it, and lends its
     attributes."""
 
+    skip_batches = 0
     _continued: Any
 
     def __init__(
@@ -159,10 +157,22 @@ class DataLoaderAdapter:
         return type(self) if base is None else _both(type(self), type(base))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
-        return len(self.base_dataloader)
+        return max(len(self.base_dataloader) - self.skip_batches, 0)
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.base_dataloader)
+
+    def __reduce__(self) -> Any:
+        # Not the default, which objects to a `__class__` that is not the type. What belongs to this process alone
+        # (which state it reports to, and the accelerator that stands in for it) does not travel.
+        own = {name: value for name, value in self.__dict__.items() if name not in self._of_this_process}
+        return _revived, (type(self), own)
+
+    _of_this_process: tuple[str, ...] = ("gradient_state", "on_uneven_end", "_continued", "state")
+
+    def _join_process(self) -> None:
+        """Find what belongs to the process that this loader has come to."""
+        self.gradient_state = GradientState()
 
     def get_sampler(self) -> Any:
         """The sampler of indices underneath all batching and sharding."""
@@ -188,7 +198,7 @@ class DataLoaderAdapter:
         """The same loader for the rest of an epoch of which `count` batches are done."""
         arguments = kept_arguments(self) | self.own_arguments()
         skipped = skipped_batches(self, count * self.batches_per_step)
-        skip_batches = getattr(self, "skip_batches", 0) + (count if skipped is None else 0)
+        skip_batches = self.skip_batches + (count if skipped is None else 0)
         make: Any = type(self)
         loader = make(self.dataset, skip_batches=skip_batches, **arguments, **(skipped or same_batches(self)))
         for name in ("gradient_state", "on_uneven_end", "synchronized_generator"):
@@ -215,6 +225,14 @@ class DataLoaderAdapter:
         if self.use_stateful_dataloader:
             self.dl_state_dict = self.base_dataloader.state_dict()
             self.adjust_state_dict_for_prefetch()
+
+
+def _revived(kind: type[DataLoaderAdapter], own: dict[str, Any]) -> DataLoaderAdapter:
+    """A pickled or copied loader, on the other side."""
+    loader = kind.__new__(kind)
+    loader.__dict__.update(own)
+    loader._join_process()
+    return loader
 
 
 def _stateful_loader() -> Any:

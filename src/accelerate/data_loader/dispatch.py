@@ -7,7 +7,9 @@ nesting, shapes, dtypes, and everything that is no tensor) is sent only when it 
 
 from __future__ import annotations
 
+import contextlib
 import pickle
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,22 +23,29 @@ _FIRST_SIZE = 4096
 
 
 class Part(NamedTuple):
-    """What one rank gets: its piece of the batch, how many samples of it are no repeats, and whether it is the last."""
+    """What one rank gets: its piece of the batch, how many samples of it are no repeats and how many it has (None
+    when none is a repeat), whether it is the last, and how many samples all pieces have without repeats."""
 
     batch: Any
-    real_samples: int
+    counts: tuple[int, int] | None
     is_last: bool
     total_samples: int
 
 
 class _Header(NamedTuple):
-    complete: int  # whether the contents are in this message
+    kind: int
     size: int  # of the next message
-    structure: int  # bytes of pickled structure, 0 when it is that of the previous batch
-    real_samples: int
-    is_last: int
-    total_samples: int
-    finished: int  # nothing comes after this
+    structure: int  # bytes of pickled structure, 0 when it is that of the previous batch; or of the error text
+    real_samples: int = -1
+    samples: int = -1
+    is_last: int = 0
+    total_samples: int = -1
+
+
+_BATCH, _LARGER, _FINISHED, _FAILED = range(4)
+
+
+_FIELD_BYTES = 8 * len(_Header._fields)
 
 
 class Handout:
@@ -45,54 +54,63 @@ class Handout:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._size = _FIRST_SIZE
-        self._structures: dict[int, Any] = {}
+        self._structures: dict[int, bytes] = {}
         self._received: Any = None
 
     def finish(self) -> None:
         """Rank 0: tell everyone that there is no batch at all."""
-        header = _Header(1, self._size, 0, 0, 1, 0, 1)
-        self._scatter([_message(header, b"", [], self._size) for _ in range(self._communicator.size)])
+        self._scatter_to_all(_Header(_FINISHED, self._size, 0))
 
-    def send(self, parts: list[Part]) -> None:
+    @contextlib.contextmanager
+    def telling_errors(self) -> Iterator[None]:
+        """Rank 0: an error inside reaches the others too, who are waiting for a batch and would do so for ever."""
+        try:
+            yield
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".encode()
+            self._make_room(_HEADER_BYTES + len(text))
+            self._scatter_to_all(_Header(_FAILED, self._size, len(text)), text)
+            raise
+
+    def describe(self, parts: list[Part]) -> list[bytes]:
+        """Rank 0: the structures of its parts; rank 0 keeps its own, so there is none for it."""
+        return [b"", *(pickle.dumps(get_data_structure(part.batch)) for part in parts[1:])]
+
+    def send(self, parts: list[Part], described: list[bytes]) -> None:
         """Rank 0: give each rank its part."""
-        structures, needed = [], _HEADER_BYTES
-        for rank, part in enumerate(parts):
-            structure = get_data_structure(part.batch)
-            unchanged = rank in self._structures and self._structures[rank] == structure
-            self._structures[rank] = structure
-            structures.append(b"" if unchanged else pickle.dumps(structure))
+        structures, needed = [b""], _HEADER_BYTES
+        for rank, part in enumerate(parts[1:], start=1):
+            # Compared as bytes: numbers may be equal (1, 1.0, True) and arrays cannot be compared.
+            unchanged = self._structures.get(rank) == described[rank]
+            self._structures[rank] = described[rank]
+            structures.append(b"" if unchanged else described[rank])
             contents = sum(_aligned(tensor.nbytes) for tensor in leaves(part.batch))
             needed = max(needed, _HEADER_BYTES + _aligned(len(structures[-1])) + contents)
-        fits = needed <= self._size
         # A much smaller batch makes the next messages small again.
-        following = self._size if fits and needed > self._size // 2 else _aligned(needed)
-        size = self._size
-        if not fits:
-            notice = _Header(0, needed, 0, 0, 0, 0, 0)
-            self._scatter([_message(notice, b"", [], size) for _ in parts])
-            size = needed
+        following = self._size if self._size // 2 < needed <= self._size else _aligned(needed)
+        self._make_room(needed)
         messages = []
-        for rank, (part, structure_bytes) in enumerate(zip(parts, structures, strict=True)):
-            header = _Header(1, following, len(structure_bytes), part.real_samples, part.is_last, part.total_samples, 0)
-            # Rank 0 keeps its own part: no need to copy it into a message to itself.
+        for rank, (part, structure) in enumerate(zip(parts, structures, strict=True)):
+            real, samples = part.counts or (-1, -1)
+            header = _Header(_BATCH, following, len(structure), real, samples, part.is_last, part.total_samples)
             tensors = [] if rank == 0 else [tensor.detach() for tensor in leaves(part.batch)]
-            messages.append(_message(header, structure_bytes if rank else b"", tensors, size))
-        self._size = size
+            messages.append(_message(header, structure, tensors, self._size))
         self._scatter(messages)
         self._size = following
 
     def receive(self) -> Part | None:
         """The other ranks: the next part, or None when there is no batch."""
-        message = self._receive()
-        header = _Header(*message[:56].view(torch.int64).tolist())
-        if not header.complete:
+        header, message = self._receive()
+        if header.kind == _LARGER:
             self._size = header.size
-            message = self._receive()
-            header = _Header(*message[:56].view(torch.int64).tolist())
+            header, message = self._receive()
         self._size = header.size
-        if header.finished:
+        if header.kind == _FINISHED:
             return None
         offset = _HEADER_BYTES
+        if header.kind == _FAILED:
+            text = message[offset : offset + header.structure].numpy().tobytes().decode()
+            raise RuntimeError(f"Rank 0 could not read the next batch to hand out ({text}): see its own traceback.")
         if header.structure:
             # The structure of a batch comes from rank 0 of this very job, not from a file.
             self._received = pickle.loads(message[offset : offset + header.structure].numpy().tobytes())
@@ -106,16 +124,26 @@ class Handout:
             return tensor
 
         batch = recursively_apply(cut, self._received, test_type=is_tensor_information)
-        return Part(batch, header.real_samples, bool(header.is_last), header.total_samples)
+        counts = None if header.samples < 0 else (header.real_samples, header.samples)
+        return Part(batch, counts, bool(header.is_last), header.total_samples)
+
+    def _make_room(self, needed: int) -> None:
+        """Rank 0: let the next message be `needed` bytes long, if it would be too small."""
+        if needed > self._size:
+            self._scatter_to_all(_Header(_LARGER, needed, 0))
+            self._size = needed
+
+    def _scatter_to_all(self, header: _Header, text: bytes = b"") -> None:
+        self._scatter([_message(header, text, [], self._size)] * self._communicator.size)
 
     def _scatter(self, messages: list[torch.Tensor]) -> None:
         self._communicator.scatter(torch.empty(self._size, dtype=torch.uint8), messages)
 
-    def _receive(self) -> torch.Tensor:
+    def _receive(self) -> tuple[_Header, torch.Tensor]:
         # A new buffer each time: the tensors of a batch are views of it.
         message = torch.empty(self._size, dtype=torch.uint8)
         self._communicator.scatter(message, None)
-        return message
+        return _Header(*message[:_FIELD_BYTES].view(torch.int64).tolist()), message
 
 
 def _aligned(count: int) -> int:
@@ -124,7 +152,7 @@ def _aligned(count: int) -> int:
 
 def _message(header: _Header, structure: bytes, tensors: list[torch.Tensor], size: int) -> torch.Tensor:
     message = torch.empty(size, dtype=torch.uint8)
-    message[:56].view(torch.int64).copy_(torch.tensor(header))
+    message[:_FIELD_BYTES].view(torch.int64).copy_(torch.tensor(header))
     offset = _HEADER_BYTES
     if structure:
         message[offset : offset + len(structure)] = torch.frombuffer(bytearray(structure), dtype=torch.uint8)

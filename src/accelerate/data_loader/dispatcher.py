@@ -9,13 +9,14 @@ from typing import Any
 import torch
 
 from accelerate.comm import current
-from accelerate.comm.tree import concatenate, find_batch_size, slice_tensors
+from accelerate.comm.tree import slice_tensors
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, forward_epoch
 from accelerate.data_loader.dispatch import Handout, Part
+from accelerate.data_loader.pieces import batch_length, cut, join
 from accelerate.data_loader.transfer import transfer_to
 from accelerate.errors import NotYetSupported
 from accelerate.random import synchronize_rng_states
-from accelerate.state import GradientState, PartialState
+from accelerate.state import PartialState
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
@@ -44,13 +45,16 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             raise NotYetSupported("A loader over a device mesh", "leave `torch_device_mesh` out.")
         self.split_batches = split_batches
         self.skip_batches = skip_batches
-        self.gradient_state = GradientState()
-        self.state = PartialState()
+        self._join_process()
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self.slice_fn = slice_tensors if slice_fn is None else slice_fn
         self.iteration = iteration
         self.synchronized_generator: torch.Generator | None = None
+
+    def _join_process(self) -> None:
+        super()._join_process()
+        self.state = PartialState()
 
     def __iter__(self) -> Iterator[Any]:
         if self.synchronized_generator is not None:
@@ -65,9 +69,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             for index, part in enumerate(parts):
                 self.end_of_dataloader = self.ends_everywhere = part.is_last
                 self.remainder = part.total_samples if part.is_last else -1
-                self.real_samples = None if part.real_samples < 0 else part.real_samples
+                self.adjust_state_dict_for_prefetch()
                 if index >= self.skip_batches:
-                    yield self._hand_out(transfer.finish(transfer.start(part.batch)))
+                    yield self._hand_out(transfer.finish(transfer.start(part.batch)), part.counts)
         finally:
             self.iteration += 1
             self.end()
@@ -80,51 +84,84 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _lead(self, handout: Handout) -> Iterator[Part]:
         """Read one global batch ahead, so that the last one is known when it is sent."""
-        batches = self._global_batches()
-        batch = next(batches, None)
-        if batch is None:
+        steps = self._steps()
+        with handout.telling_errors():
+            start = step = next(steps, None)
+        if start is None:
             handout.finish()
             return
-        start = batch
-        while batch is not None:
-            self._note_position()
-            following = next(batches, None)
-            parts = self._cut(batch, start, is_last=following is None)
-            handout.send(parts)
+        while step is not None:
+            with handout.telling_errors():
+                self._note_position()
+                following = next(steps, None)
+                parts = self._parts(step, start, is_last=following is None)
+                described = handout.describe(parts)
+            handout.send(parts, described)
             yield parts[0]
-            batch = following
+            step = following
 
-    def _global_batches(self) -> Iterator[Any]:
-        """What all processes together work on in one step."""
+    def _steps(self) -> Iterator[list[Any]]:
+        """The batches that all processes together work on in one step."""
         batches = iter(self.base_dataloader)
-        if self.split_batches:
-            yield from batches
-            return
-        while group := list(itertools.islice(batches, self.state.num_processes)):
-            if self._drop_last and len(group) < self.state.num_processes:
+        count = self.batches_per_step
+        while group := list(itertools.islice(batches, count)):
+            if self._drop_last and len(group) < count:
                 return
-            yield group[0] if len(group) == 1 else concatenate(group, dim=0)
+            yield group
 
-    def _cut(self, batch: Any, start: Any, *, is_last: bool) -> list[Part]:
+    def _parts(self, group: list[Any], start: list[Any], *, is_last: bool) -> list[Part]:
+        """What each process gets of the batches of one step."""
+        lengths = [batch_length(batch) for batch in group]
         processes = self.state.num_processes
-        total = find_batch_size(batch)
-        assert total is not None
+        if len(group) == processes and len(set(lengths)) == 1 and self.slice_fn is slice_tensors:
+            return [Part(batch, None, is_last, processes * (lengths[0] or 1)) for batch in group]
+        if None in lengths:
+            raise TypeError(
+                f"A batch of type {type(group[0]).__name__} has no tensor or list to tell its samples by, so it cannot "
+                f"be cut into {processes} pieces: pass `slice_fn_for_dispatch`, or leave dispatch_batches=False."
+            )
+        try:
+            batch = group[0] if len(group) == 1 else join(group)
+        except RuntimeError:  # padded to different lengths: no sample can change its batch
+            return self._whole(group, is_last)
+        return self._cut(batch, start, is_last)
+
+    def _whole(self, group: list[Any], is_last: bool) -> list[Part]:
+        lengths = [batch_length(batch) or 0 for batch in group]
+        parts = [Part(batch, None, is_last, sum(lengths)) for batch in group]
+        repeat = Part(group[-1], (0, lengths[-1]), is_last, sum(lengths))
+        return parts + [repeat] * (self.state.num_processes - len(parts))
+
+    def _cut(self, batch: Any, start: list[Any], is_last: bool) -> list[Part]:
+        processes = self.state.num_processes
+        total = batch_length(batch) or 0
         size = -(-total // processes)
         if size * processes != total:
-            # Repeats from the start make the pieces equally long.
-            missing, filler = size * processes - total, find_batch_size(start) or 1
-            repeats = [
-                slice_tensors(start, slice(0, min(filler, missing - done))) for done in range(0, missing, filler)
-            ]
-            batch = concatenate([batch, *repeats], dim=0)
+            batch = self._filled(batch, start, size * processes - total)
         parts = []
         for rank in range(processes):
-            piece = self.slice_fn(
-                batch, slice(rank * size, (rank + 1) * size), process_index=rank, num_processes=processes
-            )
+            piece = slice(rank * size, (rank + 1) * size)
+            if self.slice_fn is slice_tensors:
+                own = cut(batch, piece)
+            else:
+                own = self.slice_fn(batch, piece, process_index=rank, num_processes=processes)
             real = min(max(total - rank * size, 0), size)
-            parts.append(Part(piece, -1 if real == size else real, is_last, total))
+            parts.append(Part(own, None if real == size else (real, size), is_last, total))
         return parts
+
+    @staticmethod
+    def _filled(batch: Any, start: list[Any], missing: int) -> Any:
+        """Repeats from the start make the pieces equally long."""
+        fillers = itertools.cycle(start)
+        while missing > 0:
+            repeats = cut(next(fillers), slice(0, missing))
+            try:
+                batch = join([batch, repeats])
+            except RuntimeError:  # padded to another length than the start: its own samples fit
+                fillers = itertools.cycle([batch])
+                continue
+            missing -= batch_length(repeats) or missing
+        return batch
 
     def own_arguments(self) -> dict[str, Any]:
         return super().own_arguments() | {
@@ -140,11 +177,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return 1 if self.split_batches else self.state.num_processes
 
     def __len__(self) -> int:
-        length = len(self.base_dataloader)
-        if self.split_batches:
-            return length
-        share, extras = divmod(length, self.state.num_processes)
-        return share if self._drop_last else share + bool(extras)
+        share, extras = divmod(len(self.base_dataloader), self.batches_per_step)
+        steps = share if self._drop_last else share + bool(extras)
+        return max(steps - self.skip_batches, 0)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, here and in whatever sampler or dataset knows of epochs."""

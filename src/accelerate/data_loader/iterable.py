@@ -81,16 +81,17 @@ class Repeat:
 
 
 class PartlyRepeated:
-    """A batch of which only the first `real_samples` are no repeats, on its way from a worker to the loader."""
+    """A batch on its way from a worker to the loader; `counts`: how many of its samples are no repeats, and how many
+    it has."""
 
-    def __init__(self, batch: Any, real_samples: int) -> None:
+    def __init__(self, batch: Any, counts: tuple[int, int]) -> None:
         self.batch = batch
-        self.real_samples = real_samples
+        self.counts = counts
 
     def pin_memory(self) -> PartlyRepeated:
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return PartlyRepeated(pin_memory(self.batch), self.real_samples)
+        return PartlyRepeated(pin_memory(self.batch), self.counts)
 
 
 class CountingCollate:
@@ -103,8 +104,8 @@ class CountingCollate:
         # Repeats come last, so one look at the end of a batch is enough.
         if not (isinstance(samples, list) and samples and isinstance(samples[-1], Repeat)):
             if isinstance(samples, Repeat):  # batch_size=None: the sample is the batch
-                return PartlyRepeated(self.collate(samples.sample), 0)
+                return PartlyRepeated(self.collate(samples.sample), (0, 1))
             return self.collate(samples)
         real = sum(not isinstance(sample, Repeat) for sample in samples)
         plain = [sample.sample if isinstance(sample, Repeat) else sample for sample in samples]
-        return PartlyRepeated(self.collate(plain), real)
+        return PartlyRepeated(self.collate(plain), (real, len(plain)))

@@ -7,7 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from accelerate.comm import current
 from accelerate.data_loader.base import kept_arguments, same_batches
@@ -72,7 +79,9 @@ def prepare_data_loader(
             "(device placement switched on)."
         )
     _check_batch_size(dataloader, split_batches, processes)
-    generator = _shared_order(dataloader, use_seedable_sampler, data_seed)
+    generator = _shared_order(
+        dataloader, use_seedable_sampler, data_seed, all_read=processes > 1 and not dispatch_batches
+    )
     arguments = kept_arguments(dataloader) | {
         "use_stateful_dataloader": use_stateful_dataloader,
         "_drop_last": dataloader.drop_last,
@@ -91,9 +100,7 @@ def prepare_data_loader(
         return loader
     batches = same_batches(dataloader)
     if processes > 1:
-        if _already_sharded(dataloader, processes):
-            batches = {"batch_sampler": KeptShard(dataloader.batch_sampler, dataloader.sampler)}
-        elif iterable:
+        if iterable:
             size = dataloader.batch_size
             dataset = IterableDatasetShard(
                 dataset,
@@ -130,22 +137,34 @@ def _check_batch_size(loader: Any, split_batches: bool, processes: int) -> None:
 def _sharded_batches(
     loader: Any, processes: int, index: int, split_batches: bool, even_batches: bool
 ) -> dict[str, Any]:
+    distributed = _own_distributed_sampler(loader, processes)
+
+    def shard(batch_sampler: Any, split_batches: bool) -> BatchSamplerShard | KeptShard:
+        if distributed is not None:
+            return KeptShard(batch_sampler, distributed)
+        return BatchSamplerShard(batch_sampler, processes, index, split_batches, even_batches)
+
     if isinstance(loader.sampler, BatchSampler):  # batches as "indices" of a dataset that takes lists
-        shard = BatchSamplerShard(loader.sampler, processes, index, split_batches, even_batches)
-        return {"sampler": shard, "batch_size": None}
+        return {"sampler": shard(loader.sampler, split_batches), "batch_size": None}
     if loader.batch_sampler is None:  # batch_size=None: each index is a batch
-        return {"sampler": SamplerShard(loader.sampler, processes, index, even_batches), "batch_size": None}
-    return {"batch_sampler": BatchSamplerShard(loader.batch_sampler, processes, index, split_batches, even_batches)}
+        single = shard(BatchSampler(loader.sampler, batch_size=1, drop_last=False), False)
+        return {"sampler": SamplerShard(loader.sampler, single), "batch_size": None}
+    return {"batch_sampler": shard(loader.batch_sampler, split_batches)}
 
 
-def _shared_order(loader: Any, seedable: bool, data_seed: int | None) -> torch.Generator | None:
-    """Make all processes shuffle alike; the generator, if any, that has to follow rank 0 for that."""
+_RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def _shared_order(loader: Any, seedable: bool, data_seed: int | None, *, all_read: bool) -> torch.Generator | None:
+    """Make all processes shuffle alike; the generator, if any, that has to follow rank 0 for that.
+
+    all_read: whether several processes read, each of them its part; otherwise the order is that of the plain loader.
+    """
     if isinstance(loader.dataset, IterableDataset):
         generator = getattr(loader.dataset, "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
-    sampler, owner = get_sampler(loader), sampler_owner(loader)
-    if owner is None:
-        sampler, owner = loader.sampler, None
+    owner = sampler_owner(loader)
+    sampler: Any = loader.sampler if owner is None else getattr(owner, "sampler", None)
     if seedable and isinstance(sampler, RandomSampler) and owner is not None:
         seed: list[Any] = [torch.random.initial_seed() if data_seed is None else data_seed]
         # Processes may have been seeded differently on purpose; the order of the data must be one.
@@ -158,21 +177,23 @@ def _shared_order(loader: Any, seedable: bool, data_seed: int | None) -> torch.G
             data_seed=seed[0],
         )
         return None
-    if isinstance(sampler, RandomSampler) and sampler.generator is None:
+    if all_read and isinstance(sampler, _RANDOM_SAMPLERS) and sampler.generator is None:
         # The default one is torch's global generator, whose state is a different one on each process.
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    generator = getattr(sampler, "generator", None)
+    # A batch sampler of its own may do the shuffling itself.
+    generator = getattr(sampler, "generator", None) or getattr(owner, "generator", None)
     return generator if isinstance(generator, torch.Generator) else None
 
 
-def _already_sharded(loader: Any, processes: int) -> bool:
-    sampler = loader.sampler
-    if loader.batch_sampler is None or not isinstance(sampler, DistributedSampler) or sampler.num_replicas != processes:
-        return False
+def _own_distributed_sampler(loader: Any, processes: int) -> DistributedSampler[Any] | None:
+    """The loader's DistributedSampler, where it makes the shares of just these processes."""
+    sampler = get_sampler(loader) or loader.sampler
+    if not isinstance(sampler, DistributedSampler) or sampler.num_replicas != processes:
+        return None
     warnings.warn(
         f"This loader's DistributedSampler already gives each of the {processes} processes its share: it is kept as it "
         "is; pass a loader with a plain sampler to have accelerate shard it.",
-        stacklevel=4,
+        stacklevel=5,
     )
-    return True
+    return sampler

@@ -44,8 +44,8 @@ class BatchSamplerShard(BatchSampler):
     even_batches: let samples from the start fill up the end, so that all processes get equally many batches of
     the same size. Without it the last processes may get a smaller batch, or one batch less.
 
-    After an iteration `real_samples` says how many samples of the last batch were no repeats, and `missed_steps` how
-    many more batches other processes got; `uneven` whether any process got fewer than others.
+    `counts` says which samples of a batch are repeats. After an iteration `missed_steps` says how many more batches
+    other processes got, and `uneven` whether any process got fewer than others.
     """
 
     def __init__(
@@ -73,9 +73,15 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.real_samples: int | None = None
         self.missed_steps = 0
         self.uneven = False
+        self._counts: dict[int, tuple[int, int]] = {}
+        self._last = -1
+
+    def counts(self, number: int) -> tuple[int, int] | None:
+        """How many samples of this process's batch `number` are no repeats, and how many there are; None when none
+        is a repeat, or when the iteration has not got there yet. -1 is the last one of a finished iteration."""
+        return self._counts.get(self._last if number == -1 else number)
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
@@ -90,16 +96,25 @@ class BatchSamplerShard(BatchSampler):
     def __len__(self) -> int:
         length = len(self.batch_sampler)
         if self.split_batches:
-            return length
+            return length - self._misses_last_piece()
         share, extras = divmod(length, self.num_processes)
         if self.drop_last or extras == 0:
             return share
         return share + (self.even_batches or self.process_index < extras)
 
+    def _misses_last_piece(self) -> bool:
+        """Whether the last batch is known to be too small for a piece for this process."""
+        if self.even_batches or self.drop_last or not hasattr(self.sampler, "__len__"):
+            return False
+        assert self.batch_size is not None
+        last = len(self.sampler) % self.batch_size
+        return 0 < last <= self.batch_size // self.num_processes * self.process_index
+
     def __iter__(self) -> Iterator[list[Any]]:
-        self.real_samples = None
         self.missed_steps = 0
         self.uneven = False
+        self._counts = {}
+        self._last = -1
         return self._iter_pieces() if self.split_batches else self._iter_whole()
 
     def _iter_whole(self) -> Iterator[list[Any]]:
@@ -122,7 +137,9 @@ class BatchSamplerShard(BatchSampler):
             return
         if self.even_batches:
             assert self.batch_size is not None
-            yield self._fill([index for batch in group for index in batch], start, self.batch_size)
+            indices = [index for batch in group for index in batch]
+            self._last = number // self.num_processes
+            yield self._fill(self._last, indices, start, self.batch_size)
             return
         self.uneven = len(group) < self.num_processes
         if self.process_index < len(group):
@@ -137,10 +154,11 @@ class BatchSamplerShard(BatchSampler):
         mine = slice(size * self.process_index, size * (self.process_index + 1))
         start: list[Any] = []
         partial: list[Any] | None = None
-        for batch in self.batch_sampler:
+        for number, batch in enumerate(self.batch_sampler):
             if partial is not None:
-                yield self._fill(partial, start, size)
+                yield self._fill(self._last, partial, start, size)
                 partial = None
+            self._last = number
             start = start or list(batch)
             if len(batch) == self.batch_size:
                 yield list(batch[mine])
@@ -149,7 +167,7 @@ class BatchSamplerShard(BatchSampler):
         if not partial or self.drop_last:
             return
         if self.even_batches:
-            yield self._fill(partial, start, size)
+            yield self._fill(self._last, partial, start, size)
             return
         self.uneven = len(partial) <= size * (self.num_processes - 1)
         if partial[mine]:
@@ -157,41 +175,16 @@ class BatchSamplerShard(BatchSampler):
         else:
             self.missed_steps = 1
 
-    def _fill(self, indices: list[Any], start: list[Any], size: int) -> list[Any]:
+    def _fill(self, number: int, indices: list[Any], start: list[Any], size: int) -> list[Any]:
         """This process's `size` of `indices`, followed by samples from the start as often as needed."""
+        # A batch sampler of its own may have batches larger than its nominal size, too.
+        size = max(size, -(-len(indices) // self.num_processes))
         first = size * self.process_index
-        self.real_samples = min(max(len(indices) - first, 0), size)
+        real = min(max(len(indices) - first, 0), size)
+        if real < size:
+            self._counts[number] = (real, size)
         filled = itertools.chain(indices, itertools.cycle(start))
         return list(itertools.islice(filled, first, first + size))
-
-
-class SamplerShard(Sampler[Any]):
-    """One process's share of a sampler whose every index is a batch of its own (`batch_size=None`)."""
-
-    def __init__(self, sampler: Any, num_processes: int, process_index: int, even_batches: bool) -> None:
-        self.sampler = sampler
-        self.shard = BatchSamplerShard(
-            BatchSampler(sampler, batch_size=1, drop_last=False),
-            num_processes,
-            process_index,
-            False,
-            even_batches,
-        )
-
-    @property
-    def real_samples(self) -> int | None:
-        return self.shard.real_samples
-
-    @property
-    def missed_steps(self) -> int:
-        return self.shard.missed_steps
-
-    def __len__(self) -> int:
-        return len(self.shard)
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.shard:
-            yield batch[0]
 
 
 class KeptShard(BatchSampler):
@@ -201,27 +194,62 @@ class KeptShard(BatchSampler):
     missed_steps = 0
     uneven = False
 
-    def __init__(self, batch_sampler: BatchSampler, distributed: DistributedSampler[Any]) -> None:
+    def __init__(self, batch_sampler: Any, distributed: DistributedSampler[Any]) -> None:
         self.batch_sampler = batch_sampler
         self.sampler = distributed
-        self.batch_size = batch_sampler.batch_size
-        self.drop_last = batch_sampler.drop_last
+        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
+        self.drop_last = getattr(batch_sampler, "drop_last", False)
         self.num_processes = distributed.num_replicas
-        self.real_samples: int | None = None
+        self._counts: dict[int, tuple[int, int]] = {}
+        self._last = -1
+
+    def counts(self, number: int) -> tuple[int, int] | None:
+        """As in `BatchSamplerShard`."""
+        return self._counts.get(self._last if number == -1 else number)
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self.real_samples = None
-        yield from self.batch_sampler
+        self._counts = {}
         distributed: Any = self.sampler
         # It deals samples out one by one, and appends the first ones again to give all ranks equally many.
-        mine = len(range(distributed.rank, len(distributed.dataset), distributed.num_replicas))
-        repeats = max(distributed.num_samples - mine, 0)
-        if repeats and not self.drop_last:
-            last = distributed.num_samples % self.batch_size or self.batch_size
-            self.real_samples = max(last - repeats, 0)
+        own = len(range(distributed.rank, len(distributed.dataset), distributed.num_replicas))
+        seen = 0
+        for number, batch in enumerate(self.batch_sampler):
+            seen += len(batch)
+            self._last = number
+            if seen > own:
+                self._counts[number] = (max(len(batch) - (seen - own), 0), len(batch))
+            yield batch
+
+
+class SamplerShard(Sampler[Any]):
+    """One process's share of a sampler whose every index is a batch of its own (`batch_size=None`)."""
+
+    def __init__(self, sampler: Any, shard: BatchSampler) -> None:
+        self.sampler = sampler
+        self.shard = shard  # of batches of one
+
+    def __getattr__(self, name: str) -> Any:
+        # counts, missed_steps, uneven, num_processes ... are those of the shard
+        if name == "shard":
+            raise AttributeError(name)
+        return getattr(self.shard, name)
+
+    def without_first(self, count: int) -> SamplerShard:
+        return SamplerShard(self.sampler, SkipBatchSampler(self.shard, count))
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.shard)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.shard:
+            yield batch[0]
 
 
 class SkipBatchSampler(BatchSampler):
@@ -233,10 +261,27 @@ class SkipBatchSampler(BatchSampler):
         self.skip_batches = skip_batches
 
     def __getattr__(self, name: str) -> Any:
-        # batch_size, drop_last, split_batches, num_processes, real_samples ... are those of the wrapped one
+        # batch_size, drop_last, split_batches, num_processes ... are those of the wrapped one
         if name == "batch_sampler":
             raise AttributeError(name)
         return getattr(self.batch_sampler, name)
+
+    def counts(self, number: int) -> tuple[int, int] | None:
+        """As in `BatchSamplerShard`, for the batches that are left."""
+        counts = getattr(self.batch_sampler, "counts", None)
+        return None if counts is None else counts(number if number == -1 else number + self.skip_batches)
+
+    @property
+    def missed_steps(self) -> int:
+        """As in `BatchSamplerShard`: other processes, too, skip what they have more."""
+        missed: int = getattr(self.batch_sampler, "missed_steps", 0)
+        return missed and max(len(self.batch_sampler) + missed - self.skip_batches, 0) - len(self)
+
+    @property
+    def uneven(self) -> bool:
+        """As in `BatchSamplerShard`."""
+        uneven = getattr(self.batch_sampler, "uneven", False)
+        return uneven and len(self.batch_sampler) + self.batch_sampler.missed_steps > self.skip_batches  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[list[Any]]:
         yield from itertools.islice(self.batch_sampler, self.skip_batches, None)

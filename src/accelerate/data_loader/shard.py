@@ -14,7 +14,6 @@ from accelerate.data_loader.iterable import IterableDatasetShard, PartlyRepeated
 from accelerate.data_loader.transfer import transfer_to
 from accelerate.errors import NotYetSupported
 from accelerate.random import synchronize_rng_states
-from accelerate.state import GradientState
 
 
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
@@ -23,6 +22,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     device: where batches are moved to (None: nowhere). rng_types, synchronized_generator: which random states follow
     those of rank 0 at the start of each iteration. skip_batches: how many batches to leave out at the start.
     """
+
+    # Told when this process has run out of batches before others: the accelerator stands in for it.
+    on_uneven_end: Any = None
 
     def __init__(
         self,
@@ -45,12 +47,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
         self.skip_batches = skip_batches
-        self.gradient_state = GradientState()
+        self._join_process()
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
         self.iteration = iteration
-        # Told when this process has run out of batches before others: the accelerator stands in for it.
-        self.on_uneven_end: Any = None
 
     def __iter__(self) -> Iterator[Any]:
         if self.rng_types is not None:
@@ -62,6 +62,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             yield from self._batches()
             if self.on_uneven_end is not None:
                 self.on_uneven_end(self, backwards)
+        except GeneratorExit:
+            if self.on_uneven_end is not None:
+                self.on_uneven_end.broken_off(self)
+            raise
         finally:
             # Also after a `break`: the next iteration is another epoch, and no longer ours the batch at hand.
             self.iteration += 1
@@ -70,39 +74,44 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def _batches(self) -> Iterator[Any]:
         transfer = transfer_to(self.device, self._non_blocking)
         batches = iter(self.base_dataloader)
+        counts_of = getattr(self._shard, "counts", None) or _none_repeated
 
-        def fetch() -> tuple[Any, int | None]:
-            batch, real = next(batches), None
+        def fetch() -> tuple[Any, tuple[int, int] | None]:
+            batch, counts = next(batches), None
             if type(batch) is PartlyRepeated:
-                batch, real = batch.batch, batch.real_samples
-            return transfer.start(batch), real
+                batch, counts = batch.batch, batch.counts
+            return transfer.start(batch), counts
 
         try:
             upcoming = fetch()
         except StopIteration:
-            self._reached_end()
+            self._set_end(True)
             return
+        last = False
         for index in itertools.count():
-            current, real = upcoming
+            current, counts = upcoming
             self._note_position()
             transfer.wait()
-            self.real_samples = real
             try:
                 upcoming = fetch()
             except StopIteration:
-                self._reached_end()
+                last = True
             if index >= self.skip_batches:
-                yield self._hand_out(transfer.finish(current))
-            if self.end_of_dataloader:
+                # Set for every batch: the same loader may be iterated again inside the loop.
+                self._set_end(last)
+                if self.on_uneven_end is not None:
+                    self.on_uneven_end.next_batch(self.gradient_state.backwards)
+                yield self._hand_out(transfer.finish(current), counts or counts_of(-1 if last else index))
+            if last:
                 return
 
-    def _reached_end(self) -> None:
-        shard = self._shard
-        self.end_of_dataloader = True
-        if self.real_samples is None:
-            self.real_samples = getattr(shard, "real_samples", None)
-        self.ends_everywhere = getattr(shard, "missed_steps", 0) == 0
-        self.adjust_state_dict_for_prefetch()
+    def _set_end(self, last: bool) -> None:
+        self.end_of_dataloader = last
+        if last:
+            self.ends_everywhere = getattr(self._shard, "missed_steps", 0) == 0
+            self.adjust_state_dict_for_prefetch()
+        else:
+            self.ends_everywhere = False
 
     def own_arguments(self) -> dict[str, Any]:
         return super().own_arguments() | {
@@ -139,3 +148,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         if hasattr(self.dataset, "total_length"):
             return int(self.dataset.total_length)
         return len(self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset)
+
+
+def _none_repeated(number: int) -> None:
+    """The counts of a loader that repeats nothing."""

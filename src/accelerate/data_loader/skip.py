@@ -15,7 +15,6 @@ from accelerate.data_loader.base import (
     same_batches,
     skipped_batches,
 )
-from accelerate.state import GradientState
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -26,7 +25,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self.skip_batches = skip_batches
-        self.gradient_state = GradientState()
+        self._join_process()
 
     def __iter__(self) -> Iterator[Any]:
         self.begin()
@@ -36,9 +35,6 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
                 yield self._hand_out(batch)
         finally:
             self.end()
-
-    def __len__(self) -> int:
-        return max(len(self.base_dataloader) - self.skip_batches, 0)
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:

@@ -34,11 +34,18 @@ def by_name(name: str, devices: Sequence[Device] = DEVICES) -> Device:
     raise ValueError(f"There is no device called {name!r}: choose one of {known}.")
 
 
+def _flag(environ: Mapping[str, str], name: str) -> bool:
+    try:
+        return bool(str_to_bool(environ.get(name, "false")))
+    except ValueError as error:
+        raise ValueError(f"The environment variable {name} cannot be read: {error}") from None
+
+
 def choose(environ: Mapping[str, str], cpu: bool = False, devices: Sequence[Device] = DEVICES) -> Choice:
     """The device that the script, then the environment, then the machine asks for."""
     if cpu:
         return Choice(by_name("cpu", devices), None, "the script asked for the CPU")
-    if str_to_bool(environ.get("ACCELERATE_USE_CPU", "false")):
+    if _flag(environ, "ACCELERATE_USE_CPU"):
         return Choice(by_name("cpu", devices), None, "ACCELERATE_USE_CPU is set")
     wanted = environ.get("ACCELERATE_TORCH_DEVICE")
     if wanted:

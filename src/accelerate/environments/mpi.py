@@ -34,6 +34,8 @@ def detect(environ: Mapping[str, str]) -> World | None:
         rank, size = integer(environ, [names.rank]), integer(environ, [names.size])
         if rank is None or size is None or size < 2:
             continue
+        if names.local_size not in environ and "SLURM_STEP_NUM_TASKS" in environ:
+            continue  # srun speaks PMI too, and knows the nodes
         local_size = integer(environ, [names.local_size], size) or size
         local_rank = integer(environ, [names.local_rank], rank % local_size) or 0
         address = environ.get("MASTER_ADDR")

@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import PrecisionType
+from accelerate.config.environment import parse_flag_from_env
 from accelerate.errors import NotYetSupported
 from accelerate.state.partial import PartialState
 from accelerate.state.shared import ThreadLocalSharedDict
@@ -46,11 +47,11 @@ class AcceleratorState(PartialState):
             megatron_lm_plugin=megatron_lm_plugin,
             parallelism_config=parallelism_config,
         )
+        # Everything that may fail comes first: a half-made state would pass for a finished one.
+        mixed_precision = mixed_precision or _checked_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         partial = PartialState(cpu, **kwargs)
         self.__dict__.update(partial.__dict__)
-        self._mixed_precision = mixed_precision or _checked_precision(
-            os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
-        )
+        self._mixed_precision = mixed_precision
         self.dynamo_plugin = dynamo_plugin
 
     def __repr__(self) -> str:
@@ -117,5 +118,5 @@ def _refuse_engines(**plugins: Any) -> None:
         engine, variable = _ENGINES[name]
         if plugin is not None:
             raise NotYetSupported(f"{engine} (the argument `{name}`)", "leave it out to train with DDP.")
-        if variable is not None and os.environ.get(variable, "false").lower() in ("1", "true", "yes"):
+        if variable is not None and parse_flag_from_env(variable):
             raise NotYetSupported(f"{engine} ({variable})", "unset the variable to train with DDP.")

@@ -88,6 +88,13 @@ class GradientState:
             f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
         )
 
+    # It says where this process stands: a copy of an object that holds it shares it, here or in another process.
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientState:
+        return self
+
+    def __reduce__(self) -> tuple[type[GradientState], tuple[()]]:
+        return GradientState, ()
+
     @staticmethod
     def _reset_state() -> None:
         GradientState._shared_state.clear()

@@ -99,7 +99,13 @@ class PartialState(ProcessControl):
 
     def _set_up(self, cpu: bool, kwargs: dict[str, Any]) -> None:
         kwargs.pop("_use_sagemaker", None)
+        # Everything that may fail comes first: a half-made state would pass for a finished one.
+        debug = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
+        fork_launched = parse_flag_from_env("FORK_LAUNCHED")
+        affinity = parse_flag_from_env("ACCELERATE_CPU_AFFINITY")
         world = environments.detect(os.environ)
+        if world.size == 1 and dist.is_available() and dist.is_initialized():
+            world = _world_of_group()
         choice = devices.choose(os.environ, cpu)
         distributed = dist.is_available() and (
             dist.is_initialized()
@@ -112,21 +118,28 @@ class PartialState(ProcessControl):
         communicator: Any = TorchDistributed(device) if distributed else Communicator()
 
         self._cpu = cpu or choice.device.name == "cpu"
-        self.debug = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
+        self.debug = debug
         self.backend = backend
         self.device = device
         self.distributed_type = choice.device.label if distributed else DistributedType.NO
         self.num_processes = communicator.size
         self.process_index = communicator.rank
         self.local_process_index = world.local_rank if distributed else 0
-        self._fork_launched = parse_flag_from_env("FORK_LAUNCHED")
+        self._fork_launched = fork_launched
         self.world = world
         self.device_kind = choice.device
         self.device_reason = choice.reason
         set_current(Checked(communicator) if self.debug and distributed else communicator)  # type: ignore[arg-type]
         _share_the_cores(choice.device, world)
-        if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
+        if affinity:
             override_numa_affinity(self.local_process_index)
+
+
+def _world_of_group() -> World:
+    """The world of a group that the script made by itself, taken for one machine where nothing says otherwise."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reason = "the script has initialised the process group"
+    return World(rank, size, local_rank=rank, local_size=size, started_by="script", reason=reason)
 
 
 def _join_group(world: World, device: devices.Device, kwargs: dict[str, Any]) -> str:
@@ -134,10 +147,12 @@ def _join_group(world: World, device: devices.Device, kwargs: dict[str, Any]) ->
     if dist.is_initialized():
         return str(dist.get_backend())
     backend = kwargs.pop("backend", None)
+    if "init_method" in kwargs:
+        # Only env:// finds these by itself.
+        kwargs = {"rank": world.rank, "world_size": world.size, **kwargs}
     if world.started_by != "torchrun":
         # The script's other libraries read these too, as they would under torchrun.
-        for name, value in world.variables().items():
-            os.environ.setdefault(name, value)
+        os.environ.update(world.variables())
     if backend is None:
         backend = device.backend
         if device.name != "cpu" and backend != "gloo":

@@ -112,8 +112,19 @@ class ProcessControl:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only_if(self.process_index == process_index, function)
 
-    def on_local_process(self, function: F | None = None, local_process_index: int | None = None) -> Any:
-        """Decorator: run the function on process `local_process_index` of each machine only."""
+    def on_local_process(
+        self,
+        function: F | None = None,
+        local_process_index: int | None = None,
+        *,
+        local_process_idx: int | None = None,
+    ) -> Any:
+        """Decorator: run the function on process `local_process_index` of each machine only.
+
+        local_process_idx: the same number, under the name that older texts give it.
+        """
+        if local_process_index is None:
+            local_process_index = local_process_idx
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return self._only_if(self.local_process_index == local_process_index, function)
@@ -135,7 +146,7 @@ def split_inputs(inputs: Any, index: int, count: int, apply_padding: bool = Fals
         return type(inputs)(  # type: ignore[call-arg]
             {key: split_inputs(value, index, count, apply_padding) for key, value in inputs.items()}
         )
-    if isinstance(inputs, str) or not hasattr(inputs, "__len__"):
+    if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__len__"):
         return inputs
     share, extras = divmod(len(inputs), count)
     start = index * share + min(index, extras)
@@ -146,10 +157,8 @@ def split_inputs(inputs: Any, index: int, count: int, apply_padding: bool = Fals
         return inputs.select([*range(start, end), *[last] * (missing if last >= 0 else 0)])
     part = inputs[start:end]
     if missing and len(inputs):
-        filler = inputs[end - 1 : end] if end > start else inputs[-1:]
+        last = end - 1 if end > start else len(inputs) - 1
         if isinstance(inputs, (list, tuple)):
-            return part + filler * missing
-        import torch
-
-        return torch.cat([part, *[filler] * missing])
+            return part + inputs[last : last + 1] * missing
+        return inputs[[*range(start, end), *[last] * missing]]  # tensors and arrays take a list of indices
     return part

@@ -76,5 +76,7 @@ def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
 
 def _find(model: torch.nn.Module) -> DistributedDataParallel | None:
     """The DDP wrapper, also underneath torch.compile."""
-    model = getattr(model, "_orig_mod", model)
+    # A wrapper with compiled regions is one itself, beside the original that it keeps.
+    if not isinstance(model, DistributedDataParallel):
+        model = getattr(model, "_orig_mod", model)
     return model if isinstance(model, DistributedDataParallel) else None

@@ -1,0 +1,90 @@
+"""Which hardware, told from a dict and a list of devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accelerate.config.enums import DistributedType
+from accelerate.devices import CPU, DEVICES, Device, by_name, choose
+
+
+class Fake(Device):
+    """A device that is there, or not, as the test likes."""
+
+    def __init__(self, name: str, there: bool) -> None:
+        super().__init__(name, backend="fake", label=DistributedType.MULTI_GPU)
+        self.there = there
+
+    def available(self) -> bool:
+        return self.there
+
+
+def machine(**there: bool) -> list[Device]:
+    return [*(Fake(name, is_there) for name, is_there in there.items()), CPU()]
+
+
+def test_the_first_available_one_is_taken() -> None:
+    assert choose({}, devices=machine(mps=False, cuda=True, xpu=True)).device.name == "cuda"
+    assert choose({}, devices=machine(mps=False, cuda=False, xpu=True)).device.name == "xpu"
+    choice = choose({}, devices=machine(mps=False, cuda=False))
+    assert choice.device.name == "cpu" and choice.pinned is None and "first available" in choice.reason
+
+
+def test_the_cpu_is_last_and_vendors_are_marked_untested() -> None:
+    names = [device.name for device in DEVICES]
+    assert names[:2] == ["mps", "cuda"] and names[-1] == "cpu" and len(set(names)) == len(names)
+    assert [device.name for device in DEVICES if device.tested] == ["mps", "cuda", "cpu"]
+    assert set(names[2:-1]) == {"xpu", "npu", "hpu", "mlu", "musa", "sdaa", "neuron"}
+    for device in DEVICES:
+        assert isinstance(device.available(), bool)  # a missing vendor's module is an answer, not an error
+        assert device.label != DistributedType.NO
+
+
+def test_the_script_beats_the_environment_which_beats_the_machine() -> None:
+    there = machine(cuda=True)
+    assert choose({"ACCELERATE_TORCH_DEVICE": "cuda:1"}, cpu=True, devices=there).device.name == "cpu"
+    both = {"ACCELERATE_TORCH_DEVICE": "cuda:1", "ACCELERATE_USE_CPU": "true"}
+    assert choose(both, devices=there).device.name == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("value", "name"), [("true", "cpu"), ("1", "cpu"), ("YES", "cpu"), ("false", "cuda"), ("0", "cuda")]
+)
+def test_use_cpu(value: str, name: str) -> None:
+    assert choose({"ACCELERATE_USE_CPU": value}, devices=machine(cuda=True)).device.name == name
+
+
+def test_use_cpu_with_nonsense_names_the_variable() -> None:
+    with pytest.raises(ValueError, match=r"ACCELERATE_USE_CPU.*'maybe'"):
+        choose({"ACCELERATE_USE_CPU": "maybe"})
+
+
+def test_torch_device() -> None:
+    there = machine(cuda=True, xpu=True)
+    choice = choose({"ACCELERATE_TORCH_DEVICE": "xpu"}, devices=there)
+    assert (choice.device.name, choice.pinned) == ("xpu", None)
+    choice = choose({"ACCELERATE_TORCH_DEVICE": "cuda:3"}, devices=there)
+    assert (choice.device.name, choice.pinned) == ("cuda", 3) and "ACCELERATE_TORCH_DEVICE" in choice.reason
+    assert choose({"ACCELERATE_TORCH_DEVICE": ""}, devices=there).device.name == "cuda"
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [("tpu", "'tpu'.*cuda, cpu"), ("cuda:x", "cuda:1"), ("cuda:-1", "cuda:1")]
+)
+def test_torch_device_with_nonsense(value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose({"ACCELERATE_TORCH_DEVICE": value}, devices=machine(cuda=True))
+
+
+def test_the_processor() -> None:
+    cpu = by_name("cpu")
+    assert cpu.select(3) == cpu.default() == torch.device("cpu")
+    assert cpu.count() == 1 and cpu.backend == "gloo"
+    memory = cpu.memory()
+    assert 0 < memory.free <= memory.total
+    before = cpu.rng_state()
+    drawn = torch.rand(3)
+    cpu.set_rng_state(before)
+    assert torch.equal(torch.rand(3), drawn)
+    assert cpu.new_stream() is None

@@ -1,0 +1,105 @@
+"""Imports inside the package point one way, and the first import costs nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import accelerate
+
+ROOT = Path(accelerate.__file__).parent
+
+# A part may import only what stands in an earlier row.
+LEVELS: tuple[tuple[str, ...], ...] = (
+    ("errors", "constants", "text"),
+    ("versions",),
+    ("config",),
+    ("available",),
+    ("environments", "devices"),
+    ("comm",),
+    ("state", "machine"),
+    ("barrier", "logging", "memory", "random", "tqdm", "compilation"),
+    ("unwrap",),
+    ("modules", "files"),
+    ("precision", "parallel", "data_loader"),
+    ("strategies",),
+    ("accumulation",),
+    ("optimizer",),
+    ("scheduler",),
+    ("accelerator",),
+    ("local_sgd",),
+    ("utils",),
+    ("test_utils",),
+)
+LEVEL = {part: number for number, row in enumerate(LEVELS) for part in row}
+
+# Imports inside a function that point up, each with its reason.
+UPWARD_IN_FUNCTIONS = {
+    ("config", "available"): "a public function of the config's module asks what hardware there is",
+}
+
+
+def part_of(path: Path) -> str:
+    relative = path.relative_to(ROOT)
+    return relative.parts[0].removesuffix(".py")
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """Each part of the package that a file imports, and whether it does so when it is loaded."""
+    tree = ast.parse(path.read_text())
+    inside_functions = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        for name in names:
+            parts = name.split(".")
+            if parts[0] == "accelerate" and len(parts) > 1:
+                yield parts[1], id(node) not in inside_functions
+
+
+FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+
+
+def test_every_part_has_its_place() -> None:
+    assert {part_of(path) for path in FILES} <= set(LEVEL)
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path: Path) -> None:
+    mine = part_of(path)
+    for other, at_load in imports(path):
+        if other == mine or other.startswith("__"):
+            continue
+        assert other in LEVEL, f"{path} imports accelerate.{other}, which has no place"
+        if at_load or (mine, other) not in UPWARD_IN_FUNCTIONS:
+            assert LEVEL[other] < LEVEL[mine], f"{mine} may not import {other}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_nothing_imports_from_utils(path: Path) -> None:
+    if part_of(path) not in ("utils", "test_utils"):
+        assert "utils" not in [other for other, _ in imports(path)]
+
+
+@pytest.mark.parametrize(
+    "module", ["accelerate", "accelerate.config.enums", "accelerate.config.handlers", "accelerate.environments"]
+)
+def test_imports_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'yaml', 'psutil'}} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

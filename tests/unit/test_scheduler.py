@@ -1,0 +1,193 @@
+"""The prepared scheduler: how far it moves, and the schedules it warns of."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from accelerate import Accelerator
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import GradientState
+from accelerate.utils import DataLoaderConfiguration
+from tests.harness import run_world
+from tests.unit.accelerator.toys import Net, loader
+
+
+def linear(step: int, *, num_warmup_steps: int, num_training_steps: int) -> float:
+    """A schedule in the manner of transformers."""
+    return max(0.0, 1 - step / num_training_steps) if step >= num_warmup_steps else step / num_warmup_steps
+
+
+def linear_schedule(optimizer: Any, steps: int) -> Any:
+    return lr_scheduler.LambdaLR(optimizer, functools.partial(linear, num_warmup_steps=1, num_training_steps=steps))
+
+
+SCHEDULES: dict[str, Any] = {
+    "onecycle": lambda optimizer, steps: lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=steps),
+    "cosine": lambda optimizer, steps: lr_scheduler.CosineAnnealingLR(optimizer, T_max=steps),
+    "linear": linear_schedule,
+    "polynomial": lambda optimizer, steps: lr_scheduler.PolynomialLR(optimizer, total_iters=steps),
+}
+
+
+def run(
+    schedule: Any,
+    *,
+    total: Any,
+    samples: int,
+    epochs: int,
+    accumulation: int = 1,
+    loader_too: bool = True,
+    **kwargs: Any,
+) -> list[str]:
+    """Train with a schedule of `total(loader before, loader after)` steps; returns the warnings."""
+    GradientState._reset_state()
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation, **kwargs)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    plain = loader(samples)
+    if loader_too:
+        model, batches = accelerator.prepare(net, plain)
+    else:
+        model, batches = accelerator.prepare(net), plain
+    scheduler = schedule(optimizer, total(plain, batches))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+        for _ in range(epochs):
+            for _ in batches:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(1, 4)).sum())
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
+def _divided() -> None:
+    for name, schedule in SCHEDULES.items():
+        # Known at prepare: whole epochs of the sharded loader.
+        found = run(schedule, total=lambda _, after: 3 * len(after), samples=40, epochs=1)
+        assert len(found) == 1 and "times the length of the prepared loader" in found[0], (name, found)
+        # Known at run time only: the schedule ends long before training does. Said once.
+        found = run(schedule, total=lambda _, after: 3 * len(after) + 1, samples=40, epochs=8)
+        assert len(found) == 1 and "training goes on" in found[0], (name, found)
+
+
+def _right() -> None:
+    for name, schedule in SCHEDULES.items():
+        for samples in (32, 36, 44, 13) if name == "cosine" else (44,):
+            for accumulation in (1, 2, 3):
+                for total in (
+                    lambda before, _: 3 * len(before),
+                    # As the scripts of diffusers and transformers compute it.
+                    lambda before, after: 3 * 2 * math.ceil(len(after)),
+                    lambda before, after: 3 * math.ceil(math.ceil(len(before) / 2) / accumulation) * 2,  # noqa: B023
+                ):
+                    case = dict(samples=samples, epochs=3, accumulation=accumulation)
+                    found = run(schedule, total=total, **case)
+                    assert found == [], (name, case, found)
+        divided = lambda _, after: 3 * len(after)  # noqa: E731
+        assert run(schedule, total=divided, samples=40, epochs=3, step_scheduler_with_optimizer=False) == []
+        split = DataLoaderConfiguration(split_batches=True)
+        assert run(schedule, total=divided, samples=40, epochs=3, dataloader_config=split) == []
+    warmup = lambda optimizer, steps: lr_scheduler.LinearLR(optimizer, 0.1, total_iters=steps)  # noqa: E731
+    assert run(warmup, total=lambda *_: 3, samples=40, epochs=4) == []
+    hold = lambda optimizer, steps: lr_scheduler.ConstantLR(optimizer, 0.1, total_iters=steps)  # noqa: E731
+    assert run(hold, total=lambda *_: 3, samples=40, epochs=4) == []
+    step = lambda optimizer, steps: lr_scheduler.StepLR(optimizer, step_size=steps)  # noqa: E731
+    assert run(step, total=lambda *_: 3, samples=40, epochs=4) == []
+
+
+def test_a_schedule_that_was_divided_already_is_said_once() -> None:
+    run_world(_divided, 2)
+
+
+def test_right_schedules_are_silent() -> None:
+    run_world(_right, 2)
+
+
+def test_one_process_never_warns() -> None:
+    for schedule in (SCHEDULES["cosine"], SCHEDULES["linear"]):
+        assert run(schedule, total=lambda *_: 3, samples=40, epochs=3) == []
+
+
+def make() -> tuple[Accelerator, Any, Any, AcceleratedScheduler]:
+    accelerator = Accelerator()
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    return accelerator, *accelerator.prepare(net, optimizer, lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
+
+
+def step(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any) -> None:
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    optimizer.step()
+    scheduler.step()
+
+
+def test_it_looks_like_the_scheduler_inside(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, _, scheduler = made = make()
+    step(*made)
+    assert scheduler.get_last_lr() == [0.5]
+    assert scheduler.last_epoch == scheduler.scheduler.last_epoch == 1
+    assert scheduler.gamma == 0.5
+    with pytest.raises(AttributeError):
+        _ = scheduler.no_such_thing
+    state = scheduler.state_dict()
+    assert state["last_epoch"] == 1
+    step(*made)
+    scheduler.load_state_dict(state)
+    assert scheduler.last_epoch == 1
+
+
+def test_it_pickles_and_copies() -> None:
+    _, _, _, scheduler = make()
+    for twin in (pickle.loads(pickle.dumps(scheduler)), copy.deepcopy(scheduler)):
+        assert isinstance(twin, AcceleratedScheduler)
+        assert twin.get_last_lr() == [1.0]
+
+
+def test_metrics_are_passed_on() -> None:
+    accelerator, model, optimizer, _ = make()
+    plateau = accelerator.prepare(lr_scheduler.ReduceLROnPlateau(optimizer.optimizer, patience=0, factor=0.1))
+    for value in (1.0, 1.0, 1.0):
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        plateau.step(value)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
+
+
+def test_a_scheduler_without_its_optimizer_follows_all() -> None:
+    accelerator, _, optimizer, _ = make()
+    other = accelerator.prepare(lr_scheduler.StepLR(torch.optim.SGD(Net().parameters(), lr=1.0), 1))
+    assert other.optimizers == [optimizer]
+
+
+def _one_cycle() -> float:
+    accelerator = Accelerator()
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=7)
+    model, optimizer, scheduler = accelerator.prepare(net, optimizer, schedule)
+    for _ in range(4):
+        step(accelerator, model, optimizer, scheduler)
+    return float(scheduler.get_last_lr()[0])
+
+
+def test_one_cycle_stops_at_its_end() -> None:
+    rates = run_world(_one_cycle, 2)
+    net = Net()
+    schedule = lr_scheduler.OneCycleLR(torch.optim.SGD(net.parameters(), lr=0.01), max_lr=0.1, total_steps=7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(7):
+            schedule.step()
+    assert rates[0] == rates[1] == pytest.approx(schedule.get_last_lr()[0])
