@@ -67,7 +67,6 @@ def evaluate(batch_size):
     accuracy = correct / samples
     accelerator.print(f"{samples} samples on {accelerator.num_processes} process(es), accuracy {accuracy:.4f}")
     accelerator.print(f"{len(confused)} names of wrong answers, none of them twice: {max(confused.values()) == 1}")
-    accelerator.end_training()
     return samples, accuracy, sorted(confused.elements())
 
 

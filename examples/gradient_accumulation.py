@@ -70,7 +70,6 @@ def train(epochs, accumulate):
         total, count = accelerator.reduce(loss_of_epoch, "sum").tolist()
         mean = total / count
         accelerator.print(f"epoch {epoch}: loss per token {mean:.4f} over {count:.0f} tokens")
-    accelerator.end_training()
     return mean
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any

@@ -232,7 +232,7 @@ def lets_go_of_everything(precision: str) -> None:
     for release in (accelerator.free_memory, accelerator.clear):
         plain = Net()
         inner = _adam(plain)
-        model, optimizer, scheduler, batches = accelerator.prepare(
+        model, optimizer, _scheduler, _batches = accelerator.prepare(
             plain, inner, LambdaLR(inner, lambda _: 1.0), loader()
         )
         with accelerator.accumulate(model):

@@ -84,7 +84,7 @@ class Wrapped:
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("wrap", [iter, enumerate, Wrapped, lambda loader: zip(loader, loader, strict=True)])
 def test_an_evaluation_that_breaks_on_its_last_batch_changes_nothing(keep: bool, wrap: Any) -> None:
-    accelerator, model, optimizer, batches = make(4, samples=32)
+    accelerator, model, _optimizer, batches = make(4, samples=32)
     evaluation = accelerator.prepare(loader(8))
     kept = []
 

@@ -129,7 +129,7 @@ def test_attributes_of_other_optimizers_are_reached() -> None:
         def eval(self) -> None:
             self.mode = "eval"
 
-    accelerator, model, optimizer = make(kind=Odd)
+    accelerator, _model, optimizer = make(kind=Odd)
     optimizer.train()
     assert optimizer.mode == "train"
     optimizer.eval()
@@ -320,7 +320,7 @@ def test_clip_grad_value_unscales_first() -> None:
 
 
 def test_clip_grad_norm_returns_the_norm_before() -> None:
-    accelerator, model, optimizer = make()
+    accelerator, model, _optimizer = make()
     accelerator.backward(model(X).sum())
     expected = torch.cat([p.grad.flatten() for p in model.parameters()])
     norm = accelerator.clip_grad_norm_(model.parameters(), 1e-3)

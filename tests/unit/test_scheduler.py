@@ -92,7 +92,7 @@ def _right() -> None:
                     lambda before, after: 3 * 2 * math.ceil(len(after)),
                     lambda before, after: 3 * math.ceil(math.ceil(len(before) / 2) / accumulation) * 2,  # noqa: B023
                 ):
-                    case = dict(samples=samples, epochs=3, accumulation=accumulation)
+                    case = {"samples": samples, "epochs": 3, "accumulation": accumulation}
                     found = run(schedule, total=total, **case)
                     assert found == [], (name, case, found)
         divided = lambda _, after: 3 * len(after)  # noqa: E731

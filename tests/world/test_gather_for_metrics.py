@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import prepare_data_loader
 from tests.harness import run_world
 
@@ -170,7 +170,7 @@ def every_kind_of_value(n: int, size: int) -> None:
             note("array", gather(batch.numpy()))
             note("array in a dict", gather({"a": batch.numpy(), "b": 1})["a"])
             assert gather({"b": accelerator.process_index})["b"] == list(range(processes))
-            note("two per sample", gather(batch.repeat_interleave(2)))
+            note("two per sample", gather(torch.stack([batch * 2, batch * 2 + 1], dim=1).flatten()))
             # a value without dimension: one of every rank, on every step
             single = gather(torch.tensor(float(accelerator.process_index)))
             assert single.tolist() == [float(rank) for rank in range(processes)], (n, size)
@@ -182,10 +182,10 @@ def every_kind_of_value(n: int, size: int) -> None:
             note("ragged", rows[:, 0])
         for name, values in found.items():
             factor = {"nested twice": 2, "nested thrice": 3}.get(name, 1)
-            times = 2 if name == "two per sample" else 1
             if isinstance(values[0], str):
                 values = [int(word[1:]) for word in values]
-            assert Counter(values) == {i * factor: times for i in range(n)}, (name, n, size, dispatch, values)
+            count = 2 * n if name == "two per sample" else n
+            assert Counter(values) == {i * factor: 1 for i in range(count)}, (name, n, size, dispatch, values)
         assert len(found) == 16
 
 
@@ -288,3 +288,29 @@ def test_one_process_returns_the_object_itself() -> None:
     accelerator = Accelerator(cpu=True)
     for value in (torch.ones(3), {"a": torch.ones(1)}, ["x"], torch.tensor(1.0), 3):
         assert accelerator.gather_for_metrics(value) is value
+
+
+def values_for_a_full_batch() -> dict[str, list[int]]:
+    """As transformers' Trainer does it: one loss per sample that a full batch has, whatever the batch at hand has."""
+    found = {}
+    for name, config in {
+        "sharded": {},
+        "dispatched": {"dispatch_batches": True},
+        "uneven": {"even_batches": False},
+    }.items():
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
+        loader = accelerator.prepare(DataLoader(torch.arange(10), batch_size=3))
+        lengths = []
+        for batch in loader:
+            if name == "uneven" and accelerator.num_processes > 1:
+                continue  # ranks differ in the number of their batches
+            lengths.append(len(accelerator.gather_for_metrics(batch.float().mean().repeat(3))))
+        found[name] = lengths
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_values_for_a_full_batch_count_the_samples_there_are(processes: int) -> None:
+    for found in run_world(values_for_a_full_batch, processes):
+        for name, lengths in found.items():
+            assert sum(lengths) == 10 or (name == "uneven" and not lengths), (name, lengths)

@@ -219,7 +219,7 @@ def test_two_models_without_accumulation() -> None:
     models = accelerator.prepare(*nets)
     optimizers = accelerator.prepare(*[torch.optim.SGD(net.parameters(), lr=0.0) for net in nets])
     for _ in range(2):
-        for seed, (model, part) in enumerate(zip(models, (x[:3], x[3:]), strict=True)):
+        for model, part in zip(models, (x[:3], x[3:]), strict=True):
             accelerator.backward(loss_sum(model, part), num_items=len(part))
         for seed, (model, part) in enumerate(zip(models, (x[:3], x[3:]), strict=True)):
             assert relative_error(gradients(model), by_hand(torch.float64, part, seed)) < 1e-12

@@ -27,10 +27,10 @@ class Collecting(AcceleratorBase):
         a value without a dimension comes back from every process. use_gather_object: gather lists of picklable
         objects, whatever they hold.
         """
-        if self.num_processes == 1:
-            return input_data
         loader = self.gradient_state.active_dataloader
         real = None if loader is None else loader.real_samples
+        if self.num_processes == 1 and real is None:
+            return input_data
         if use_gather_object:
             return ops.gather_object(input_data if real is None else input_data[: _kept(len(input_data), loader)])
         # Before the cut, which may leave a rank with an empty list: every rank must decide alike.
@@ -71,9 +71,19 @@ def _kept(length: int, loader: Any) -> int:
     return length
 
 
+def _is_for_a_full_batch(data: Any, loader: Any) -> bool:
+    """Whether a smaller last batch got one value for every sample of a full one, as by `loss.repeat(batch_size)`."""
+    length = len(data)
+    if not loader.batch_samples < length == loader.own_batch_size or data.ndim != 1:
+        return False
+    return length % loader.batch_samples != 0 or bool((data == data[0]).all())
+
+
 def _without_repeats(data: Any, loader: Any) -> Any:
     if isinstance(data, torch.Tensor) or _is_array(data):
-        return data if data.ndim == 0 else data[: _kept(len(data), loader)]
+        if data.ndim == 0:
+            return data
+        return data[: loader.real_samples if _is_for_a_full_batch(data, loader) else _kept(len(data), loader)]
     if isinstance(data, (list, tuple)) and data and not _holds_tensors(data) and not _is_tuple_of_lists(data):
         return data[: _kept(len(data), loader)]
     if isinstance(data, (list, tuple)):

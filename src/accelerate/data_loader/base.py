@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.available import is_torchdata_stateful_dataloader_available
+from accelerate.comm.tree import ignorant_find_batch_size
 from accelerate.data_loader.samplers import SamplerShard, SkipBatchSampler, get_sampler, sampler_owner
 from accelerate.state import GradientState
 
@@ -19,8 +20,8 @@ class DataLoaderStateMixin:
     end_of_dataloader: whether the batch at hand is this process's last.
     ends_everywhere: whether it is the last one of all processes.
     remainder: how many samples of the last global batch are no repeats, -1 when that is not known.
-    real_samples: how many samples of this process's batch at hand are no repeats, None when all are.
-    batch_samples: how many samples that batch has, where some are repeats.
+    real_samples: how many samples of this process's batch at hand are no repeats, None for a full batch without.
+    batch_samples: how many samples that batch has, where some are repeats, or where it is smaller than the others.
     """
 
     end_of_dataloader = False
@@ -60,8 +61,21 @@ class DataLoaderStateMixin:
         counts: how many of its samples are no repeats, and how many it has; None when none is a repeat.
         """
         self.gradient_state._add_dataloader(self)
+        if counts is None and self.end_of_dataloader:
+            counts = self._counts_if_short(batch)
         self.real_samples, self.batch_samples = counts or (None, None)
         return batch
+
+    def _counts_if_short(self, batch: Any) -> tuple[int, int] | None:
+        """A last batch that is smaller than the others counts too: some scripts give one value per expected sample."""
+        samples = ignorant_find_batch_size(batch)
+        return (samples, samples) if samples is not None and samples < self.own_batch_size else None
+
+    @property
+    def own_batch_size(self) -> int:
+        """How many samples a full batch of this process has."""
+        processes: int = getattr(self, "_shares", 1)
+        return self.total_batch_size // processes  # type: ignore[attr-defined]
 
     def _known_length(self) -> int | None:
         try:

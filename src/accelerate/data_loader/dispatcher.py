@@ -193,6 +193,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return size if self.split_batches else size * self.state.num_processes
 
     @property
+    def _shares(self) -> int:
+        return self.state.num_processes
+
+    @property
     def total_dataset_length(self) -> int:
         """The number of samples over all processes."""
         return len(self.dataset)

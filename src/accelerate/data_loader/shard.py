@@ -133,7 +133,18 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """The batch size over all processes."""
         shard = self._shard
         size = getattr(shard, "batch_size", None) or 1
-        return size if getattr(shard, "split_batches", False) else size * getattr(shard, "num_processes", 1)
+        return size if getattr(shard, "split_batches", False) else size * self._shares
+
+    def _counts_if_short(self, batch: Any) -> tuple[int, int] | None:
+        if getattr(self._shard, "even_batches", False) or (self._shares == 1 and self.remainder == 0):
+            return None  # all batches are full
+        if self._shares == 1 and self.remainder > 0:
+            return self.remainder, self.remainder
+        return super()._counts_if_short(batch)
+
+    @property
+    def _shares(self) -> int:
+        return getattr(self._shard, "num_processes", 1)
 
     @property
     def _shard(self) -> Any:

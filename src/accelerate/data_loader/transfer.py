@@ -9,7 +9,6 @@ import torch
 from accelerate.comm.tree import leaves, send_to_device
 from accelerate.devices import DEVICES
 
-
 # A loader that pins memory pins all of it: a look at the first tensors is enough.
 _LOOKED_AT = 2
 

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate.comm import current
 
-
 # What a plain `python script.py` does not have: for `run_world(..., env=ALONE)`.
 ALONE: dict[str, str | None] = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"))
 
