@@ -19,11 +19,13 @@ from accelerate.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 __all__ = [
     "DTENSOR_PYTORCH_VERSION",
     "FSDP2_PYTORCH_VERSION",
     "FSDP_PYTORCH_VERSION",
+    "LOGGER_TYPE_TO_CLASS",
     "MODEL_NAME",
     "PROFILE_PATTERN_NAME",
     "SAFE_WEIGHTS_INDEX_NAME",
@@ -51,11 +53,12 @@ class Accelerator(Preparing, Stepping, Collecting, Saving, Reporting):
         cpu: use the CPU even where there is something better.
         dataloader_config: how loaders are spread over processes.
         rng_types: random states that follow rank 0 at the start of each epoch (default: the sampler's generator).
+        log_with: the trackers to log to: names, "all", or objects (see `init_trackers`).
         project_dir, project_config: where a run keeps its files.
         gradient_accumulation_plugin: finer settings of accumulation.
         step_scheduler_with_optimizer: step schedulers only when the optimizer stepped, once per process.
         kwargs_handlers: arguments for DDP, the process group, autocast, the gradient scaler and the profiler.
         dynamo_backend, dynamo_plugin: compile models with `torch.compile`.
-        deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config,
-            log_with: engines and trackers that are not part of this version; giving one is an error.
+        deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config:
+            engines that are not part of this version; giving one is an error.
     """

@@ -22,11 +22,12 @@ from accelerate.config.handlers import (
     ProfileKwargs,
 )
 from accelerate.config.project import ProjectConfiguration
-from accelerate.errors import NotYetSupported
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.state.processes import ProcessControl
+from accelerate.tracking import filter_trackers
+from accelerate.tracking.running import RunningTrackers
 
 _NOT_GIVEN: Any = object()
 
@@ -73,9 +74,6 @@ class AcceleratorBase(ProcessControl):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
-        if log_with is not None:
-            raise NotYetSupported("Tracking (the argument `log_with`)", "log with the tracker's own library.")
-        self.trackers: list[Any] = []
         self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(project_dir)
@@ -94,6 +92,8 @@ class AcceleratorBase(ProcessControl):
             _from_accelerator=True,
             **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
         )
+        self.log_with = filter_trackers(log_with, self.logging_dir)
+        self._running = RunningTrackers()
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         if split_batches is not _NOT_GIVEN:

@@ -11,14 +11,117 @@ from typing import Any
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.config.handlers import ProfileKwargs
 from accelerate.constants import PROFILE_PATTERN_NAME
+from accelerate.step_timer import StepTimer
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 
 class Reporting(AcceleratorBase):
+    # --- trackers -----------------------------------------------------------------------------------------------
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: dict[str, Any] | None = None,
+        init_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Start the trackers of `log_with`: on the main process, or on each one for trackers that ask for it.
+
+        project_name: the project (or run, or experiment) to log to. config: settings of the run, kept by the trackers.
+        init_kwargs: by the name of a tracker, what else its library is started with.
+        An error in starting a tracker is raised: training has not begun.
+        """
+        self._running.forget_ended()
+        for asked in self.log_with:
+            kind: Any = type(asked) if isinstance(asked, GeneralTracker) else LOGGER_TYPE_TO_CLASS[str(asked)]
+            if not self.is_main_process and not kind.runs_on_every_process():
+                continue
+            if isinstance(asked, GeneralTracker):
+                if any(asked is tracker for tracker in self._running.all):
+                    continue
+                tracker = asked
+            else:
+                folder = (self.logging_dir,) if kind.requires_logging_directory else ()
+                tracker = kind(project_name, *folder, **(init_kwargs or {}).get(str(asked), {}))
+            tracker.start()
+            self._running.add(tracker)
+            if config is not None:
+                self._running.send_to(tracker, "store_init_configuration", config)
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers that were started on this process; what was logged before has reached them."""
+        self._running.in_order(self._running.all)
+        return self._running.all
+
+    @trackers.setter
+    def trackers(self, trackers: list[GeneralTracker]) -> None:
+        self._running.all = trackers
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of that name, or with `unwrap` the object of its library, for whatever `log` does not offer.
+
+        On processes where it was not started, a tracker that does nothing.
+        """
+        for tracker in self._running.all:
+            if tracker.name == name:
+                self._running.in_order([tracker])
+                return getattr(tracker, "tracker") if unwrap else tracker  # noqa: B009  (each subclass has its own)
+        asked = [item.name if isinstance(item, GeneralTracker) else str(item) for item in self.log_with]
+        if self._running.all and name not in asked:
+            raise ValueError(f"This Accelerator has no tracker {name!r}: it has {', '.join(map(repr, asked))}.")
+        return GeneralTracker(_blank=True)
+
+    def log(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Send values to every tracker. Neither an error in one nor a slow one stops training.
+
+        values: numbers, strings, tensors with one element, and what else the trackers take. step: of the training.
+        log_kwargs: by the name of a tracker, more arguments for its `log`.
+        """
+        self._running.send("log", values, step=step, own=log_kwargs)
+
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Send images to every tracker that shows them.
+
+        values: by name, what the tracker's `log_images` takes (mostly a batch or list of images).
+        log_kwargs: by the name of a tracker, more arguments for its `log_images`.
+        """
+        self._running.send("log_images", values, step=step, own=log_kwargs)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        log_kwargs: dict[str, dict[str, Any]] | None = None,
+    ) -> None:
+        """Send a table, as columns and rows or as a dataframe, to every tracker that shows tables."""
+        table = {"columns": columns, "data": data, "dataframe": dataframe, "step": step}
+        self._running.send("log_table", table_name, own=log_kwargs, **table)
+
+    def end_training(self) -> None:
+        """Say that training is over: trackers write what they still hold and end, the process group is taken down.
+
+        Trackers get 300 seconds for it, or those of `ACCELERATE_TRACKER_TIMEOUT`; one that takes longer is named in a
+        warning and left behind.
+        """
+        try:
+            self._running.end()
+        finally:
+            self.state.destroy_process_group()
+
+    # --- profiles and times -------------------------------------------------------------------------------------
+
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """Run the block under torch's profiler, which it receives.
+        """Run the block under torch's profiler, which it receives; call its `step()` after each step of a schedule.
 
-        With `output_trace_dir` each process writes a trace that a browser's tracing page opens.
+        With `output_trace_dir` each process writes `profile_<rank>.json`, which a browser's tracing page opens.
         """
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         with handler.build() as profiler:
@@ -30,6 +133,10 @@ class Reporting(AcceleratorBase):
         profiler.export_chrome_trace(os.fspath(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index)))
         self.wait_for_everyone()
 
-    def end_training(self) -> None:
-        """Say that training is over: the process group is taken down."""
-        self.state.destroy_process_group()
+    def step_timer(self, warmup: int = 1) -> StepTimer:
+        """A context around the training loop that finds out where the time of its steps goes, on every process.
+
+        At its end (on all processes together) the main process prints one table, and the trackers get the numbers.
+        Enter it after `prepare`. warmup: how many steps to leave out at the start.
+        """
+        return StepTimer(self, warmup=warmup)

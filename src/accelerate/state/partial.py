@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
@@ -19,7 +18,10 @@ from accelerate.environments import World
 from accelerate.state.processes import ProcessControl
 from accelerate.state.shared import ThreadLocalSharedDict
 
-logger = logging.getLogger(__name__)
+
+# Process groups that were taken down, kept until the interpreter ends. Freeing one waits for its threads while it holds
+# Python's lock; a thread that is just putting away the last collective waits for that lock: both for ever.
+_destroyed: list[Any] = []
 
 
 class PartialState(ProcessControl):
@@ -95,6 +97,7 @@ class PartialState(ProcessControl):
         if self.fork_launched and group is None:
             return  # the notebook's main process still needs it
         if dist.is_available() and dist.is_initialized():
+            _destroyed.append(dist.group.WORLD if group is None else group)
             dist.destroy_process_group(group)
 
     def _set_up(self, cpu: bool, kwargs: dict[str, Any]) -> None:

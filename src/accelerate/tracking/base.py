@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+from accelerate.available import has_package
 from accelerate.state import PartialState
 
 
@@ -30,14 +33,16 @@ class GeneralTracker:
     - `log`, and where they make sense `start`, `store_init_configuration`, `finish`, `log_images` and `log_table`.
 
     main_process_only: with False, an `Accelerator` uses the tracker on every process.
-    in_background: `log` runs on a thread of the tracker's own, so that a slow one does not hold up training; with
-    False it is called on the thread that trains.
+    in_background: `log` and the others run on a thread of the tracker's own, so that a slow one does not hold up
+    training; with False they are called on the thread that trains.
+    finish_in_background: the same for `finish` alone.
     """
 
     name: str
     requires_logging_directory: bool
     main_process_only: bool = True
     in_background: bool = True
+    finish_in_background: bool = True
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:  # stands in for a tracker that lives on another process
@@ -50,6 +55,11 @@ class GeneralTracker:
                 f"The tracker {type(self).__name__} lacks {', '.join(missing)}: define each of them on the class "
                 "(`tracker` as a property)."
             )
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        """Whether what the tracker needs is there."""
+        return True
 
     @classmethod
     def runs_on_every_process(cls) -> bool:
@@ -68,15 +78,16 @@ class GeneralTracker:
     def finish(self) -> None:
         """Close the run. Nothing is logged after it."""
 
-    def detach(self) -> None:
-        """Called after `finish`, on the thread that ended the training, for what a library keeps per thread."""
-
 
 class LibraryTracker(GeneralTracker):
     """A tracker of ours: one library, imported when the run starts."""
 
     package: str  # what to import
     install: str  # what to pip install
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        return has_package(cls.package)
 
     def library(self, module: str | None = None) -> Any:
         """The library, or one of its modules."""
@@ -86,6 +97,16 @@ class LibraryTracker(GeneralTracker):
             if error.name != self.package:
                 raise  # it is there, and lacks something itself
             raise ImportError(missing_sentence(type(self))) from None
+
+
+def warn(message: str) -> None:
+    """Warn on the main process, about the line outside of this package that led here."""
+    if not PartialState().is_main_process:
+        return
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "accelerate":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level - 1)
 
 
 def missing_sentence(kind: type[LibraryTracker]) -> str:
@@ -103,6 +124,19 @@ def as_number(value: Any) -> int | float | None:
     count = value.numel() if hasattr(value, "numel") else value.size
     number = item() if count == 1 else None
     return number if isinstance(number, (int, float)) else None
+
+
+def only_numbers(values: dict[str, Any], log: Callable[[str, int | float], Any]) -> None:
+    """Log every number, and say afterwards what was none: for libraries that keep nothing else."""
+    others = []
+    for name, value in values.items():
+        number = as_number(value)
+        if number is None:
+            others.append(f"{name!r} ({type(value).__name__})")
+        else:
+            log(name, number)
+    if others:
+        raise TypeError(f"only numbers are kept, and these are none: {', '.join(others)}")
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,11 @@ import atexit
 import copy
 import os
 import threading
-import time
-import warnings
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
+
+from accelerate.tracking.base import GeneralTracker, warn
 
 # How long a call may hold up the caller, and how many late calls it takes until the tracker is no longer waited for:
 # a tracker costs training 3 times 50 ms at most.
@@ -31,12 +30,14 @@ def time_limit() -> float:
 
 
 class Outbox:
-    """Makes the calls of one tracker: on a thread of their own, or with `background=False` at once."""
+    """Makes the calls of one tracker: on a thread of their own, or at once for one that is not `in_background`."""
 
-    def __init__(self, name: str, background: bool = True) -> None:
-        self.name = name
+    def __init__(self, tracker: GeneralTracker) -> None:
+        self.tracker = tracker
+        self.name = tracker.name
         self.closed = False
-        self._background = background
+        self._background = tracker.in_background
+        self._finishes_in_background = tracker.in_background and tracker.finish_in_background
         self._calls: deque[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = deque()
         self._change = threading.Condition()
         self._sent = self._done = self._late = self._dropped = 0
@@ -79,10 +80,23 @@ class Outbox:
         return done
 
     def close(self) -> None:
-        """Take no more calls; those that wait are still made."""
+        """Take no more calls; those that wait are still made, and then the tracker's `finish`."""
+        self.closed = True
         with self._change:
-            self.closed = True
+            if self._finishes_in_background:
+                self._calls.append(("finish", self.tracker.finish, (), {}))
+                self._sent += 1
+                self._start_thread()
             self._change.notify_all()
+        atexit.unregister(self._flush_at_exit)
+
+    def finish(self, limit: float) -> bool:
+        """After `close`: wait until the tracker has ended; False when that takes longer than `limit` seconds."""
+        done = self.flush(limit)
+        if done and not self._finishes_in_background:
+            self._make("finish", self.tracker.finish, (), {})
+            self.tell_errors()
+        return done
 
     def tell_errors(self) -> None:
         """Warn about failed calls: here, on the caller's thread, and once for each kind of call."""
@@ -90,14 +104,14 @@ class Outbox:
             what, error = self._errors.pop(0)
             self._tell_once(
                 what,
-                f"The tracker {self.name!r} failed in `{what}` and training goes on without it: "
+                f"The tracker {self.name!r} failed in `{what}`; training goes on, and this is said once: "
                 f"{type(error).__name__}: {error}",
             )
 
     def _tell_once(self, about: str, message: str) -> None:
         if about not in self._told:
             self._told.add(about)
-            warnings.warn(message, stacklevel=4)
+            warn(message)
 
     def _wait_for(self, count: int, limit: float) -> bool:
         return self._change.wait_for(lambda: self._done >= count, timeout=max(limit, 0.0))
@@ -107,7 +121,12 @@ class Outbox:
             # A daemon: a tracker that hangs must not keep the program from ending.
             self._thread = threading.Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
             self._thread.start()
-            _open.add(self)
+            # For scripts that never say that training has ended. Registered this late so that it runs before the
+            # library's own: what is registered last is called first.
+            atexit.register(self._flush_at_exit)
+
+    def _flush_at_exit(self) -> None:
+        self.flush(time_limit())
 
     def _run(self) -> None:
         while True:
@@ -126,17 +145,6 @@ class Outbox:
             function(*args, **kwargs)
         except Exception as error:
             self._errors.append((what, error))
-
-
-_open: weakref.WeakSet[Outbox] = weakref.WeakSet()
-
-
-@atexit.register
-def _flush_at_exit() -> None:
-    """For scripts that never say that training has ended."""
-    end = time.monotonic() + time_limit()
-    for outbox in list(_open):
-        outbox.flush(end - time.monotonic())
 
 
 def own_copy(value: Any) -> Any:

@@ -1,0 +1,117 @@
+"""Experiment trackers: one file each, and the table that knows them by name."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accelerate.config.enums import LoggerType
+from accelerate.tracking.aim import AimTracker
+from accelerate.tracking.base import GeneralTracker, missing_sentence, on_main_process, warn
+from accelerate.tracking.clearml import ClearMLTracker
+from accelerate.tracking.comet_ml import CometMLTracker
+from accelerate.tracking.dvclive import DVCLiveTracker
+from accelerate.tracking.mlflow import MLflowTracker
+from accelerate.tracking.swanlab import SwanLabTracker
+from accelerate.tracking.tensorboard import TensorBoardTracker
+from accelerate.tracking.trackio import TrackioTracker
+from accelerate.tracking.wandb import WandBTracker
+
+__all__ = [
+    "LOGGER_TYPE_TO_CLASS",
+    "AimTracker",
+    "ClearMLTracker",
+    "CometMLTracker",
+    "DVCLiveTracker",
+    "GeneralTracker",
+    "MLflowTracker",
+    "SwanLabTracker",
+    "TensorBoardTracker",
+    "TrackioTracker",
+    "WandBTracker",
+    "filter_trackers",
+    "get_available_trackers",
+    "on_main_process",
+    "register_tracker_class",
+]
+
+LOGGER_TYPE_TO_CLASS: dict[str, Any] = {
+    kind.name: kind
+    for kind in (
+        AimTracker,
+        CometMLTracker,
+        MLflowTracker,
+        TensorBoardTracker,
+        WandBTracker,
+        ClearMLTracker,
+        DVCLiveTracker,
+        SwanLabTracker,
+        TrackioTracker,
+    )
+}
+for _kind in (GeneralTracker, *LOGGER_TYPE_TO_CLASS.values()):
+    _kind.__module__ = __name__  # where the public knows them
+
+
+def get_available_trackers() -> list[Any]:
+    """The trackers whose library is installed, and those that were registered."""
+    return [_as_member(name) for name, kind in LOGGER_TYPE_TO_CLASS.items() if kind.is_installed()]
+
+
+def _as_member(name: str) -> Any:
+    return LoggerType(name) if name in LoggerType.list() else name
+
+
+def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
+    """Make a tracker of your own known by its name, so that `log_with="its name"` finds it."""
+    if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
+        raise ValueError(f"{tracker_class!r} is not a tracker class: derive it from GeneralTracker.")
+    name = getattr(tracker_class, "name", None)
+    if not isinstance(name, str):
+        raise ValueError(f"The tracker class {tracker_class.__name__} has no name: set `name` to a string.")
+    known = LOGGER_TYPE_TO_CLASS.get(name)
+    if known is not None and known is not tracker_class:
+        warn(f"{tracker_class.__name__} now replaces {known.__name__} as the tracker {name!r}.")
+    LOGGER_TYPE_TO_CLASS[name] = tracker_class
+
+
+def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
+    """The trackers to use of those asked for: instances as they are, names if their library is installed.
+
+    log_with: names, members of `LoggerType`, tracker objects, or several of them; "all" stands for every tracker that
+    is installed. A name nobody knows, and a tracker that writes to a folder when there is none, are errors.
+    """
+    asked = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
+    if any(not isinstance(item, GeneralTracker) and str(item) == "all" for item in asked):
+        instances = [item for item in asked if isinstance(item, GeneralTracker)]
+        installed = get_available_trackers()
+        chosen = [name for name in installed if _has_folder(name, logging_dir)]
+        if len(chosen) < len(installed):
+            missed = ", ".join(str(name) for name in installed if name not in chosen)
+            warn(f"Left out of log_with='all': {missed}, because there is no folder to write to; pass `project_dir`.")
+        return instances + chosen
+    chosen = []
+    for item in asked:
+        if isinstance(item, GeneralTracker):
+            chosen.append(item)
+            continue
+        name = str(item)
+        if name not in LOGGER_TYPE_TO_CLASS:
+            raise ValueError(
+                f"No tracker is called {name!r}; choose from all, {', '.join(LOGGER_TYPE_TO_CLASS)}, pass an instance "
+                "of a GeneralTracker, or register your class with `register_tracker_class`."
+            )
+        if not LOGGER_TYPE_TO_CLASS[name].is_installed():
+            warn(f"{missing_sentence(LOGGER_TYPE_TO_CLASS[name])} Nothing is sent to it.")
+        elif not _has_folder(name, logging_dir):
+            raise ValueError(
+                f"The tracker {name!r} writes to a folder, and there is none: pass `project_dir` or a "
+                "ProjectConfiguration with `logging_dir`."
+            )
+        elif _as_member(name) not in chosen:
+            chosen.append(_as_member(name))
+    return chosen
+
+
+def _has_folder(name: Any, logging_dir: str | os.PathLike[str] | None) -> bool:
+    return logging_dir is not None or not LOGGER_TYPE_TO_CLASS[str(name)].requires_logging_directory

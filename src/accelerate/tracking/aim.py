@@ -1,0 +1,67 @@
+"""Aim: a local repository of runs."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accelerate.available import is_aim_available
+from accelerate.tracking.base import LibraryTracker, on_main_process, plain
+
+
+class AimTracker(LibraryTracker):
+    """Logs to a run called `run_name` in the repository `logging_dir`. kwargs: for `aim.Run`."""
+
+    name = "aim"
+    requires_logging_directory = True
+    package = "aim"
+    install = "'aim<4'"
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str] | None = ".", **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.aim_repo_path = logging_dir
+        self.init_kwargs = kwargs
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        return is_aim_available()  # not version 4, which is another program
+
+    @on_main_process
+    def start(self) -> None:
+        repo = None if self.aim_repo_path is None else os.fspath(self.aim_repo_path)
+        self.writer = self.library().Run(**{"repo": repo, **self.init_kwargs})
+        self.writer.name = self.run_name
+
+    @property
+    def tracker(self) -> Any:
+        return self.writer
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.writer["hparams"] = values
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Each value: anything `Run.track` takes. kwargs: for `Run.track`."""
+        for key, value in plain(values).items():
+            self.writer.track(value, name=key, step=step, **kwargs)
+
+    @on_main_process
+    def log_images(
+        self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Each value: an image, or a pair of an image and its caption.
+
+        kwargs: arguments for `aim.Image` under "aim_image", and for `Run.track` under "track".
+        """
+        make = self.library().Image
+        options = kwargs or {}
+        for key, value in values.items():
+            image, caption = value if isinstance(value, tuple) else (value, "")
+            shown = make(image, **{"caption": caption, **options.get("aim_image", {})})
+            self.writer.track(shown, name=key, step=step, **options.get("track", {}))
+
+    @on_main_process
+    def finish(self) -> None:
+        self.writer.close()

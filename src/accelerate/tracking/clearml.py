@@ -1,0 +1,98 @@
+"""ClearML."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from accelerate.tracking.base import LibraryTracker, on_main_process, only_numbers
+
+
+class ClearMLTracker(LibraryTracker):
+    """Logs to the task that is open, or to a new one in the project `run_name`. kwargs: for `Task.init`.
+
+    `CLEARML_PROJECT` and `CLEARML_TASK` name the project and the task when `kwargs` do not.
+    """
+
+    name = "clearml"
+    requires_logging_directory = False
+    package = install = "clearml"
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.user_provided_run_name = run_name
+        self.init_kwargs = kwargs
+        self._found_open = False
+
+    @on_main_process
+    def start(self) -> None:
+        kind = self.library().Task
+        self.task = kind.current_task()
+        self._found_open = self.task is not None
+        if not self._found_open:
+            names = {
+                "project_name": os.environ.get("CLEARML_PROJECT", self.user_provided_run_name),
+                "task_name": os.environ.get("CLEARML_TASK", self.user_provided_run_name),
+            }
+            self.task = kind.init(**{**names, **self.init_kwargs})
+
+    @property
+    def tracker(self) -> Any:
+        return self.task
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.task.connect_configuration(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Without a step, numbers are single values; with one, points of curves. kwargs: for the logger's method.
+
+        `eval_`, `test_` and `train_` in front of a name make it a curve of that kind in the same plot.
+        """
+        logger = self.task.get_logger()
+
+        def report(key: str, number: int | float) -> None:
+            if step is None:
+                logger.report_single_value(name=key, value=number, **kwargs)
+            else:
+                title, series = _plot(key)
+                logger.report_scalar(title=title, series=series, value=number, iteration=step, **kwargs)
+
+        only_numbers(values, report)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Each value: an image. kwargs: for `Logger.report_image`."""
+        logger = self.task.get_logger()
+        for key, value in values.items():
+            title, series = _plot(key)
+            logger.report_image(title=title, series=series, iteration=step, image=value, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """A table, from `columns` and `data` or from a dataframe. kwargs: for `Logger.report_table`."""
+        if dataframe is None and data is None:
+            raise ValueError("log_table got neither `data` nor `dataframe`: pass one of them.")
+        table = dataframe if dataframe is not None else [columns, *data] if columns is not None else data  # type: ignore[misc]
+        title, series = _plot(table_name)
+        self.task.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        if self.task is not None and not self._found_open:
+            self.task.close()
+
+
+def _plot(name: str) -> tuple[str, str]:
+    """The plot and the curve in it that a value belongs to."""
+    kind, _, rest = name.partition("_")
+    return (rest, kind) if kind in ("eval", "test", "train") and rest else (name, "train")

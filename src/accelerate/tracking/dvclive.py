@@ -1,0 +1,47 @@
+"""DVCLive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.tracking.base import LibraryTracker, on_main_process, only_numbers
+
+
+class DVCLiveTracker(LibraryTracker):
+    """Logs through a `dvclive.Live`: yours, or a new one. kwargs: for `dvclive.Live`. run_name is not used."""
+
+    name = "dvclive"
+    requires_logging_directory = False
+    package = install = "dvclive"
+
+    def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.live = live
+        self.init_kwargs = kwargs
+
+    @on_main_process
+    def start(self) -> None:
+        if self.live is None:
+            self.live = self.library().Live(**self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        return self.live
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.live.log_params(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Only numbers are kept. kwargs: for `Live.log_metric`."""
+        if step is not None:
+            self.live.step = step
+        try:
+            only_numbers(values, lambda key, number: self.live.log_metric(key, number, **kwargs))
+        finally:
+            self.live.next_step()
+
+    @on_main_process
+    def finish(self) -> None:
+        self.live.end()

@@ -1,0 +1,128 @@
+"""MLflow."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from accelerate.config.environment import str_to_bool
+from accelerate.tracking.base import LibraryTracker, on_main_process, only_numbers
+
+
+class MLflowTracker(LibraryTracker):
+    """Logs to a run of the experiment `experiment_name`.
+
+    experiment_name: a new one is made where it does not exist (`MLFLOW_EXPERIMENT_NAME` by default).
+    logging_dir: where a new experiment keeps its artifacts.
+    run_id: continue that run (`MLFLOW_RUN_ID` by default). run_name, description, tags: of the run; tags may be given
+    as a dict or as JSON (`MLFLOW_TAGS`). nested_run: a run inside the one that is active (`MLFLOW_NESTED_RUN`).
+    """
+
+    name = "mlflow"
+    requires_logging_directory = False
+    package = install = "mlflow"
+    finish_in_background = False  # MLflow remembers for each thread which run is active
+
+    def __init__(
+        self,
+        experiment_name: str | None = None,
+        logging_dir: str | os.PathLike[str] | None = None,
+        run_id: str | None = None,
+        tags: dict[str, Any] | str | None = None,
+        nested_run: bool | None = False,
+        run_name: str | None = None,
+        description: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        self.logging_dir = logging_dir
+        self.run_id = os.environ.get("MLFLOW_RUN_ID", run_id)
+        given = os.environ.get("MLFLOW_TAGS", tags)
+        self.tags = json.loads(given) if isinstance(given, str) else given
+        nested = os.environ.get("MLFLOW_NESTED_RUN")
+        self.nested_run = bool(nested_run) if nested is None else bool(str_to_bool(nested))
+        self.run_name = run_name
+        self.description = description
+
+    @on_main_process
+    def start(self) -> None:
+        mlflow = self.library()
+        found = mlflow.search_experiments(filter_string=f"name = '{self.experiment_name}'")
+        if found:
+            experiment = found[0].experiment_id
+        else:
+            location = None if self.logging_dir is None else os.fspath(self.logging_dir)
+            experiment = mlflow.create_experiment(self.experiment_name, artifact_location=location, tags=self.tags)
+        self.active_run = mlflow.start_run(
+            run_id=self.run_id,
+            experiment_id=experiment,
+            run_name=self.run_name,
+            nested=self.nested_run,
+            tags=self.tags,
+            description=self.description,
+        )
+        # By id from here on: on another thread the run is not the active one.
+        self._id = self.active_run.info.run_id
+
+    @property
+    def tracker(self) -> Any:
+        return self.active_run
+
+    @property
+    def _client(self) -> Any:
+        return self.library().MlflowClient()
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Keep the settings as parameters of the run; values that are too long for MLflow are left out."""
+        if str_to_bool(os.environ.get("MLFLOW_FLATTEN_PARAMS", "false")):
+            values = dict(_flat(values))
+        limit = self.library("mlflow.utils.validation").MAX_PARAM_VAL_LENGTH
+        parameters, too_long = [], []
+        for key, value in values.items():
+            if len(str(value)) > limit:
+                too_long.append(key)
+            else:
+                parameters.append(self.library("mlflow.entities").Param(key, str(value)))
+        batch = self.library("mlflow.utils.validation").MAX_PARAMS_TAGS_PER_BATCH
+        for first in range(0, len(parameters), batch):
+            self._client.log_batch(self._id, params=parameters[first : first + batch])
+        if too_long:
+            raise ValueError(f"left out, because MLflow takes {limit} characters at most: {', '.join(too_long)}")
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Only numbers are kept."""
+        numbers: dict[str, int | float] = {}
+        try:
+            only_numbers(values, numbers.__setitem__)
+        finally:
+            self.library().log_metrics(numbers, step=step, run_id=self._id, **kwargs)
+
+    @on_main_process
+    def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
+        """Keep a matplotlib or plotly figure as a file of the run."""
+        self._client.log_figure(self._id, figure, artifact_file, **save_kwargs)
+
+    @on_main_process
+    def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
+        """Keep the files of a folder with the run."""
+        self._client.log_artifacts(self._id, local_dir, artifact_path)
+
+    @on_main_process
+    def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
+        """Keep a file with the run."""
+        self._client.log_artifact(self._id, local_path, artifact_path)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.library().end_run()
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Any:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,70 @@
+"""The trackers that an Accelerator has started on this process."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from accelerate.tracking.base import GeneralTracker, warn
+from accelerate.tracking.outbox import Outbox, time_limit
+
+# How long to wait for what was logged before, when somebody asks for a tracker to use it directly.
+_IN_ORDER_SECONDS = 5.0
+
+
+class RunningTrackers:
+    """A list of trackers, and for each the outbox through which it is called."""
+
+    def __init__(self) -> None:
+        self.all: list[GeneralTracker] = []
+        self._outboxes: dict[int, Outbox] = {}
+        self._unable: set[tuple[str, str]] = set()
+
+    def add(self, tracker: GeneralTracker) -> None:
+        """Take in a tracker that has just been started."""
+        self._outboxes[id(tracker)] = Outbox(tracker)
+        self.all.append(tracker)
+
+    def forget_ended(self) -> None:
+        self.all = [tracker for tracker in self.all if not self._outbox(tracker).closed]
+        # Only of those in the list: the outbox holds its tracker, so that no other can have its identity.
+        self._outboxes = {id(tracker): self._outbox(tracker) for tracker in self.all}
+
+    def send(self, method: str, *args: Any, own: dict[str, dict[str, Any]] | None = None, **kwargs: Any) -> None:
+        """Have a method of each tracker called. own: by the name of a tracker, more arguments for it."""
+        for tracker in self.all:
+            self.send_to(tracker, method, *args, **kwargs, **(own or {}).get(tracker.name, {}))
+
+    def send_to(self, tracker: GeneralTracker, method: str, *args: Any, **kwargs: Any) -> None:
+        function = getattr(tracker, method, None)
+        if function is not None:
+            self._outbox(tracker).call(method, function, *args, **kwargs)
+        elif (tracker.name, method) not in self._unable:
+            self._unable.add((tracker.name, method))
+            warn(f"The tracker {tracker.name!r} has no `{method}`, so it is left out.")
+
+    def in_order(self, trackers: list[GeneralTracker]) -> None:
+        """Wait until these trackers have got what was logged so far, so that direct calls come after it."""
+        end = time.monotonic() + _IN_ORDER_SECONDS
+        for tracker in trackers:
+            self._outbox(tracker).flush(end - time.monotonic())
+
+    def end(self) -> None:
+        """Finish all of them, within `time_limit()` seconds."""
+        limit = time_limit()
+        end = time.monotonic() + limit
+        ending = [tracker for tracker in self.all if not self._outbox(tracker).closed]
+        for tracker in ending:
+            self._outbox(tracker).close()
+        for tracker in ending:
+            if not self._outbox(tracker).finish(end - time.monotonic()):
+                warn(
+                    f"The tracker {tracker.name!r} did not end within {limit:g} seconds, so some of what was logged "
+                    "may be missing: set ACCELERATE_TRACKER_TIMEOUT to more seconds if it needs them."
+                )
+
+    def _outbox(self, tracker: GeneralTracker) -> Outbox:
+        # Made here for a tracker that a script has put into the list by itself.
+        if id(tracker) not in self._outboxes:
+            self._outboxes[id(tracker)] = Outbox(tracker)
+        return self._outboxes[id(tracker)]

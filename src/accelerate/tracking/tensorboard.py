@@ -1,0 +1,84 @@
+"""TensorBoard: event files in a folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import yaml
+
+from accelerate.available import is_tensorboard_available
+from accelerate.tracking.base import LibraryTracker, as_number, on_main_process
+
+
+class TensorBoardTracker(LibraryTracker):
+    """Writes event files to `logging_dir/run_name`. kwargs: for `SummaryWriter`."""
+
+    name = "tensorboard"
+    requires_logging_directory = True
+    package = install = "tensorboard"
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = os.path.join(logging_dir, run_name)
+        self.init_kwargs = kwargs
+
+    @classmethod
+    def is_installed(cls) -> bool:
+        return is_tensorboard_available()
+
+    @on_main_process
+    def start(self) -> None:
+        try:
+            self.library()
+            module = "torch.utils.tensorboard"
+        except ImportError:
+            self.package = "tensorboardX"  # its older stand-in
+            module = self.package
+        self.writer = self.library(module).SummaryWriter(self.logging_dir, **self.init_kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        return self.writer
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Keep the settings as hyperparameters, and in a file `hparams.yml`."""
+        simple = {
+            key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in values.items()
+        }
+        self.writer.add_hparams(simple, metric_dict={})
+        self.writer.flush()
+        folder = os.path.join(self.logging_dir, str(time.time()))
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "hparams.yml"), "w") as file:
+            try:
+                yaml.safe_dump(values, file)
+            except yaml.YAMLError:
+                file.seek(0)
+                file.truncate()
+                yaml.safe_dump(simple, file)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers become scalars, strings texts, and dicts of numbers several curves in one plot."""
+        for key, value in values.items():
+            if isinstance(value, str):
+                self.writer.add_text(key, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(key, value, global_step=step, **kwargs)
+            elif (number := as_number(value)) is not None:
+                self.writer.add_scalar(key, number, global_step=step, **kwargs)
+        self.writer.flush()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Each value: a batch of images, as `SummaryWriter.add_images` takes it (`dataformats="NHWC"` for arrays)."""
+        for key, value in values.items():
+            self.writer.add_images(key, value, global_step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.writer.close()
