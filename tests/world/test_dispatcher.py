@@ -12,7 +12,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader
+from accelerate.comm import current
+from accelerate.data_loader import DataLoaderDispatcher, dispatch, prepare_data_loader
 from accelerate.state import PartialState
 from tests.harness import run_world, world_outcomes
 
@@ -233,6 +234,21 @@ def staying_in_step() -> None:
     for _ in loader:
         flags.append((loader.end_of_dataloader, accelerator.gradient_state.end_of_dataloader))
     assert flags == [(False, False)] * (len(loader) - 1) + [(True, True)]
+
+
+def contents_on_their_own() -> None:
+    """As between GPUs, where the contents of a batch follow its header over the devices' links; here both are the CPU."""
+    Accelerator()
+    current().fast_device = torch.device("cpu")
+    dispatch._LARGE = 1
+    anything_may_change_between_batches()
+    padded_to_different_lengths()
+    staying_in_step()
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_contents_may_travel_apart_from_their_header(processes: int) -> None:
+    run_world(contents_on_their_own, processes)
 
 
 def dropping_the_rest() -> None:

@@ -112,6 +112,8 @@ class AcceleratorBase(ProcessControl):
         self.gradient_state = GradientState.owned_by(self, plugin)
         self._accumulation = Accumulation(self.gradient_state, self._strategy)
         self._items = ItemWindows()
+        # What the windows are about, and for how many models and parameter groups that was found out.
+        self._item_groups: tuple[tuple[int, ...], list[list[torch.Tensor]]] | None = None
 
         self._models: list[torch.nn.Module] = []
         self._optimizers: list[AcceleratedOptimizer] = []

@@ -226,6 +226,7 @@ class Preparing(AcceleratorBase):
         self._dataloaders.clear()
         self._accumulation.reset()
         self._items = ItemWindows()
+        self._item_groups = None
         if self._precision.scaler is not None:
             self._precision.scaler.optimizers = 0
         return release_memory(*objects)

@@ -56,6 +56,12 @@ class Stepping(AcceleratorBase):
 
     def _window_parameters(self) -> list[list[torch.Tensor]]:
         """All parameters; with several optimizers those of each, after those of none."""
+        counts = (len(self._models), *(len(optimizer.param_groups) for optimizer in self._optimizers))
+        if self._item_groups is None or self._item_groups[0] != counts:
+            self._item_groups = (counts, self._group_parameters())
+        return self._item_groups[1]
+
+    def _group_parameters(self) -> list[list[torch.Tensor]]:
         listed = [[p for group in optimizer.param_groups for p in group["params"]] for optimizer in self._optimizers]
         every = {id(p): p for model in self._models for p in model.parameters()}
         if len(listed) <= 1:

@@ -13,6 +13,8 @@ class Communicator:
 
     rank: int = 0
     size: int = 1
+    # Where large data travels best, if that is not the host: between GPUs, over their own links.
+    fast_device: torch.device | None = None
 
     def verify(self, operation: str, data: Any) -> None:
         """Called before each collective on nested data; the checking communicator compares the ranks here."""

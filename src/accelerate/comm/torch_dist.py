@@ -31,6 +31,7 @@ class TorchDistributed(Communicator):
         self.device = device
         self._host_group = self._group_for_host()
         self._on_device = device.type != "cpu" and _has_backend(device)
+        self.fast_device = device if self._on_device else None
         self._eager = torch.zeros(_EAGER_BYTES, dtype=torch.uint8)
         self._eager_header = self._eager[:_HEADER_BYTES].view(torch.int64).numpy()
         self._kinds: dict[Any, int] = {}

@@ -2,7 +2,8 @@
 
 A message has a size that all ranks know beforehand: that of the previous batch. Its header says what is in it, and,
 when the contents do not fit, how large the next message is in which they follow. The structure of a batch (its
-nesting, shapes, dtypes, and everything that is no tensor) is sent only when it has changed.
+nesting, shapes, dtypes, and everything that is no tensor) is sent only when it has changed. Where the devices have
+links of their own, large contents follow there, in a second message.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from accelerate.comm.tree import get_data_structure, is_tensor_information, leav
 _ALIGNMENT = 64
 _HEADER_BYTES = 64
 _FIRST_SIZE = 4096
+_LARGE = 1 << 18  # bytes from which a second message, on the device, is worth it
 
 
 class Part(NamedTuple):
@@ -40,6 +42,7 @@ class _Header(NamedTuple):
     samples: int = -1
     is_last: int = 0
     total_samples: int = -1
+    apart: int = 0  # bytes of the contents, where these follow on the device
 
 
 _BATCH, _LARGER, _FINISHED, _FAILED = range(4)
@@ -54,6 +57,7 @@ class Handout:
     def __init__(self, communicator: Communicator) -> None:
         self._communicator = communicator
         self._size = _FIRST_SIZE
+        self._device = communicator.fast_device
         self._structures: dict[int, bytes] = {}
         self._received: Any = None
 
@@ -79,12 +83,13 @@ class Handout:
     def send(self, parts: list[Part], described: list[bytes]) -> None:
         """Rank 0: give each rank its part."""
         structures, needed = [b""], _HEADER_BYTES
+        apart = self._apart(parts)
         for rank, part in enumerate(parts[1:], start=1):
             # Compared as bytes: numbers may be equal (1, 1.0, True) and arrays cannot be compared.
             unchanged = self._structures.get(rank) == described[rank]
             self._structures[rank] = described[rank]
             structures.append(b"" if unchanged else described[rank])
-            contents = sum(_aligned(tensor.nbytes) for tensor in leaves(part.batch))
+            contents = 0 if apart else _content_bytes(part)
             needed = max(needed, _HEADER_BYTES + _aligned(len(structures[-1])) + contents)
         # A much smaller batch makes the next messages small again.
         following = self._size if self._size // 2 < needed <= self._size else _aligned(needed)
@@ -92,11 +97,14 @@ class Handout:
         messages = []
         for rank, (part, structure) in enumerate(zip(parts, structures, strict=True)):
             real, samples = part.counts or (-1, -1)
-            header = _Header(_BATCH, following, len(structure), real, samples, part.is_last, part.total_samples)
-            tensors = [] if rank == 0 else [tensor.detach() for tensor in leaves(part.batch)]
-            messages.append(_message(header, structure, tensors, self._size))
+            header = _Header(_BATCH, following, len(structure), real, samples, part.is_last, part.total_samples, apart)
+            messages.append(_message(header, structure, [] if apart else _contents(rank, part), self._size))
         self._scatter(messages)
         self._size = following
+        if apart:
+            packed = [_packed(torch.empty(apart, dtype=torch.uint8), 0, _contents(*each)) for each in enumerate(parts)]
+            placed = [message.to(self._device) for message in packed]
+            self._communicator.scatter(torch.empty_like(placed[0]), placed)
 
     def receive(self) -> Part | None:
         """The other ranks: the next part, or None when there is no batch."""
@@ -115,6 +123,9 @@ class Handout:
             # The structure of a batch comes from rank 0 of this very job, not from a file.
             self._received = pickle.loads(message[offset : offset + header.structure].numpy().tobytes())
             offset += _aligned(header.structure)
+        if header.apart:
+            message, offset = torch.empty(header.apart, dtype=torch.uint8, device=self._device), 0
+            self._communicator.scatter(message, None)
 
         def cut(info: Any) -> torch.Tensor:
             nonlocal offset
@@ -126,6 +137,13 @@ class Handout:
         batch = recursively_apply(cut, self._received, test_type=is_tensor_information)
         counts = None if header.samples < 0 else (header.real_samples, header.samples)
         return Part(batch, counts, bool(header.is_last), header.total_samples)
+
+    def _apart(self, parts: list[Part]) -> int:
+        """How many bytes the contents of the largest part have, if they are to follow on the device, or 0."""
+        if self._device is None:
+            return 0
+        largest = max(_content_bytes(part) for part in parts)
+        return largest if largest >= _LARGE else 0
 
     def _make_room(self, needed: int) -> None:
         """Rank 0: let the next message be `needed` bytes long, if it would be too small."""
@@ -157,6 +175,19 @@ def _message(header: _Header, structure: bytes, tensors: list[torch.Tensor], siz
     if structure:
         message[offset : offset + len(structure)] = torch.frombuffer(bytearray(structure), dtype=torch.uint8)
         offset += _aligned(len(structure))
+    return _packed(message, offset, tensors)
+
+
+def _content_bytes(part: Part) -> int:
+    return sum(_aligned(tensor.nbytes) for tensor in leaves(part.batch))
+
+
+def _contents(rank: int, part: Part) -> list[torch.Tensor]:
+    """What a message to a rank has to carry; rank 0 keeps its own part."""
+    return [] if rank == 0 else [tensor.detach() for tensor in leaves(part.batch)]
+
+
+def _packed(message: torch.Tensor, offset: int, tensors: list[torch.Tensor]) -> torch.Tensor:
     for tensor in tensors:
         count = tensor.nbytes
         if count:
