@@ -30,8 +30,13 @@ def main() -> None:
         accelerator.log_images(values, step=3, log_kwargs=more)
     if hasattr(tracker, "log_table"):
         accelerator.log_table("answers", columns=["input", "output"], data=[["a", 1], ["b", 2]], step=3)
-    assert accelerator.get_tracker(name, unwrap=True) is tracker.tracker
+    if accelerator.is_main_process:
+        assert accelerator.get_tracker(name, unwrap=True) is tracker.tracker
     accelerator.end_training()
+    if name == "mlflow":
+        import mlflow
+
+        assert mlflow.active_run() is None
 
 
 if __name__ == "__main__":

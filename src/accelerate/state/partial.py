@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import time
 from typing import Any
 
 import torch
@@ -18,10 +20,17 @@ from accelerate.environments import World
 from accelerate.state.processes import ProcessControl
 from accelerate.state.shared import ThreadLocalSharedDict
 
-
-# Process groups that were taken down, kept until the interpreter ends. Freeing one waits for its threads while it holds
-# Python's lock; a thread that is just putting away the last collective waits for that lock: both for ever.
+# Process groups that were taken down, kept for a while. Freeing one waits for its threads while it holds Python's lock;
+# a thread that is just putting away the last collective waits for that lock: both for ever.
 _destroyed: list[Any] = []
+
+
+@atexit.register
+def _free_destroyed() -> None:
+    # Not later than this: groups that outlive the interpreter abort the process.
+    if _destroyed:
+        time.sleep(0.05)  # whoever waits for the lock gets it now
+        _destroyed.clear()
 
 
 class PartialState(ProcessControl):

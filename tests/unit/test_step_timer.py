@@ -1,0 +1,263 @@
+"""The step timer, on a clock that moves only when a piece of the loop says so: every number is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.comm import current
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from accelerate.step_timer import StepTimer, clocks, table
+from tests.harness import run_world
+from tests.unit.tracking.toys import ListTracker
+
+TAKES = {"data": 0.003, "forward": 0.005, "backward": 0.004, "optimizer": 0.002, "other": 0.001}
+
+
+class Clock:
+    """Stands in for the module `time`, in the one function that the timer uses."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def spend(self, phase: str) -> None:
+        self.now += TAKES[phase]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    clock = Clock()
+    monkeypatch.setattr(clocks, "time", clock)
+    yield clock
+
+
+class Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, clock: Clock) -> torch.Tensor:
+        ctx.clock = clock
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        ctx.clock.spend("backward")
+        return grads[0], None
+
+
+class Model(nn.Module):
+    def __init__(self, clock: Clock, forward: float = TAKES["forward"]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 1)
+        self.clock = clock
+        self.takes = forward
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.clock.now += self.takes
+        outputs: torch.Tensor = Slow.apply(self.linear(inputs), self.clock)
+        return outputs
+
+
+class SGD(torch.optim.SGD):
+    clock: Clock
+
+    def step(self, closure: Any = None) -> Any:
+        self.clock.spend("optimizer")
+        return super().step(closure)
+
+
+def parts(clock: Clock, accelerator: Accelerator, batches: int = 6, **kwargs: Any) -> tuple[Any, Any, Any]:
+    def collate(samples: list[torch.Tensor]) -> torch.Tensor:
+        clock.spend("data")
+        return torch.stack(samples)
+
+    model = Model(clock, **kwargs)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.clock = clock
+    data = torch.randn(batches * 2 * accelerator.num_processes, 2)
+    prepared: tuple[Any, Any, Any] = accelerator.prepare(
+        model,
+        optimizer,
+        DataLoader(data, batch_size=2, collate_fn=collate),  # type: ignore[arg-type]
+    )
+    return prepared
+
+
+def train(clock: Clock, accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> None:
+    for batch in loader:
+        loss = model(batch).sum()
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.spend("other")
+
+
+def test_where_the_time_goes(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    tracker = ListTracker()
+    accelerator = Accelerator(cpu=True, log_with=tracker)
+    accelerator.init_trackers("x")
+    model, optimizer, loader = parts(clock, accelerator, batches=6)
+    with accelerator.step_timer(warmup=2) as timer:
+        train(clock, accelerator, model, optimizer, loader)
+    # The loader is one batch ahead: of the last 4 steps, the very last has nothing left to wait for.
+    assert timer.steps == 4
+    [seconds] = timer.seconds
+    assert seconds == pytest.approx(TAKES | {"data": 0.003 * 2 / 4, "communication": 0.0})
+    assert timer.slowest == 0
+    printed = capsys.readouterr().out
+    assert "mean of 4 steps" in printed
+    assert "slowest" not in printed  # among one
+    values = dict(tracker.seen[-1][1])
+    assert values["step_time/forward_ms"] == pytest.approx(5.0)
+    assert values["step_time/step_ms"] == pytest.approx(13.5)
+    accelerator.end_training()
+
+
+def test_epochs_and_breaks_count_together(clock: Clock) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(clock, accelerator, batches=3)
+    with accelerator.step_timer(warmup=0) as timer:
+        train(clock, accelerator, model, optimizer, loader)
+        for _ in loader:
+            break
+        train(clock, accelerator, model, optimizer, accelerator.skip_first_batches(loader, 1))
+    assert timer.steps == 3 + 1 + 2
+    assert timer.seconds[0]["optimizer"] == pytest.approx(5 * 0.002 / 6)
+
+
+def test_too_short_for_the_warm_up(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator(cpu=True)
+    loop = parts(clock, accelerator, batches=1)
+    with accelerator.step_timer() as timer:
+        train(clock, accelerator, *loop)
+    assert timer.steps == 0
+    assert "no step was measured" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="warmup is -1"):
+        accelerator.step_timer(warmup=-1)
+
+
+def test_what_waiting_for_data_consists_of(clock: Clock) -> None:
+    timer = StepTimer(Accelerator(cpu=True))
+    with timer:
+        timer._enter("data")
+        timer._enter("communication")  # a batch that comes from another rank
+        clock.now += 1
+        timer._leave()
+        timer._leave()
+        timer._enter("backward")
+        clock.now += 2
+        timer._enter("communication")
+        clock.now += 3
+        timer._leave()
+        clock.now += 4
+        timer._leave()
+    assert timer._clock.totals() == {"data": 1, "backward": 6, "communication": 3, "other": 0}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_stays(fails: bool) -> None:
+    clock = Clock()
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(clock, accelerator)
+    kinds = (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader)
+    owners = [accelerator, optimizer, current(), *kinds]
+    before = [dict(vars(owner)) for owner in owners]
+    iteration = None
+    try:
+        with accelerator.step_timer():
+            assert "backward" in vars(accelerator)
+            iteration = iter(loader)
+            next(iteration)
+            if fails:
+                raise KeyError("in the loop")
+    except KeyError:
+        assert fails
+    for owner, attributes in zip(owners, before, strict=True):
+        left = {name: value for name, value in vars(owner).items() if attributes.get(name) is not value}
+        left.pop("_steps", None)
+        assert not set(left) & {"backward", "step", "zero_grad", "clip_grad_norm_", "__iter__", "gather", "barrier"}
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+    assert len(list(iteration)) == 5  # what began inside goes on
+
+
+def test_compiled_models(clock: Clock) -> None:
+    accelerator = Accelerator(cpu=True, dynamo_backend="eager")
+    model = nn.Linear(2, 1)
+    loader = DataLoader(torch.randn(4, 2), batch_size=2)  # type: ignore[arg-type]
+    model, loader = accelerator.prepare(model, loader)
+    model.register_forward_pre_hook(lambda *_: clock.spend("forward"))
+    with accelerator.step_timer(warmup=0) as timer:
+        for batch in loader:
+            model(batch)
+    assert timer.seconds[0]["forward"] == pytest.approx(0.005)
+
+
+def on_two_ranks(accumulate: int) -> tuple[list[dict[str, float]], int, int, str]:
+    import contextlib
+    import io
+
+    clock = Clock()
+    clocks.time = clock  # type: ignore[assignment]
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    model, optimizer, loader = parts(clock, accelerator, forward=0.02 if accelerator.process_index == 1 else 0.001)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), accelerator.step_timer() as timer:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    return timer.seconds, timer.slowest, timer.steps, output.getvalue()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_the_slowest_rank(accumulate: int) -> None:
+    results = run_world(on_two_ranks, 2, accumulate)
+    for seconds, slowest, steps, _ in results:
+        assert slowest == 1
+        assert steps == 5
+        assert [rank["forward"] for rank in seconds] == pytest.approx([0.001, 0.02])
+        for rank in seconds:
+            # The exchange of gradients is real, and comes out of the backward: together they are what that takes.
+            assert rank["communication"] > 0
+            assert rank["backward"] + rank["communication"] == pytest.approx(0.004)
+    assert results[0][0] == results[1][0]
+    assert "1 (slowest)" in results[0][3]
+    assert results[1][3] == ""
+
+
+def made_up(count: int) -> list[dict[str, float]]:
+    return [dict.fromkeys(table.PHASES, 0.001) | {"forward": rank / 1000} for rank in range(count)]
+
+
+def test_many_ranks() -> None:
+    lines = table.rows(made_up(40), slowest=39)
+    assert lines[0][:3] == ["mean", "1.00", "19.50"]
+    assert [line[0] for line in lines[1:4]] == ["39 (slowest)", "38", "37"]
+    assert len(lines) == 17
+
+
+def test_without_rich(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(table, "has_package", lambda name: False)
+    table.print_table(made_up(2), slowest=1, steps=7)
+    assert capsys.readouterr().out.splitlines() == [
+        "milliseconds per step, mean of 7 steps",
+        "rank         data  forward  backward  communication  optimizer  other  step",
+        "0            1.00     0.00      1.00           1.00       1.00   1.00  5.00",
+        "1 (slowest)  1.00     1.00      1.00           1.00       1.00   1.00  6.00",
+    ]
+
+
+def test_with_rich_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    table.print_table(made_up(2), slowest=1, steps=7)
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["rank", *table.PHASES, "step"] in lines
+    assert ["1", "(slowest)", "1.00", "1.00", "1.00", "1.00", "1.00", "1.00", "6.00"] in lines

@@ -1,0 +1,125 @@
+"""What a tracker has to have, and what happens when its library is missing."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accelerate.state import PartialState
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, on_main_process
+from accelerate.tracking.base import LibraryTracker, as_number, only_numbers, plain
+from tests.harness import run_world
+from tests.unit.tracking.toys import ListTracker
+
+
+def test_required_attributes() -> None:
+    class Nothing(GeneralTracker):
+        pass
+
+    class Nearly(GeneralTracker):
+        name = "nearly"
+        requires_logging_directory = False
+
+    with pytest.raises(NotImplementedError, match="Nothing lacks `name`, `requires_logging_directory`, `tracker`:"):
+        Nothing()
+    with pytest.raises(NotImplementedError, match="Nearly lacks `tracker`:"):
+        Nearly()
+    assert ListTracker().tracker == []
+
+
+def test_a_tracker_may_be_made_in_start() -> None:
+    class Late(ListTracker):
+        @property
+        def tracker(self) -> Any:
+            return self.run
+
+        def start(self) -> None:
+            self.run = "run"
+
+    tracker = Late()
+    tracker.start()
+    assert tracker.tracker == "run"
+
+
+def test_attributes_of_an_instance_count() -> None:
+    class Own(GeneralTracker):
+        def __init__(self) -> None:
+            self.name = "own"
+            self.requires_logging_directory = False
+            self.tracker = self
+            super().__init__()
+
+    assert Own().name == "own"
+
+
+def test_blank_does_nothing() -> None:
+    blank = GeneralTracker(_blank=True)
+    blank.start()
+    blank.store_init_configuration({})
+    blank.log({"a": 1}, step=1, more=2)
+    blank.finish()
+
+
+class Decorated(ListTracker):
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        super().log(values, step)
+
+
+class Everywhere(Decorated):
+    main_process_only = False
+
+
+def decorated() -> list[int]:
+    PartialState(cpu=True)
+    trackers = [Decorated(), Everywhere()]
+    for tracker in trackers:
+        tracker.log({"a": 1})
+    return [len(tracker.seen) for tracker in trackers]
+
+
+def test_on_main_process() -> None:
+    assert run_world(decorated, 2) == [[1, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("name", [name for name in LOGGER_TYPE_TO_CLASS if name != "list"])
+def test_missing_library(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PartialState(cpu=True)
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    for package in (kind.package, "tensorboardX"):
+        monkeypatch.setitem(sys.modules, package, None)
+    tracker = kind("run", *(["."] if kind.requires_logging_directory else []))
+    with pytest.raises(ImportError, match=rf"^The tracker '{name}' needs the package \w+: `pip install .+`\.$"):
+        tracker.start()
+
+
+def test_a_library_that_lacks_something_itself(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_library.py").write_text("import surely_not_there")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    class Broken(LibraryTracker):
+        name = "broken"
+        requires_logging_directory = False
+        package = install = "broken_library"
+        tracker = None
+
+    with pytest.raises(ModuleNotFoundError, match="surely_not_there"):
+        Broken().library()
+
+
+def test_numbers() -> None:
+    numbers = [1, 2.5, True, torch.tensor(3.5), torch.tensor([4]), np.float32(0.5), np.array([[6]])]
+    assert [as_number(value) for value in numbers] == [1, 2.5, True, 3.5, 4, 0.5, 6]
+    assert [as_number(value) for value in ("1", None, torch.zeros(2), np.zeros(0), [1], {})] == [None] * 6
+    assert plain({"a": torch.tensor(2.0), "b": "text"}) == {"a": 2.0, "b": "text"}
+
+
+def test_only_numbers_says_what_was_none() -> None:
+    kept: dict[str, Any] = {}
+    with pytest.raises(TypeError, match=r"these are none: 'text' \(str\)"):
+        only_numbers({"a": 1, "text": "x", "b": torch.tensor(2.0)}, kept.__setitem__)
+    assert kept == {"a": 1, "b": 2.0}

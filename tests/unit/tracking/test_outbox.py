@@ -1,0 +1,213 @@
+"""Neither an error in a tracker nor a slow one stops training."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accelerate.state import PartialState
+from accelerate.tracking import outbox as module
+from accelerate.tracking.outbox import Outbox, own_copy, time_limit
+from tests.unit.tracking.toys import ListTracker
+
+
+@pytest.fixture(autouse=True)
+def state() -> None:
+    PartialState(cpu=True)
+
+
+@pytest.fixture
+def tracker() -> ListTracker:
+    return ListTracker()
+
+
+@pytest.fixture
+def outbox(tracker: ListTracker) -> Iterator[Outbox]:
+    outbox = Outbox(tracker)
+    yield outbox
+    if not outbox.closed:
+        outbox.close()
+    assert outbox.finish(10)
+
+
+def test_in_order_and_done_when_it_returns(outbox: Outbox, tracker: ListTracker) -> None:
+    for step in range(50):
+        outbox.call("log", tracker.log, {"a": step}, step=step)
+    assert outbox.flush(10)
+    assert [entry[2] for entry in tracker.seen] == list(range(50))
+
+
+def test_on_a_thread_of_its_own(outbox: Outbox) -> None:
+    threads: list[threading.Thread] = []
+    for _ in range(2):
+        outbox.call("log", lambda: threads.append(threading.current_thread()))
+    assert outbox.flush(10)
+    assert threads[0] is threads[1] is not threading.current_thread()
+    assert threads[0].daemon
+
+
+def fail(*args: Any, **kwargs: Any) -> None:
+    raise OSError("no network")
+
+
+def test_an_error_is_said_once(outbox: Outbox, tracker: ListTracker, recwarn: pytest.WarningsRecorder) -> None:
+    for _ in range(3):
+        outbox.call("log", fail)
+        outbox.flush(10)
+    outbox.call("log", tracker.log, {"a": 1})
+    outbox.call("log_images", fail)
+    assert outbox.flush(10)
+    assert len(tracker.seen) == 1
+    texts = [str(warning.message) for warning in recwarn]
+    assert texts == [
+        "The tracker 'list' failed in `log`; training goes on, and this is said once: OSError: no network",
+        "The tracker 'list' failed in `log_images`; training goes on, and this is said once: OSError: no network",
+    ]
+    assert recwarn[0].filename == __file__
+
+
+def test_a_slow_tracker_is_not_waited_for(outbox: Outbox, tracker: ListTracker) -> None:
+    gate = threading.Event()
+    outbox.call("log", gate.wait)
+    for step in range(20):
+        outbox.call("log", tracker.log, {}, step=step)
+    assert tracker.seen == []  # and yet we are here
+    assert not outbox.flush(0.01)
+    gate.set()
+    assert outbox.flush(10)
+    assert [entry[2] for entry in tracker.seen] == list(range(20))
+
+
+def test_it_costs_no_more_than_a_few_waits(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    wait_for = outbox._wait_for
+    monkeypatch.setattr(outbox, "_wait_for", lambda count, limit: waits.append(limit) or wait_for(count, limit))
+    gate = threading.Event()
+    for _ in range(10):
+        outbox.call("log", gate.wait)
+    assert waits == [module.PATIENCE] * module.LATE_CALLS
+    gate.set()
+
+
+def test_what_is_too_much_is_left_out(
+    outbox: Outbox, tracker: ListTracker, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    monkeypatch.setattr(module, "CAPACITY", 3)
+    gate = threading.Event()
+    outbox.call("log", gate.wait)
+    for step in range(6):
+        outbox.call("log", tracker.log, {}, step=step)
+    gate.set()
+    assert outbox.flush(10)
+    assert [entry[2] for entry in tracker.seen] == [0, 1]
+    assert ["'list' is too slow" in str(warning.message) for warning in recwarn] == [True]
+    outbox.call("log", tracker.log, {}, step=7)
+    assert outbox.flush(10)
+    assert tracker.seen[-1][2] == 7
+    outbox.close()
+    assert outbox.finish(10)
+    assert tracker.seen[-1] == ("finish",)  # which is never too much
+
+
+def test_values_are_those_of_the_call(outbox: Outbox, tracker: ListTracker) -> None:
+    gate = threading.Event()
+    outbox.call("log", gate.wait)
+    total, array, more = torch.zeros(()), np.zeros(2), {"x": [torch.ones(1)]}
+    outbox.call("log", tracker.log, {"total": total, "array": array, "more": more})
+    total += 1
+    array += 1
+    more["x"][0] += 1
+    gate.set()
+    assert outbox.flush(10)
+    values = tracker.seen[0][1]
+    assert float(values["total"]) == 0
+    assert values["array"].tolist() == [0, 0]
+    assert values["more"]["x"][0].tolist() == [1]
+
+
+def test_other_objects_are_passed_on() -> None:
+    thing = object()
+    parameter = torch.nn.Parameter(torch.ones(1))
+    assert own_copy(thing) is thing
+    assert own_copy((thing, "text")) == (thing, "text")
+    assert not own_copy(parameter).requires_grad
+
+
+def test_after_the_end(outbox: Outbox, tracker: ListTracker, recwarn: pytest.WarningsRecorder) -> None:
+    outbox.call("log", tracker.log, {})
+    outbox.close()
+    assert outbox.finish(10)
+    for _ in range(2):
+        outbox.call("log", tracker.log, {})
+    assert [entry[0] for entry in tracker.seen] == ["log", "finish"]
+    assert ["'list' has ended" in str(warning.message) for warning in recwarn] == [True]
+
+
+class Direct(ListTracker):
+    in_background = False
+
+
+class EndsHere(ListTracker):
+    finish_in_background = False
+
+    def finish(self) -> None:
+        self.seen.append((threading.current_thread(),))
+
+
+def test_on_the_thread_that_trains() -> None:
+    tracker = Direct()
+    outbox = Outbox(tracker)
+    outbox.call("log", lambda: tracker.seen.append((threading.current_thread(),)))
+    assert tracker.seen == [(threading.current_thread(),)]
+    with pytest.warns(UserWarning, match="failed in `log`"):
+        outbox.call("log", fail)
+    outbox.close()
+    assert outbox.finish(0)
+    assert tracker.seen[-1] == ("finish",)
+
+
+def test_finish_on_the_thread_that_trains() -> None:
+    tracker = EndsHere()
+    outbox = Outbox(tracker)
+    outbox.call("log", tracker.log, {})
+    outbox.close()
+    assert outbox.finish(10)
+    assert tracker.seen[-1] == (threading.current_thread(),)
+
+
+def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert time_limit() == 300
+    monkeypatch.setenv("ACCELERATE_TRACKER_TIMEOUT", "1.5")
+    assert time_limit() == 1.5
+    monkeypatch.setenv("ACCELERATE_TRACKER_TIMEOUT", "soon")
+    with pytest.raises(ValueError, match="ACCELERATE_TRACKER_TIMEOUT is 'soon': give a number"):
+        time_limit()
+
+
+FORGETS_TO_END = """
+import time
+from accelerate import Accelerator
+from tests.unit.tracking.toys import ListTracker
+
+class Slow(ListTracker):
+    def log(self, values, step=None):
+        time.sleep(0.1)
+        print("logged", step, flush=True)
+
+accelerator = Accelerator(cpu=True, log_with=Slow())
+accelerator.init_trackers("x")
+for step in range(5):
+    accelerator.log({"a": 1}, step=step)
+"""
+
+
+def test_a_script_that_never_ends_the_training() -> None:
+    result = subprocess.run([sys.executable, "-c", FORGETS_TO_END], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == [f"logged {step}" for step in range(5)]
