@@ -20,7 +20,7 @@ def machine(about: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Where and with what the figures were taken; `about` is what each subject said of itself."""
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.machine()}",
         "cores": len(os.sched_getaffinity(0)),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
@@ -78,5 +78,10 @@ def show_plain(table: Sequence[tuple[str, ...]]) -> None:
 
 
 def save(path: Path, rows: Sequence[Row], info: dict[str, Any]) -> None:
+    """Write the raw figures; without the folders of this machine, which mean nothing on another."""
+    subjects = {
+        name: {key: value for key, value in about.items() if key != "path"} for name, about in info["subjects"].items()
+    }
+    info = {**info, "subjects": subjects}
     figures = [{"figure": r.name, "target": r.target, "met": r.met, **r.raw} for r in rows]
     path.write_text(json.dumps({"machine": info, "figures": figures}, indent=2) + "\n")
