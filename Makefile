@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 PEER := .venv-peer
+TRACKERS := .venv-trackers
 BIN := $(VENV)/bin
 PIP := -m pip --disable-pip-version-check install --quiet
 
@@ -9,12 +10,15 @@ PIP := -m pip --disable-pip-version-check install --quiet
 make_venv = $(PYTHON) -m venv $(1) || \
 	{ $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 
-.PHONY: help quickstart test lint format bench
+.PHONY: help quickstart test trackers peer-checkpoints soak lint format bench
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   train a small model on two processes"
 	@echo "make test         lint, then all tests"
+	@echo "make trackers     the trackers, against their real libraries"
+	@echo "make peer-checkpoints  this package and the released one load each other's checkpoints"
+	@echo "make soak         kill saves at thousands of moments"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite the code"
 	@echo "make bench        this package, the released one and plain PyTorch side by side"
@@ -38,6 +42,12 @@ $(PEER)/.ready: benchmarks/peer-requirements.txt constraints.txt
 	$(PEER)/bin/python $(PIP) -c constraints.txt -r benchmarks/peer-requirements.txt
 	@touch $@
 
+$(TRACKERS)/.ready: tests/trackers/requirements.txt pyproject.toml constraints.txt
+	@echo "installing the tracking libraries into $(TRACKERS)"
+	test -x $(TRACKERS)/bin/python -a -x $(TRACKERS)/bin/pip || $(call make_venv,$(TRACKERS))
+	$(TRACKERS)/bin/python $(PIP) -c constraints.txt -r tests/trackers/requirements.txt -e '.[trackers]'
+	@touch $@
+
 # On CPU even where there is a GPU: two processes cannot share one.
 quickstart: $(VENV)/.ready-examples
 	ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/quickstart.py
@@ -55,5 +65,17 @@ format: $(VENV)/.ready-test
 test: lint
 	$(BIN)/python -m pytest $(ARGS)
 
+# These libraries are heavy, so they have an environment of their own. One that is missing there is a failure.
+trackers: $(TRACKERS)/.ready
+	REQUIRE_TRACKERS=1 $(TRACKERS)/bin/python -m pytest tests/trackers $(ARGS)
+
+peer-checkpoints: $(VENV)/.ready-test $(PEER)/.ready
+	$(BIN)/python tests/peer/checkpoints.py $(PEER)/bin/python
+
+# The tests of crashes, with SOAK times as many moments.
+soak: $(VENV)/.ready-test
+	SOAK=20 $(BIN)/python -m pytest tests/world/test_checkpoint_crash.py --timeout 3600 $(ARGS)
+
 bench: $(VENV)/.ready-examples $(PEER)/.ready
 	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python benchmarks/checkpoint.py --peer $(PEER)/bin/python

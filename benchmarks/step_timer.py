@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 
-STEPS = 50
-ROUNDS = 101
+STEPS = 200
+ROUNDS = 31
 STEP_SECONDS = 0.020  # the step that the cost is compared with
 
 
@@ -36,7 +36,7 @@ def seconds_per_step(accelerator: Accelerator, model, optimizer, loader, timed: 
 def main() -> None:
     accelerator = Accelerator()
     torch.set_num_threads(1)
-    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(20)])
+    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(2)])
     data = torch.utils.data.TensorDataset(torch.randn(4 * STEPS * accelerator.num_processes, 16))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     parts = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))

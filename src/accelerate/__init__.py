@@ -6,6 +6,7 @@ Names and submodules are imported when they are first used, so that `import acce
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 __version__ = "2.0.0"
@@ -23,6 +24,7 @@ _NAMES = {
     "ProfileKwargs": "accelerate.config.handlers",
     "find_executable_batch_size": "accelerate.memory",
     "is_rich_available": "accelerate.available",
+    "load_checkpoint_in_model": "accelerate.checkpoint.weights",
     "skip_first_batches": "accelerate.data_loader",
     "synchronize_rng_states": "accelerate.random",
 }
@@ -47,3 +49,17 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_NAMES})
+
+
+def _install_rich_tracebacks() -> None:
+    """Let rich draw the tracebacks of uncaught errors, where it was asked for."""
+    from accelerate.available import is_rich_available
+
+    if is_rich_available():
+        from rich.traceback import install
+
+        install()
+
+
+if "ACCELERATE_ENABLE_RICH" in os.environ:
+    _install_rich_tracebacks()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ContextDecorator
 from types import TracebackType
 from typing import Any
 
@@ -51,8 +51,11 @@ def _key(models: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(id(model) for model in models)
 
 
-class Accumulating(AbstractContextManager[None]):
-    """What `accelerator.accumulate(*models)` returns: `no_sync` around all but the last micro-batch of a window."""
+class Accumulating(ContextDecorator, AbstractContextManager[None]):
+    """What `accelerator.accumulate(*models)` returns: `no_sync` around all but the last micro-batch of a window.
+
+    For a block, or as the decorator of a function that takes one micro-batch.
+    """
 
     def __init__(self, accumulation: Accumulation, models: tuple[Any, ...]) -> None:
         self._accumulation = accumulation
@@ -134,6 +137,10 @@ class ItemWindows:
         self.used = True
         while len(self.windows) < len(groups):
             self.windows.append(ItemWindow())
+        for window, group in zip(self.windows, groups, strict=False):
+            # Cleared by other hands: a script may update its parameters itself.
+            if window.scale is not None and all(parameter.grad is None for parameter in group):
+                window.begin()
         if all(window.scale is None for window in self.windows):
             self.factor = self._next_factor
         for window, group in zip(self.windows, groups, strict=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import types
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch import nn
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Says whether a module is what `torch.compile` returned."""
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    return isinstance(module, OptimizedModule)
+    # Not imported for the question's sake, which takes seconds: while it is not, no module is one.
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    return frames is not None and isinstance(module, frames.OptimizedModule)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:

@@ -16,3 +16,7 @@ class NotYetSupported(NotImplementedError):
 
     def __init__(self, feature: str, instead: str) -> None:
         super().__init__(f"{feature} is not part of this version of accelerate: {instead}")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written, or cannot be loaded. Nothing was lost, and nothing was half-loaded."""

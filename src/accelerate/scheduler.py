@@ -59,9 +59,6 @@ class AcceleratedScheduler:
             self.scheduler.step(*args, **kwargs)
             return
         if not self.gradient_state.sync_gradients:
-            if self.gradient_state.adjust_scheduler:
-                # Keeps torch from warning that the scheduler was stepped before the optimizer.
-                self.scheduler._step_count += 1
             return
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
             return
@@ -69,7 +66,7 @@ class AcceleratedScheduler:
             self._check_horizon()
         for _ in range(self._steps_each_time):
             # OneCycleLR refuses to go past its end, which the last partial round may reach early.
-            if not self._total_steps or self.scheduler._step_count <= self.scheduler.total_steps:
+            if not self._total_steps or self.scheduler.last_epoch < self.scheduler.total_steps:
                 self.scheduler.step(*args, **kwargs)
 
     def _check_horizon(self) -> None:

@@ -361,3 +361,40 @@ def _trains(accelerator: Any) -> None:
         stepper.zero_grad()
         expected.append(loss.item())
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
+
+
+@check
+def a_checkpoint_brings_back_the_run_on_the_device() -> None:
+    """Weights, optimizer, fp16's scaler and the device's random state, saved at once and behind the training."""
+    import tempfile
+
+    from accelerate import Accelerator
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        accelerator = Accelerator(mixed_precision="fp16")
+        net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5), torch.nn.Linear(64, 1))
+        return (accelerator, *accelerator.prepare(net, torch.optim.AdamW(net.parameters())))
+
+    def train(accelerator: Any, model: Any, optimizer: Any) -> list[float]:
+        losses = []
+        for _ in range(3):
+            loss = model(torch.ones(8, 64, device=accelerator.device)).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return [*losses, *(p.sum().item() for p in model.parameters())]
+
+    for behind in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            reset()
+            run = made(1)
+            train(*run)
+            run[0].save_state(folder, async_save=behind)
+            expected = train(*run)
+            run[0].wait_for_checkpoint()
+            reset()
+            other = made(2)
+            other[0].load_state(folder)
+            assert train(*other) == expected

@@ -207,6 +207,12 @@ def test_steps_below_one(steps: int) -> None:
         Accelerator(gradient_accumulation_steps=steps)
 
 
+@pytest.mark.parametrize("steps", [2.5, None, "two"])
+def test_steps_that_are_no_number_name_the_argument(steps: Any) -> None:
+    with pytest.raises(ValueError, match=f"^gradient_accumulation_steps is {steps!r}"):
+        Accelerator(gradient_accumulation_steps=steps)
+
+
 def test_steps_and_a_plugin() -> None:
     with pytest.raises(ValueError, match="not both"):
         Accelerator(gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2))
@@ -219,7 +225,7 @@ def test_steps_can_be_assigned_later() -> None:
 
 
 @pytest.mark.parametrize("adjust", [True, False])
-def test_adjust_scheduler(adjust: bool) -> None:
+def test_adjust_scheduler_changes_nothing(adjust: bool) -> None:
     accelerator, model, optimizer, batches = make(2, samples=16, adjust_scheduler=adjust)
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda step: float(step)))
     for x, _ in batches:
@@ -228,7 +234,7 @@ def test_adjust_scheduler(adjust: bool) -> None:
             optimizer.step()
             scheduler.step()
     assert scheduler.get_last_lr() == [0.2]
-    assert scheduler.scheduler._step_count == (5 if adjust else 3)
+    assert scheduler.scheduler._step_count == 3
 
 
 def test_an_error_inside_the_block_passes_through() -> None:
@@ -237,3 +243,13 @@ def test_an_error_inside_the_block_passes_through() -> None:
         raise KeyError("inside")
     with accelerator.accumulate(model):
         assert accelerator.sync_gradients
+
+
+def test_accumulate_as_a_decorator() -> None:
+    accelerator, model, _, _ = make(2)
+
+    @accelerator.accumulate(model)
+    def micro_batch() -> bool:
+        return accelerator.sync_gradients
+
+    assert [micro_batch() for _ in range(4)] == [False, True, False, True]

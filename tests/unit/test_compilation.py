@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +19,14 @@ from accelerate.unwrap import extract_model_from_parallel
 
 # torch's compiler asks for the gradient of a tensor that has none, and warns itself about it.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def test_asking_does_not_import_the_compiler() -> None:
+    code = (
+        "import sys, torch; from accelerate.compilation import is_compiled_module; "
+        "assert not is_compiled_module(torch.nn.ReLU()); sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 class Block(nn.Module):

@@ -1,4 +1,7 @@
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,3 +81,13 @@ def test_progress_bar_arguments() -> None:
     assert tqdm(range(2), disable=True).disable is True
     with pytest.raises(ValueError, match="main_process_only=True"):
         tqdm(True, range(2))
+
+
+@pytest.mark.parametrize(("value", "hook"), [(None, "sys"), ("0", "sys"), ("1", "rich.traceback")])
+def test_rich_tracebacks_only_where_asked_for(value: str | None, hook: str) -> None:
+    env = {name: text for name, text in os.environ.items() if name != "ACCELERATE_ENABLE_RICH"}
+    if value is not None:
+        env["ACCELERATE_ENABLE_RICH"] = value
+    code = "import sys, accelerate; print(sys.excepthook.__module__)"
+    result = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == hook

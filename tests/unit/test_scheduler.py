@@ -165,6 +165,32 @@ def test_metrics_are_passed_on() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01)
 
 
+def accumulated(schedule: Any, *args: Any) -> tuple[Any, AcceleratedScheduler]:
+    """Eight micro-batches in windows of two."""
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    model, optimizer, scheduler = accelerator.prepare(net, optimizer, schedule(optimizer))
+    for _ in range(8):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 4)).sum())
+            optimizer.step()
+            scheduler.step(*args)
+            optimizer.zero_grad()
+    return optimizer, scheduler
+
+
+def test_metrics_under_accumulation() -> None:
+    optimizer, _ = accumulated(lambda inner: lr_scheduler.ReduceLROnPlateau(inner, patience=0, factor=0.1), 1.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+def test_one_cycle_under_accumulation_goes_to_its_end() -> None:
+    _, scheduler = accumulated(lambda inner: lr_scheduler.OneCycleLR(inner, max_lr=0.1, total_steps=5))
+    assert scheduler.last_epoch == 4
+    assert scheduler.get_last_lr()[0] == pytest.approx(scheduler.optimizer.param_groups[0]["min_lr"])
+
+
 def test_a_scheduler_without_its_optimizer_follows_all() -> None:
     accelerator, _, optimizer, _ = make()
     other = accelerator.prepare(lr_scheduler.StepLR(torch.optim.SGD(Net().parameters(), lr=1.0), 1))

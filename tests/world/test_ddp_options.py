@@ -73,6 +73,26 @@ def test_every_field_arrives() -> None:
     run_world(_fields, 2)
 
 
+def _static_graph_in_windows() -> None:
+    ends = []
+    for static in (False, True):
+        accelerator = fresh(static_graph=static)
+        accelerator.gradient_accumulation_steps = 2
+        net = Net()
+        model, optimizer, batches = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.05), loader(40))
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(nn.functional.mse_loss(model(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        ends.append(weights(model))
+    torch.testing.assert_close(ends[1], ends[0])
+
+
+def test_a_static_graph_under_accumulation() -> None:
+    run_world(_static_graph_in_windows, 2)
+
+
 def _hooks() -> None:
     reference = weights(train(fresh(), Net())[0])
     options = {"matrix_approximation_rank": 2, "start_powerSGD_iter": 2}

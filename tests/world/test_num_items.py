@@ -228,6 +228,27 @@ def test_two_models_without_accumulation() -> None:
             optimizer.zero_grad()
 
 
+def _an_optimizer_that_was_not_prepared() -> None:
+    accelerator = fresh(2)
+    model = accelerator.prepare(Net())
+    x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
+    parts = x.split([3, 1, 6, 2, 5, 3, 4, 1, 2, 4, 5, 4])
+    ranks = accelerator.num_processes
+    for start in range(0, len(parts), 2 * ranks):
+        window = parts[start : start + 2 * ranks]
+        for part in window[accelerator.process_index :: ranks]:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_sum(model, part), num_items=len(part))
+        assert relative_error(gradients(model), by_hand(torch.float64, torch.cat(window))) < 1e-6
+        for parameter in model.parameters():
+            parameter.grad = None
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_update_by_hand_ends_the_window(processes: int) -> None:
+    run_world(_an_optimizer_that_was_not_prepared, processes)
+
+
 def test_parameters_outside_of_models_and_shared_ones() -> None:
     accelerator = Accelerator()
     x = torch.randn(10, 4)

@@ -16,7 +16,7 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     GradScalerKwargs,
 )
-from tests.harness import run_world
+from tests.harness import run_world, world_outcomes
 from tests.unit.accelerator.toys import Net, assert_same_everywhere, data, loader, optimizer_values, weights
 
 TIMEOUT = 20.0
@@ -331,3 +331,16 @@ def test_join_on_one_process_does_nothing() -> None:
     model, batches = accelerator.prepare(Net(), loader(20))
     with accelerator.join_uneven_inputs([model], even_batches=False):
         assert len(list(batches)) == 5
+
+
+def items_without_a_batch_for_everyone() -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), DataLoader(torch.ones(4, 1), batch_size=4))
+    for batch in loader:
+        accelerator.backward(model(batch).sum(), num_items=4)
+
+
+def test_items_need_a_batch_for_everyone() -> None:
+    outcomes = world_outcomes(items_without_a_batch_for_everyone, 2)
+    assert outcomes[0].error == "ValueError"
+    assert "needs a batch for every process, but this loader has 1 for 2" in outcomes[0].message

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from typing import Any
 
 import torch
 
 from accelerate import precision, strategies
 from accelerate.accumulation import Accumulation, ItemWindows
+from accelerate.checkpoint.background import Background
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.data import DataLoaderConfiguration
 from accelerate.config.dynamo import TorchDynamoPlugin
@@ -119,6 +121,10 @@ class AcceleratorBase(ProcessControl):
         self._optimizers: list[AcceleratedOptimizer] = []
         self._schedulers: list[AcceleratedScheduler] = []
         self._dataloaders: list[Any] = []
+        self._custom_objects: list[Any] = []
+        self._save_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
+        self._load_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
+        self._background = Background()
         self._joining = False
         self._watches_forwards = False
         self.flag_tensor: torch.Tensor | None = None
@@ -260,11 +266,13 @@ def _accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) 
             raise ValueError("Pass either `gradient_accumulation_steps` or a GradientAccumulationPlugin, not both.")
         return plugin
     # The variable comes from the launcher, where a person has asked for it: it wins over the script.
-    text = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(steps))
+    variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    asked: Any = os.environ.get(variable, steps)
     try:
-        steps = int(text)
+        steps = int(str(asked))
     except ValueError:
-        raise ValueError(f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS is {text!r}: give a whole number.") from None
+        name = variable if variable in os.environ else "gradient_accumulation_steps"
+        raise ValueError(f"{name} is {asked!r}: give a whole number.") from None
     if steps < 1:
         raise ValueError(f"gradient_accumulation_steps is {steps}: it must be at least 1.")
     return GradientAccumulationPlugin(num_steps=steps)

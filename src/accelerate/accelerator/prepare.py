@@ -107,7 +107,7 @@ class Preparing(AcceleratorBase):
         prepared.on_sync = functools.partial(self._begin_window, len(self._optimizers))
         prepared._prepared_parameters = self._prepared_parameters
         if self._precision.scaler is not None:
-            self._precision.scaler.optimizers += 1
+            self._precision.scaler.optimizers.append(optimizer)
         _mark(prepared)
         self._optimizers.append(prepared)
         return prepared
@@ -196,6 +196,7 @@ class Preparing(AcceleratorBase):
             use_stateful_dataloader=config.use_stateful_dataloader,
         )
         prepared.gradient_state = self.gradient_state
+        prepared.position.follows_dataset = config.exact_resume
         if isinstance(prepared, DataLoaderShard) and self.num_processes > 1 and not config.even_batches:
             prepared.on_uneven_end = UnevenEnd(self)
             if not self._watches_forwards:
@@ -228,7 +229,7 @@ class Preparing(AcceleratorBase):
         self._items = ItemWindows()
         self._item_groups = None
         if self._precision.scaler is not None:
-            self._precision.scaler.optimizers = 0
+            self._precision.scaler.optimizers.clear()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:

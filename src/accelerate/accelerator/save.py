@@ -1,15 +1,27 @@
-"""Saving: models and files."""
+"""Saving: models, files, and whole runs to go on from."""
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from accelerate.accelerator.base import AcceleratorBase
+from accelerate.checkpoint import layout, load, progress
+from accelerate.checkpoint.save import agree
+from accelerate.checkpoint.save import save as save_checkpoint
+from accelerate.checkpoint.state import Run
+from accelerate.checkpoint.weights import save_weights
+from accelerate.data_loader.position import change
 from accelerate.files import save
 from accelerate.unwrap import extract_model_from_parallel
+
+logger = logging.getLogger(__name__)
 
 
 class Saving(AcceleratorBase):
@@ -39,3 +51,245 @@ class Saving(AcceleratorBase):
             save_on_each_node=self.project_configuration.save_on_each_node,
             safe_serialization=safe_serialization,
         )
+
+    def save_model(
+        self,
+        model: torch.nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Write the weights of a model, for others to load.
+
+        max_shard_size: weights that are larger are spread over several files, with an index beside them.
+        safe_serialization: safetensors, where a tensor with several names is stored once; otherwise torch files.
+        """
+        weights = self.get_state_dict(model)
+        everywhere = self.project_configuration.save_on_each_node
+        failure: Exception | None = None
+        if self.is_local_main_process if everywhere else self.is_main_process:
+            try:
+                save_weights(weights, Path(save_directory), max_shard_size, safe_serialization)
+            except Exception as error:
+                failure = error
+        agree(failure, self.process_index)
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        async_save: bool = False,
+        **save_model_func_kwargs: Any,
+    ) -> str:
+        """Save everything that training needs to go on: models, optimizers, schedulers, loaders, random states.
+
+        The checkpoint is complete or not there at all: whatever happens on the way, the one before stays as it was.
+        With `automatic_checkpoint_naming` it goes to `checkpoints/checkpoint_<n>` in the project's folder, and the
+        oldest ones beyond `total_limit` are deleted after that. Call it on all processes. Returns the folder.
+
+        safe_serialization: weights as safetensors; otherwise as torch files.
+        async_save: return as soon as everything is copied to the host, and write behind the training. The checkpoint is
+        that of this moment, and is there when it is complete; what goes wrong is raised by the next save, by
+        `wait_for_checkpoint` or by `end_training`.
+        save_model_func_kwargs: for engines that have something to choose here; one device and DDP have not.
+        """
+        config = self.project_configuration
+        self.wait_for_checkpoint()
+        target = self._agreed_target(output_dir)
+        if self.scaler is not None:
+            self.scaler.state_dict()  # on every process: an update that is due changes the gradients, too
+        state, gradients = progress.capture(self._models, self._accumulation, self._items)
+        state["loaders"] = [loader.position.state_dict(loader) for loader in self._dataloaders]
+        save_checkpoint(
+            self._run(state, gradients),
+            target,
+            [self.get_state_dict(model) for model in self._models],
+            hooks=self._save_model_state_pre_hook.values(),
+            safe=safe_serialization,
+            strategy=str(self.distributed_type.value),
+            local_main=self.is_local_main_process,
+            everywhere=config.save_on_each_node,
+            keep=config.total_limit if config.automatic_checkpoint_naming else None,
+            background=self._background if async_save else None,
+        )
+        if config.automatic_checkpoint_naming:
+            config.iteration += 1
+        return str(target)
+
+    def wait_for_checkpoint(self) -> None:
+        """Return when the last `save_state(async_save=True)` is on the disk; raise what it failed with."""
+        self._background.wait()
+
+    def end_training(self) -> None:
+        """Finish the checkpoint that is being written, and then whatever else has to end with the training."""
+        try:
+            self.wait_for_checkpoint()
+        finally:
+            super().end_training()  # type: ignore[misc]
+
+    def _agreed_target(self, output_dir: str | os.PathLike[str] | None) -> Path:
+        """Where to save, as the first process sees it."""
+        config = self.project_configuration
+        failure: Exception | None = None
+        answer: list[Any] = [None]
+        if self.is_main_process:
+            try:
+                answer = [str(_target(config, output_dir))]
+            except Exception as error:
+                failure = error
+        agree(failure, self.process_index)
+        self._communicator.broadcast_objects(answer)
+        return Path(answer[0])
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Go on from a checkpoint: call it after `prepare`, on all processes, with the objects that were saved.
+
+        Everything is read and checked before anything is changed, and nothing that is in a file is run.
+        Without a path, under `automatic_checkpoint_naming`, the newest complete checkpoint of the project is taken.
+        On another number of processes than it was saved on, new ones get random states derived from the first one's.
+
+        load_kwargs: for `torch.load`. load_model_func_kwargs: `strict=False` takes weights whose names do not all fit.
+        """
+        config = self.project_configuration
+        self.wait_for_checkpoint()
+        folder, verified = self._agreed_source(input_dir)
+        loaded, _ = load.load(
+            self._run(),
+            folder,
+            hooks=self._load_model_state_pre_hook.values(),
+            strict=bool(load_model_func_kwargs.get("strict", True)),
+            verified=verified,
+            **(load_kwargs or {}),
+        )
+        self._items = progress.restore(loaded.progress, loaded.gradients, self._models, self._accumulation)
+        self._restore_positions((loaded.progress or {}).get("loaders", []))
+        if config.automatic_checkpoint_naming and config.project_dir is not None:
+            numbers = [
+                layout.automatic_number(path) or 0 for path in layout.automatic_folders(Path(config.project_dir))
+            ]
+            config.iteration = max([config.iteration, *(number + 1 for number in numbers)])
+        logger.info(f"Loaded the checkpoint {folder}.")
+
+    def _restore_positions(self, states: list[dict[str, Any]]) -> None:
+        """Bring the loaders to where they were, and say what is different now."""
+        # Of a dispatched loader only the first process has read the dataset, and all must take the same way.
+        datasets: list[Any] = [[state["dataset"] for state in states]]
+        self._communicator.broadcast_objects(datasets)
+        states = [{**state, "dataset": dataset} for state, dataset in zip(states, datasets[0], strict=True)]
+        changes = []
+        for number, (loader, state) in enumerate(zip(self._dataloaders, states, strict=False)):
+            if (text := change(state, loader)) is not None:
+                changes.append(f"loader {number}: {text}")
+            # A stateful loader leaves out what was seen by itself.
+            skip = self.dataloader_config.exact_resume and not loader.use_stateful_dataloader
+            loader.position.load_state_dict(state, loader, skip=skip)
+        if changes and self.is_main_process:
+            logger.warning(f"The checkpoint was saved on another set-up; {'; '.join(changes)}.")
+
+    def _agreed_source(self, input_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
+        """What to load, as the first process sees it, and whether it was checked already."""
+        config = self.project_configuration
+        failure: Exception | None = None
+        answer: list[Any] = [None, []]
+        if self.is_main_process:
+            try:
+                answer = list(_source(config, input_dir))
+            except Exception as error:
+                failure = error
+        agree(failure, self.process_index)
+        self._communicator.broadcast_objects(answer)
+        if self.is_main_process:
+            for sentence in answer[1]:
+                logger.warning(f"An incomplete checkpoint is passed over: {sentence}")
+        return Path(answer[0]), input_dir is None
+
+    def _run(self, state: dict[str, Any] | None = None, gradients: dict[str, torch.Tensor] | None = None) -> Run:
+        return Run(
+            self.process_index,
+            self.num_processes,
+            self.state.device_kind,
+            models=list(self._models),
+            optimizers=self._optimizers,
+            schedulers=self._schedulers,
+            loaders=self._dataloaders,
+            custom=self._custom_objects,
+            scaler=self.scaler,
+            progress=state,
+            gradients=gradients,
+        )
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Save and load these objects too: anything with `state_dict` and `load_state_dict`, in this order."""
+        wrong = [
+            type(item).__name__
+            for item in objects
+            if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict"))
+        ]
+        if wrong:
+            raise ValueError(
+                f"register_for_checkpointing was given {', '.join(wrong)}: what is saved with a checkpoint needs both "
+                "`state_dict` and `load_state_dict`."
+            )
+        self._custom_objects.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Have `hook(models, weights, folder)` called in `save_state`, before anything else is written there.
+
+        What it takes out of `weights` is left to it. The folder becomes the checkpoint when all is written.
+        Returns a handle with `remove()`.
+        """
+        return _added(self._save_model_state_pre_hook, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Have `hook(models, folder)` called in `load_state`, before the models are loaded.
+
+        What it takes out of `models` is left to it. Returns a handle with `remove()`.
+        """
+        return _added(self._load_model_state_pre_hook, hook)
+
+
+def _added(hooks: Any, hook: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
+
+
+def _target(config: Any, output_dir: str | os.PathLike[str] | None) -> Path:
+    if not config.automatic_checkpoint_naming:
+        if output_dir is None:
+            raise ValueError(
+                "save_state needs a folder: pass `output_dir`, or a ProjectConfiguration with a `project_dir` and "
+                "`automatic_checkpoint_naming=True`."
+            )
+        return Path(os.path.expanduser(output_dir))
+    if config.project_dir is None:
+        raise ValueError("automatic_checkpoint_naming needs a `project_dir` in the ProjectConfiguration.")
+    target = layout.automatic(Path(config.project_dir), config.iteration)
+    if target.exists():
+        raise ValueError(
+            f"{target} exists already: set `accelerator.project_configuration.iteration` to the number that the next "
+            "checkpoint should have, or load the last one first."
+        )
+    return target
+
+
+def _source(config: Any, input_dir: str | os.PathLike[str] | None) -> tuple[str, list[str]]:
+    if input_dir is not None:
+        folder = Path(os.path.expanduser(input_dir))
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder: give that of a checkpoint to load.")
+        return str(folder), []
+    if not config.automatic_checkpoint_naming or config.project_dir is None:
+        raise ValueError(
+            "load_state without a folder looks for the newest checkpoint of a project: pass `input_dir`, or a "
+            "ProjectConfiguration with a `project_dir` and `automatic_checkpoint_naming=True`."
+        )
+    found, passed_over = load.newest(Path(config.project_dir))
+    return str(found), passed_over

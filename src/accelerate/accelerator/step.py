@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,12 +27,12 @@ class Stepping(AcceleratorBase):
 
         num_items: say that `loss` is a sum over that many items (tokens, samples). The gradients then become those of
         the mean over all items of all micro-batches of the window and of all processes, however they are spread.
-        kwargs: passed on to `Tensor.backward`.
+        kwargs: passed on to `Tensor.backward`; but `learning_rate` makes it a `lomo_backward`.
         """
         state = self.gradient_state
-        state.backwards += 1
-        if num_items is not None:
-            self._backward_of_sum(loss, item_count(num_items), kwargs)
+        if num_items is not None or "learning_rate" in kwargs:
+            self._special_backward(loss, num_items, kwargs)
+            state.backwards += 1
             return
         if self._items.used:
             self._items.refuse_others()
@@ -42,8 +42,18 @@ class Stepping(AcceleratorBase):
         if self.scaler is not None:
             loss = self.scaler.scale(loss)
         loss.backward(**kwargs)
+        state.backwards += 1
+
+    def _special_backward(self, loss: torch.Tensor, num_items: Any, kwargs: dict[str, Any]) -> None:
+        if "learning_rate" in kwargs:
+            self.lomo_backward(loss, kwargs["learning_rate"])
+        else:
+            self._backward_of_sum(loss, item_count(num_items), kwargs)
 
     def _backward_of_sum(self, loss: torch.Tensor, num_items: float, kwargs: dict[str, Any]) -> None:
+        uneven = getattr(self.gradient_state.active_dataloader, "on_uneven_end", None)
+        if uneven is not None:
+            uneven.refuse_empty_ranks(self.gradient_state.active_dataloader)
         groups = self._window_parameters()
         loss = loss * self._items.open(groups)
         if self.scaler is not None:
@@ -74,7 +84,7 @@ class Stepping(AcceleratorBase):
         if self._items.used:
             self._items.close(self._window_parameters())
 
-    def accumulate(self, *models: Any) -> AbstractContextManager[None]:
+    def accumulate(self, *models: Any) -> Accumulating:
         """Around one micro-batch: gradients are synchronised, and the optimizer steps, only at the end of a window.
 
         models: the models trained in the block; each set of models has a window of its own.
@@ -120,11 +130,12 @@ class Stepping(AcceleratorBase):
             for shard, value in zip(changed, before, strict=True):
                 shard.even_batches = value
 
-    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
         """Compute in the mixed precision of this Accelerator inside the block; the model does so by itself."""
-        if not self.native_amp:
-            return nullcontext()
-        return self._precision.autocast(autocast_handler or self.autocast_handler)
+        casting = self._precision.autocast(autocast_handler or self.autocast_handler)
+        with casting if self.native_amp else nullcontext():
+            yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Undo the scaling of fp16 on the gradients of one, several or (by default) all optimizers."""

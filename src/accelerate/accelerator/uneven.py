@@ -16,6 +16,7 @@ import torch
 
 from accelerate.comm import current
 from accelerate.comm.ops import broadcast_data
+from accelerate.data_loader import BatchSamplerShard
 
 if TYPE_CHECKING:
     from accelerate.accelerator import Accelerator
@@ -44,6 +45,20 @@ class UnevenEnd:
 
     def note(self, forward: Forward) -> None:
         self._forwards.append(forward)
+
+    @staticmethod
+    def refuse_empty_ranks(loader: Any) -> None:
+        """A process that never gets a batch cannot know that the others exchange the numbers of their items."""
+        shard = loader._shard
+        if (
+            isinstance(shard, BatchSamplerShard)
+            and not shard.split_batches
+            and shard.total_length < shard.num_processes
+        ):
+            raise ValueError(
+                f"`num_items` needs a batch for every process, but this loader has {shard.total_length} for "
+                f"{shard.num_processes}: use even_batches=True, a smaller batch size, or fewer processes."
+            )
 
     def __call__(self, loader: Any, backwards_before: int) -> None:
         accelerator, shard = self._accelerator(), loader._shard

@@ -14,7 +14,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     num_steps: int | None = field(default=None, metadata={"help": "Batches per optimizer step."})
     adjust_scheduler: bool = field(
         default=True,
-        metadata={"help": "Count the batches without an optimizer step in the learning-rate scheduler."},
+        metadata={"help": "Accepted as in the 1.15 release, where it changes nothing either."},
     )
     sync_with_dataloader: bool = field(
         default=True, metadata={"help": "Step at the last batch of a loader even if the window is not full."}

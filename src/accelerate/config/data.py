@@ -34,3 +34,7 @@ class DataLoaderConfiguration:
     use_stateful_dataloader: bool = field(
         default=False, metadata={"help": "Use torchdata's StatefulDataLoader, which can save its position."}
     )
+    exact_resume: bool = field(
+        default=False,
+        metadata={"help": "After `load_state`, have each loader start by itself at the next unseen sample."},
+    )

@@ -45,7 +45,11 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         backend = os.environ.get(PREFIX + "BACKEND", "no") if self.backend is None else self.backend
-        self.backend = DynamoBackend(getattr(backend, "value", backend).upper())
+        name = getattr(backend, "value", backend)
+        if name.upper() not in DynamoBackend.list():
+            known = ", ".join(DynamoBackend.list()).lower()
+            raise ValueError(f"The dynamo backend is {name!r}: choose one of {known}.")
+        self.backend = DynamoBackend(name.upper())
         if self.mode is None:
             self.mode = os.environ.get(PREFIX + "MODE", "default")
         if self.fullgraph is None:

@@ -10,7 +10,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.available import is_torchdata_stateful_dataloader_available
 from accelerate.comm.tree import ignorant_find_batch_size
-from accelerate.data_loader.samplers import SamplerShard, SkipBatchSampler, get_sampler, sampler_owner
+from accelerate.data_loader.iterable import without_first_samples
+from accelerate.data_loader.position import Position
+from accelerate.data_loader.samplers import (
+    SamplerShard,
+    SkipBatchSampler,
+    SkipSampler,
+    get_sampler,
+    sampler_owner,
+    without_samples,
+)
 from accelerate.state import GradientState
 
 
@@ -31,7 +40,11 @@ class DataLoaderStateMixin:
     batch_samples: int | None = None
 
     gradient_state: GradientState
+    position: Position
     _continued: Any = None
+    # Of the epoch, before the first batch of this loader: samples in batches of another size, then batches.
+    _left_out_samples = 0
+    _left_out_batches = 0
 
     def reset(self) -> None:
         """Back to before the first batch."""
@@ -51,6 +64,7 @@ class DataLoaderStateMixin:
     def end(self) -> None:
         """An iteration is over, or was broken off."""
         self.gradient_state._remove_dataloader(self)
+        self.position.end()
         if self._continued is not None:
             # The rest of an epoch was read: the loader it belongs to goes on with the next one.
             self._continued.iteration = getattr(self, "iteration", 0)
@@ -64,6 +78,7 @@ class DataLoaderStateMixin:
         if counts is None and self.end_of_dataloader:
             counts = self._counts_if_short(batch)
         self.real_samples, self.batch_samples = counts or (None, None)
+        self.position.handed_out(self.end_of_dataloader)
         return batch
 
     def _counts_if_short(self, batch: Any) -> tuple[int, int] | None:
@@ -79,7 +94,8 @@ class DataLoaderStateMixin:
 
     def _known_length(self) -> int | None:
         try:
-            return int(getattr(self, "total_dataset_length", None) or len(self.dataset))  # type: ignore[attr-defined]
+            length = int(getattr(self, "total_dataset_length", None) or len(self.dataset))  # type: ignore[attr-defined]
+            return max(length - self._left_out_samples, 0)
         except (TypeError, NotImplementedError):  # a dataset without a length
             return None
 
@@ -158,6 +174,7 @@ class DataLoaderAdapter:
         kind: Any = _stateful_loader() if use_stateful_dataloader else DataLoader
         self.base_dataloader = kind(dataset, batch_sampler=batch_sampler, **kwargs)
         self.dl_state_dict = self.base_dataloader.state_dict() if use_stateful_dataloader else None
+        self.position = Position()
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":
@@ -210,15 +227,45 @@ class DataLoaderAdapter:
 
     def without_first(self, count: int) -> Any:
         """The same loader for the rest of an epoch of which `count` batches are done."""
-        arguments = kept_arguments(self) | self.own_arguments()
+        if self.position.asked_to_skip(count):
+            return self.position.rest_of(self)
         skipped = skipped_batches(self, count * self.batches_per_step)
         skip_batches = self.skip_batches + (count if skipped is None else 0)
+        loader = self._continuation(self.dataset, skip_batches, skipped or same_batches(self))
+        loader._left_out_batches += count
+        return loader
+
+    def without_samples(self, count: int) -> Any:
+        """The same loader for the rest of an epoch of which `count` samples are done, in batches of any size."""
+        dataset, batches, skip_batches = self.dataset, same_batches(self), 0
+        if not isinstance(dataset, IterableDataset):
+            batches = {name: _rest(value, count) for name, value in batches.items()}
+        elif self.num_workers == 0:
+            dataset = without_first_samples(dataset, count)
+        else:
+            # Only the workers know whose sample is the next one: whole steps, and rather one sample twice than none.
+            skip_batches = count // self.total_batch_size
+        loader = self._continuation(dataset, skip_batches, batches)
+        loader._left_out_samples += count
+        return loader
+
+    def going_on(self, samples: int) -> Any:
+        """The same loader for the rest of an epoch whose dataset stands behind its first `samples` samples already."""
+        loader = self._continuation(self.dataset, 0, same_batches(self))
+        loader._left_out_samples += samples
+        return loader
+
+    def _continuation(self, dataset: Any, skip_batches: int, batches: dict[str, Any]) -> Any:
+        """A loader with other batches that stands for this one until the epoch ends."""
         make: Any = type(self)
-        loader = make(self.dataset, skip_batches=skip_batches, **arguments, **(skipped or same_batches(self)))
-        for name in ("gradient_state", "on_uneven_end", "synchronized_generator"):
+        arguments = kept_arguments(self) | self.own_arguments()
+        loader = make(dataset, skip_batches=skip_batches, **arguments, **batches)
+        for name in ("gradient_state", "on_uneven_end", "synchronized_generator", "position"):
             if name in self.__dict__:
                 setattr(loader, name, self.__dict__[name])
-        loader._continued = self
+        for name in ("_left_out_samples", "_left_out_batches"):
+            setattr(loader, name, getattr(self, name))
+        loader._continued = self if self.__dict__.get("_continued") is None else self._continued
         return loader
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -236,9 +283,19 @@ class DataLoaderAdapter:
 
     def _note_position(self) -> None:
         """Called before the next batch is fetched, so that the position is that of the batch at hand."""
+        self.position.fetched(self)
         if self.use_stateful_dataloader:
             self.dl_state_dict = self.base_dataloader.state_dict()
             self.adjust_state_dict_for_prefetch()
+
+
+def _rest(batches: Any, count: int) -> Any:
+    """What decides the batches of a loader, after `count` samples."""
+    if batches is None:  # batch_size=None
+        return None
+    if isinstance(batches, (BatchSampler, SamplerShard)):
+        return without_samples(batches, count)
+    return SkipSampler(batches, count)
 
 
 def _revived(kind: type[DataLoaderAdapter], own: dict[str, Any]) -> DataLoaderAdapter:

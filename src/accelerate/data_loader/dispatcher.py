@@ -57,22 +57,29 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.state = PartialState()
 
     def __iter__(self) -> Iterator[Any]:
+        if (rest := self.position.rest_of(self)) is not None:
+            yield from rest
+            return
+        self.position.rewind(self)
         if self.synchronized_generator is not None:
             synchronize_rng_states(["generator"], self.synchronized_generator)
         self.begin()
         self.remainder = -1
         self.set_epoch(self.iteration)
+        self.position.begin(self)
         transfer = transfer_to(self.state.device, self._non_blocking)
         handout = Handout(current())
         parts = self._lead(handout) if self.state.is_main_process else self._follow(handout)
         try:
             for index, part in enumerate(parts):
+                self.position.caught_up()
                 self.end_of_dataloader = self.ends_everywhere = part.is_last
                 self.remainder = part.total_samples if part.is_last else -1
                 self.adjust_state_dict_for_prefetch()
                 if index >= self.skip_batches:
                     yield self._hand_out(transfer.finish(transfer.start(part.batch)), part.counts)
         finally:
+            self.position.caught_up()
             self.iteration += 1
             self.end()
 

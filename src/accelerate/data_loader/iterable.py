@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -71,6 +72,34 @@ class IterableDatasetShard(IterableDataset):
                 if self.mark_repeats:
                     repeats = map(Repeat, repeats)
                 yield from itertools.islice(itertools.chain(group, repeats), mine.start, mine.stop)
+
+
+class SkippedDataset(IterableDataset):
+    """An iterable dataset without its first `skip_samples` samples, which are read and thrown away."""
+
+    def __init__(self, dataset: Any, skip_samples: int) -> None:
+        self.dataset = dataset
+        self.skip_samples = skip_samples
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)  # set_epoch, generator, ...
+
+    def __len__(self) -> int:
+        return max(len(self.dataset) - self.skip_samples, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.dataset, self.skip_samples, None)
+
+
+def without_first_samples(dataset: Any, count: int) -> Any:
+    """An iterable dataset, or a share of one, for what follows the first `count` samples of all processes."""
+    if not isinstance(dataset, IterableDatasetShard):
+        return SkippedDataset(dataset, count)
+    twin = copy.copy(dataset)
+    twin.dataset = SkippedDataset(dataset.dataset, count)
+    return twin
 
 
 class Repeat:

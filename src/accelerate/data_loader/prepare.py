@@ -12,8 +12,6 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 from accelerate.comm import current
@@ -21,6 +19,7 @@ from accelerate.data_loader.base import kept_arguments, same_batches
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
 from accelerate.data_loader.iterable import CountingCollate, IterableDatasetShard
 from accelerate.data_loader.samplers import (
+    RANDOM_SAMPLERS,
     BatchSamplerShard,
     KeptShard,
     SamplerShard,
@@ -152,9 +151,6 @@ def _sharded_batches(
     return {"batch_sampler": shard(loader.batch_sampler, split_batches)}
 
 
-_RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-
-
 def _shared_order(loader: Any, seedable: bool, data_seed: int | None, *, all_read: bool) -> torch.Generator | None:
     """Make all processes shuffle alike; the generator, if any, that has to follow rank 0 for that.
 
@@ -177,7 +173,7 @@ def _shared_order(loader: Any, seedable: bool, data_seed: int | None, *, all_rea
             data_seed=seed[0],
         )
         return None
-    if all_read and isinstance(sampler, _RANDOM_SAMPLERS) and sampler.generator is None:
+    if all_read and isinstance(sampler, RANDOM_SAMPLERS) and sampler.generator is None:
         # The default one is torch's global generator, whose state is a different one on each process.
         sampler.generator = torch.Generator()
         sampler.generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))

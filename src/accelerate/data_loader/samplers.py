@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+# Those of torch's that draw an order from a generator.
+RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -250,6 +262,39 @@ class SamplerShard(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         for batch in self.shard:
             yield batch[0]
+
+
+class SkipSampler(Sampler[Any]):
+    """A sampler without its first `skip_samples` indices."""
+
+    def __init__(self, sampler: Any, skip_samples: int) -> None:
+        self.sampler = sampler
+        self.skip_samples = skip_samples
+
+    def __len__(self) -> int:
+        return max(len(self.sampler) - self.skip_samples, 0)
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(self.sampler, self.skip_samples, None)
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+
+def without_samples(batches: Any, count: int) -> Any:
+    """The batches of what follows the first `count` samples; `batches` may be sharded."""
+    if isinstance(batches, SamplerShard):
+        return SamplerShard(SkipSampler(batches.sampler, count), without_samples(batches.shard, count))
+    if isinstance(batches, BatchSamplerShard):
+        twin = copy.copy(batches)
+        twin.batch_sampler = without_samples(batches.batch_sampler, count)
+        return twin
+    if type(batches) is BatchSampler:
+        return BatchSampler(SkipSampler(batches.sampler, count), batches.batch_size, batches.drop_last)
+    size = getattr(batches, "batch_size", None)
+    # A batch sampler of its own kind: whole batches, of the size it says they have.
+    return SkipBatchSampler(batches, count // size) if size else batches
 
 
 class SkipBatchSampler(BatchSampler):

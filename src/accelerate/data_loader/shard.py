@@ -53,10 +53,15 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.iteration = iteration
 
     def __iter__(self) -> Iterator[Any]:
+        if (rest := self.position.rest_of(self)) is not None:
+            yield from rest
+            return
+        self.position.rewind(self)
         if self.rng_types is not None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.begin()
         self.set_epoch(self.iteration)
+        self.position.begin(self)
         backwards = self.gradient_state.backwards
         try:
             yield from self._batches()
@@ -87,6 +92,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         except StopIteration:
             self._set_end(True)
             return
+        finally:
+            self.position.caught_up()
         last = False
         for index in itertools.count():
             current, counts = upcoming

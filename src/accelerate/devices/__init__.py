@@ -52,7 +52,13 @@ def choose(environ: Mapping[str, str], cpu: bool = False, devices: Sequence[Devi
         name, _, index = wanted.partition(":")
         if index and not index.isdigit():
             raise ValueError(f"ACCELERATE_TORCH_DEVICE is {wanted!r}: write it like `cuda` or `cuda:1`.")
-        return Choice(by_name(name, devices), int(index) if index else None, f"ACCELERATE_TORCH_DEVICE is {wanted}")
+        device = by_name(name, devices)
+        if not device.available():
+            raise ValueError(
+                f"ACCELERATE_TORCH_DEVICE is {wanted!r}, but torch finds no {name} on this machine: "
+                "name another device, or unset the variable."
+            )
+        return Choice(device, int(index) if index else None, f"ACCELERATE_TORCH_DEVICE is {wanted}")
     for device in devices:
         if device.available():
             return Choice(device, None, f"{device.name} is the first available device of this machine")

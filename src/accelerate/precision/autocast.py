@@ -42,16 +42,18 @@ class Autocast(Precision):
         )
 
     def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
-        original = model.forward
-        model._original_forward = original  # type: ignore[assignment]
+        # What `torch.compile` returned has no forward of its own: the casts belong into what it compiles.
+        inner: Any = model._modules.get("_orig_mod", model)
+        original = inner.forward
+        inner._original_forward = original
         context = self._context(self.handler)
         function = getattr(original, "__func__", None)
         if function is None:
             # The instance carries a forward of its own, a plain function that needs no `self`.
-            model.forward = _cast(original, context)
+            inner.forward = _cast(original, context)
         else:
             # A method, not a closure over the model: a deep copy of the model must call its own forward.
-            model.forward = types.MethodType(_cast(function, context), model)
+            inner.forward = types.MethodType(_cast(function, context), inner)
         return model
 
 

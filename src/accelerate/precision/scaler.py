@@ -11,23 +11,39 @@ class Scaler(torch.amp.GradScaler):
     """torch's GradScaler that updates its factor once per backward, when every optimizer has stepped.
 
     torch asks for one `update()` after all optimizers of an iteration. An update after each of them would forget
-    that the gradients of the others are unscaled already, and unscale them a second time.
+    that the gradients of the others are unscaled already, and unscale them a second time. Gradients that another
+    optimizer is still accumulating follow the factor.
     """
 
-    optimizers = 0
     _update_pending = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.optimizers: list[torch.optim.Optimizer] = []
 
     def finish_step(self) -> None:
         """An optimizer has stepped: update now if it is the only one, else when all the others had their chance."""
-        if self.optimizers <= 1:
+        if len(self.optimizers) <= 1:
             self.update()
         else:
             self._update_pending = True
 
     def flush(self) -> None:
-        if self._update_pending:
-            self._update_pending = False
-            self.update()
+        if not self._update_pending:
+            return
+        self._update_pending = False
+        assert self._scale is not None
+        before = self._scale.clone()
+        self.update()
+        gradients = [
+            parameter.grad
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if gradients:
+            torch._foreach_mul_(gradients, self._scale / before)
 
     def scale(self, outputs: Any) -> Any:
         self.flush()

@@ -38,7 +38,7 @@ class EventClock(HostClock):
     only when the device has run out of work.
     """
 
-    _FOLD_AT = 128  # marks to collect before reading any: the device is far beyond the oldest of them
+    _AT_ONCE = 64  # marks to read together: the device has passed them all when it has passed the last of them
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -46,21 +46,26 @@ class EventClock(HostClock):
         self._waiting: deque[tuple[str, Any]] = deque()
         self._spare: list[Any] = []
         self._previous: Any = None
+        self._stream: Any = None
 
     def begin(self) -> None:
         self._seconds = {}
+        self._stream = self._module.current_stream()  # asked for once: it is the dearer half of recording
+        self._spare.extend(event for _, event in self._waiting)
         self._waiting.clear()
+        while len(self._spare) < 2 * self._AT_ONCE:  # made now, not in the steps to measure
+            self._spare.append(self._module.Event(enable_timing=True))
         self._previous = self._record()
 
     def mark(self, phase: str) -> None:
         self._waiting.append((phase, self._record()))
-        if len(self._waiting) >= self._FOLD_AT:
-            while self._waiting and self._waiting[0][1].query():
+        if len(self._waiting) % self._AT_ONCE == 0 and self._waiting[self._AT_ONCE - 1][1].query():
+            for _ in range(self._AT_ONCE):
                 self._fold()
 
     def _record(self) -> Any:
         event = self._spare.pop() if self._spare else self._module.Event(enable_timing=True)
-        event.record()
+        event.record(self._stream)
         return event
 
     def _fold(self) -> None:

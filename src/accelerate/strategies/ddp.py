@@ -28,7 +28,10 @@ class DDP(Strategy):
 
     def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
         wrapped = _find(model)
-        return super().no_sync(model) if wrapped is None else wrapped.no_sync()
+        # A static graph is learnt in the first backward, which has to synchronise (and may: once more does no harm).
+        if wrapped is None or (wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued):
+            return super().no_sync(model)
+        return wrapped.no_sync()
 
     def joinable(self, model: torch.nn.Module) -> bool:
         return _find(model) is not None

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from accelerate.config.enums import LoggerType
+from accelerate.state import PartialState
 from accelerate.tracking.aim import AimTracker
 from accelerate.tracking.base import GeneralTracker, missing_sentence, on_main_process, warn
 from accelerate.tracking.clearml import ClearMLTracker
@@ -88,7 +89,9 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         chosen = [name for name in installed if _has_folder(name, logging_dir)]
         if len(chosen) < len(installed):
             missed = ", ".join(str(name) for name in installed if name not in chosen)
-            warn(f"Left out of log_with='all': {missed}, because there is no folder to write to; pass `project_dir`.")
+            _warn_once_for_all(
+                f"Left out of log_with='all': {missed}, because there is no folder to write to; pass `project_dir`."
+            )
         return instances + chosen
     chosen = []
     for item in asked:
@@ -102,7 +105,7 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
                 "of a GeneralTracker, or register your class with `register_tracker_class`."
             )
         if not LOGGER_TYPE_TO_CLASS[name].is_installed():
-            warn(f"{missing_sentence(LOGGER_TYPE_TO_CLASS[name])} Nothing is sent to it.")
+            _warn_once_for_all(f"{missing_sentence(LOGGER_TYPE_TO_CLASS[name])} Nothing is sent to it.")
         elif not _has_folder(name, logging_dir):
             raise ValueError(
                 f"The tracker {name!r} writes to a folder, and there is none: pass `project_dir` or a "
@@ -111,6 +114,11 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         elif _as_member(name) not in chosen:
             chosen.append(_as_member(name))
     return chosen
+
+
+def _warn_once_for_all(message: str) -> None:
+    if PartialState().is_main_process:
+        warn(message)
 
 
 def _has_folder(name: Any, logging_dir: str | os.PathLike[str] | None) -> bool:

@@ -100,13 +100,11 @@ class LibraryTracker(GeneralTracker):
 
 
 def warn(message: str) -> None:
-    """Warn on the main process, about the line outside of this package that led here."""
-    if not PartialState().is_main_process:
-        return
+    """Warn about the line outside of this package that led here."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "accelerate":
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level - 1)
+    warnings.warn(message, stacklevel=level)
 
 
 def missing_sentence(kind: type[LibraryTracker]) -> str:

@@ -34,8 +34,6 @@ class CometMLTracker(LibraryTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers and dicts of numbers become metrics, anything else is kept as a note."""
-        if step is not None:
-            self.writer.set_step(step)
         for key, value in values.items():
             if isinstance(value, dict):
                 self.writer.log_metrics(value, step=step, **kwargs)

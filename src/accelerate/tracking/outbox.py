@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import atexit
 import copy
+import functools
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
+from accelerate.comm.tree import leaves
 from accelerate.tracking.base import GeneralTracker, warn
 
 # How long a call may hold up the caller, and how many late calls it takes until the tracker is no longer waited for:
@@ -38,7 +42,7 @@ class Outbox:
         self.closed = False
         self._background = tracker.in_background
         self._finishes_in_background = tracker.in_background and tracker.finish_in_background
-        self._calls: deque[tuple[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = deque()
+        self._calls: deque[tuple[str, Callable[[], Any]]] = deque()
         self._change = threading.Condition()
         self._sent = self._done = self._late = self._dropped = 0
         self._errors: list[tuple[str, Exception]] = []
@@ -51,14 +55,14 @@ class Outbox:
             self._tell_once("closed", f"The tracker {self.name!r} has ended: what is logged after that is left out.")
             return
         if not self._background:
-            self._make(what, function, args, kwargs)
+            self._make(what, functools.partial(function, *args, **kwargs))
             self.tell_errors()
             return
         with self._change:
             if self._sent - self._done >= CAPACITY:
                 self._dropped += 1
             else:
-                self._calls.append((what, function, own_copy(args), own_copy(kwargs)))
+                self._calls.append((what, _later(function, args, kwargs)))
                 self._sent += 1
                 self._change.notify_all()
                 self._start_thread()
@@ -84,7 +88,7 @@ class Outbox:
         self.closed = True
         with self._change:
             if self._finishes_in_background:
-                self._calls.append(("finish", self.tracker.finish, (), {}))
+                self._calls.append(("finish", self.tracker.finish))
                 self._sent += 1
                 self._start_thread()
             self._change.notify_all()
@@ -94,7 +98,7 @@ class Outbox:
         """After `close`: wait until the tracker has ended; False when that takes longer than `limit` seconds."""
         done = self.flush(limit)
         if done and not self._finishes_in_background:
-            self._make("finish", self.tracker.finish, (), {})
+            self._make("finish", self.tracker.finish)
             self.tell_errors()
         return done
 
@@ -121,12 +125,14 @@ class Outbox:
             # A daemon: a tracker that hangs must not keep the program from ending.
             self._thread = threading.Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
             self._thread.start()
+            self._process = os.getpid()
             # For scripts that never say that training has ended. Registered this late so that it runs before the
             # library's own: what is registered last is called first.
             atexit.register(self._flush_at_exit)
 
     def _flush_at_exit(self) -> None:
-        self.flush(time_limit())
+        if self._process == os.getpid():  # a forked child has no such thread
+            self.flush(time_limit())
 
     def _run(self) -> None:
         while True:
@@ -140,19 +146,54 @@ class Outbox:
                 self._done += 1
                 self._change.notify_all()
 
-    def _make(self, what: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _make(self, what: str, call: Callable[[], Any]) -> None:
         try:
-            function(*args, **kwargs)
+            call()
         except Exception as error:
             self._errors.append((what, error))
 
 
+def _later(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
+    """The call, with the arguments as they are now."""
+    own_args, own_kwargs = own_copy(args), own_copy(kwargs)
+    wait = end_of_copies((args, kwargs))
+
+    def call() -> None:
+        wait()
+        function(*own_args, **own_kwargs)
+
+    return call
+
+
 def own_copy(value: Any) -> Any:
-    """The value as it is now: tensors and arrays that the loop goes on to change are copied, on their device."""
+    """The value as it is now, on the host: the loop may go on to change tensors and arrays.
+
+    Copies from a device are only begun here: nobody waits for what the device is still computing.
+    """
     if isinstance(value, dict):
         return {key: own_copy(item) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(own_copy(item) for item in value)
-    if hasattr(value, "detach") and hasattr(value, "clone"):
-        return value.detach().clone()
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        return value.clone() if value.device.type == "cpu" else value.to("cpu", non_blocking=_has_events(value.device))
     return copy.copy(value) if type(value).__module__ == "numpy" else value
+
+
+def _has_events(device: torch.device) -> bool:
+    return device.type != "cpu" and hasattr(getattr(torch, device.type, None), "Event")
+
+
+def end_of_copies(values: Any) -> Callable[[], Any]:
+    """What to call to wait for the copies that `own_copy(values)` has begun."""
+    for tensor in leaves(values):
+        if _has_events(tensor.device):
+            event = getattr(torch, tensor.device.type).Event()
+            event.record()
+            wait: Callable[[], Any] = event.synchronize
+            return wait
+    return _no_wait
+
+
+def _no_wait() -> None:
+    """Everything is on the host."""

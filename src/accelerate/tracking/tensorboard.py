@@ -6,8 +6,6 @@ import os
 import time
 from typing import Any
 
-import yaml
-
 from accelerate.available import is_tensorboard_available
 from accelerate.tracking.base import LibraryTracker, as_number, on_main_process
 
@@ -46,6 +44,8 @@ class TensorBoardTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Keep the settings as hyperparameters, and in a file `hparams.yml`."""
+        import yaml
+
         simple = {
             key: value if isinstance(value, (bool, int, float, str)) else str(value) for key, value in values.items()
         }

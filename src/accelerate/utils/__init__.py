@@ -157,6 +157,7 @@ _NAMES = {
     "is_xpu_available": "accelerate.available",
     "listify": "accelerate.utils.operations",
     "load": "accelerate.files",
+    "load_checkpoint_in_model": "accelerate.checkpoint.weights",
     "merge_dicts": "accelerate.text",
     "model_has_dtensor": "accelerate.modules",
     "pad_across_processes": "accelerate.utils.operations",

@@ -77,5 +77,5 @@ def test_dynamo_reads_the_environment() -> None:
 
 
 def test_unknown_compiler() -> None:
-    with pytest.raises(ValueError, match="BOGUS"):
+    with pytest.raises(ValueError, match="'bogus': choose one of no, eager"):
         TorchDynamoPlugin(backend="bogus")

@@ -70,11 +70,12 @@ def test_torch_device() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "message"), [("tpu", "'tpu'.*cuda, cpu"), ("cuda:x", "cuda:1"), ("cuda:-1", "cuda:1")]
+    ("value", "message"),
+    [("tpu", "'tpu'.*cuda, xpu, cpu"), ("cuda:x", "cuda:1"), ("cuda:-1", "cuda:1"), ("xpu:0", "'xpu:0', but.*no xpu")],
 )
 def test_torch_device_with_nonsense(value: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        choose({"ACCELERATE_TORCH_DEVICE": value}, devices=machine(cuda=True))
+        choose({"ACCELERATE_TORCH_DEVICE": value}, devices=machine(cuda=True, xpu=False))
 
 
 def test_the_processor() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.precision import PRECISIONS, Scaler, get_grad_scaler
-from accelerate.utils import AutocastKwargs
+from accelerate.utils import AutocastKwargs, GradScalerKwargs
 from tests.unit.accelerator.toys import Net
 
 
@@ -64,6 +64,16 @@ def test_native_amp_switched_off_before_prepare() -> None:
     assert model.seen is torch.float32 and "forward" not in vars(model)
     with accelerator.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.float32
+
+
+@pytest.mark.parametrize("mode", ["no", "bf16"])
+def test_autocast_as_a_decorator(mode: str) -> None:
+    @Accelerator(mixed_precision=mode).autocast()
+    def product() -> torch.Tensor:
+        return torch.ones(2, 2) @ torch.ones(2, 2)
+
+    for _ in range(2):
+        assert product().dtype is DTYPES.get(mode, torch.float32)
 
 
 def test_nested_outputs_become_fp32() -> None:
@@ -148,3 +158,44 @@ def test_the_scaler_survives_a_round_trip() -> None:
     assert accelerator.scaler._scale.item() == 32768.0
     accelerator.scaler.load_state_dict(state | {"scale": 8.0})
     assert accelerator.scaler.get_scale() == 8.0
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("used_before", [False, True])
+def test_a_model_that_was_compiled_before_prepare(used_before: bool) -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    net = nn.Linear(4, 2)
+    compiled = torch.compile(net, backend="eager")
+    x = torch.rand(3, 4)
+    if used_before:
+        compiled(x)
+    model = accelerator.prepare(compiled)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = nn.functional.linear(x, net.weight, net.bias).float()
+    outputs = model(x)
+    assert outputs.dtype is torch.float32
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=0)
+    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False, keep_torch_compile=False)
+    assert plain is net and not {"forward", "_original_forward"} & set(vars(net))
+
+
+def test_gradients_in_accumulation_follow_the_scale() -> None:
+    """Another optimizer's step may change the scale in the middle of a window."""
+    handler = GradScalerKwargs(init_scale=2.0, growth_interval=1)
+    accelerator = Accelerator(mixed_precision="fp16", gradient_accumulation_steps=2, kwargs_handlers=[handler])
+    first, second = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+    steppers = [torch.optim.SGD(model.parameters(), lr=0.0) for model in (first, second)]
+    first, second, *steppers = accelerator.prepare(first, second, *steppers)
+    seen = []
+    with accelerator.accumulate(second):  # from here on the windows of the two overlap
+        accelerator.backward(second(torch.ones(1, 1)).sum())
+    for _ in range(5):
+        for model, optimizer in zip((first, second), steppers, strict=True):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(1, 1)).sum())
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1e9)
+                    seen.append(model.weight.grad.item())
+                optimizer.step()
+                optimizer.zero_grad()
+    assert seen == [1.0] * len(seen) and len(seen) >= 4

@@ -1,0 +1,64 @@
+"""Log a training to TensorBoard, and see where the time of its steps goes.
+
+Needs TensorBoard:  pip install tensorboard scikit-learn
+One process:        python examples/tracking.py
+Two processes:      python -m torch.distributed.run --standalone --nproc_per_node 2 examples/tracking.py
+Look at it:         tensorboard --logdir runs/tracking
+"""
+
+import argparse
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+
+def train(epochs: int, project_dir: str) -> dict[str, float]:
+    """The milliseconds of each phase of a step, on this run's slowest process."""
+    accelerator = Accelerator(log_with="tensorboard", project_dir=project_dir)
+    config = {"epochs": epochs, "learning_rate": 3e-3, "batch_size": 32, "processes": accelerator.num_processes}
+    accelerator.init_trackers("digits", config=config)
+    set_seed(0)
+
+    digits = load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32).flatten(1) / 16
+    loader = DataLoader(TensorDataset(images, torch.tensor(digits.target)), batch_size=32, shuffle=True)
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config["learning_rate"])
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    step = 0
+    with accelerator.step_timer() as timer:  # prints its table at the end of the block, and logs it
+        for _ in range(epochs):
+            for inputs, targets in loader:
+                logits = model(inputs)
+                loss = nn.functional.cross_entropy(logits, targets)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                accuracy = (logits.argmax(dim=-1) == targets).float().mean()
+                accelerator.log({"loss": loss, "accuracy": accuracy}, step=step)
+                step += 1
+
+    # What `log` does not offer is there in the writer itself.
+    if accelerator.is_main_process:
+        writer = accelerator.get_tracker("tensorboard", unwrap=True)
+        writer.add_images("first digits", images[:16].reshape(-1, 1, 8, 8), step)
+    accelerator.end_training()
+    return {phase: seconds * 1000 for phase, seconds in timer.seconds[timer.slowest].items()}
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Log a training to TensorBoard and time its steps.")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--project_dir", default="runs/tracking")
+    args = parser.parse_args()
+    train(args.epochs, args.project_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What a run leaves on disk to go on from: written whole or not at all, read without running anything in it."""

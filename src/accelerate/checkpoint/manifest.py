@@ -1,0 +1,92 @@
+"""The file that makes a folder a checkpoint: what is in it, and what it was written by."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import accelerate
+from accelerate.checkpoint import disk, layout
+from accelerate.checkpoint.disk import Entry
+from accelerate.errors import CheckpointError
+
+_FORMAT = 1
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "accelerate": accelerate.__version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+    }
+
+
+@dataclass(frozen=True)
+class Manifest:
+    files: dict[str, Entry]
+    world_size: int
+    strategy: str
+    versions: dict[str, str] = field(default_factory=_versions)
+
+    def write(self, folder: Path) -> None:
+        content = {
+            "format": _FORMAT,
+            "world_size": self.world_size,
+            "strategy": self.strategy,
+            "versions": self.versions,
+            "files": {name: entry._asdict() for name, entry in sorted(self.files.items())},
+        }
+        output = disk.Output(folder / layout.MANIFEST)
+        try:
+            output.write(json.dumps(content, indent=1).encode())
+        except BaseException:
+            output.abandon()
+            raise
+        output.close()
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest | None:
+        """The manifest of a folder; None where there is none, as in what the 1.x releases wrote."""
+        path = folder / layout.MANIFEST
+        try:
+            content: dict[str, Any] = json.loads(path.read_bytes())
+            if content["format"] > _FORMAT:
+                raise CheckpointError(
+                    f"{path} has format {content['format']}, and this version of accelerate reads up to {_FORMAT}: "
+                    "use the version that wrote it, or a newer one."
+                )
+            files = {str(name): Entry(int(e["size"]), list(e["crc32"])) for name, e in content["files"].items()}
+            return cls(files, int(content["world_size"]), str(content["strategy"]), dict(content["versions"]))
+        except FileNotFoundError:
+            return None
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{path} is damaged ({type(error).__name__}: {error}): load another checkpoint."
+            ) from error
+
+    def check(self, folder: Path, names: Iterable[str] | None = None, *, contents: bool = True) -> None:
+        """Raise for a file that is missing or is not what was written. contents: compare checksums too."""
+        for name in sorted(self.files if names is None else names):
+            expected, path = self.files[name], folder / name
+            try:
+                size = path.stat().st_size
+            except OSError:
+                raise CheckpointError(
+                    f"{path} is missing, so this checkpoint is not complete: put it back, or load another one."
+                ) from None
+            if size != expected.size:
+                raise CheckpointError(
+                    f"{path} has {size} bytes where {expected.size} were written: "
+                    "copy the checkpoint again, or load another one."
+                )
+            if contents and disk.summed_up(path) != expected:
+                raise CheckpointError(
+                    f"{path} is damaged, its checksum is not the one it was written with: "
+                    "copy the checkpoint again, or load another one."
+                )

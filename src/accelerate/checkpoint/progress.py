@@ -1,0 +1,76 @@
+"""How far a run was inside an accumulation window: counts, and the gradients so far."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from accelerate.accumulation import Accumulation, ItemWindow, ItemWindows
+from accelerate.unwrap import extract_model_from_parallel
+
+
+def capture(
+    models: list[torch.nn.Module], accumulation: Accumulation, items: ItemWindows
+) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
+    """The counts of the windows, and in the middle of one the gradients by parameter."""
+    numbers = {id(model): number for number, model in enumerate(models)}
+    counts = [
+        ([numbers[one] for one in key], count)
+        for key, count in accumulation.counts.items()
+        if all(one in numbers for one in key)
+    ]
+    inside = not accumulation.state.sync_gradients
+    progress = {
+        "step": counts[0][1] if counts else 0,
+        "counts": counts,
+        "sync_gradients": accumulation.state.sync_gradients,
+        "gradients": inside,
+        "windows": [(window.items, window.scale, window.closed) for window in items.windows],
+        "factors": (items.factor, items._next_factor, items.used),
+    }
+    if not inside:
+        return progress, None
+    return progress, {
+        name: parameter.grad.detach() for name, parameter in _named(models).items() if parameter.grad is not None
+    }
+
+
+def restore(
+    progress: dict[str, Any] | None,
+    gradients: dict[str, torch.Tensor] | None,
+    models: list[torch.nn.Module],
+    accumulation: Accumulation,
+) -> ItemWindows:
+    """Go on inside the window, or start a new one where nothing is known of it; returns the windows of items."""
+    items = ItemWindows()
+    accumulation.reset()
+    for parameter in _named(models).values():
+        parameter.grad = None
+    if progress is None:
+        return items
+    for numbers, count in progress["counts"]:
+        if max(numbers, default=0) < len(models):
+            accumulation.counts[tuple(id(models[number]) for number in numbers)] = count
+    accumulation.state._set_sync_gradients(progress["sync_gradients"])
+    items.factor, items._next_factor, items.used = progress["factors"]
+    for values in progress["windows"]:
+        window = ItemWindow()
+        window.items, window.scale, window.closed = values
+        items.windows.append(window)
+    for name, parameter in _named(models).items():
+        if gradients is not None and name in gradients:
+            parameter.grad = gradients[name].to(parameter.device, parameter.dtype, copy=True)
+    return items
+
+
+def _named(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Every parameter once, under the number of its model and its name there."""
+    named: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for number, model in enumerate(models):
+        for name, parameter in extract_model_from_parallel(model, keep_torch_compile=False).named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                named[f"{number}.{name}"] = parameter
+    return named

@@ -1,0 +1,60 @@
+"""The random states of one process."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from accelerate.devices import Device
+
+_PYTHON, _NUMPY, _TORCH = "random_state", "numpy_random_seed", "torch_manual_seed"
+
+
+def _device_key(device: Device) -> str:
+    return f"torch_{device.name}_manual_seed"
+
+
+def capture(device: Device | None = None) -> dict[str, Any]:
+    """The states of python, numpy, torch and, where it has its own, the device."""
+    states: dict[str, Any] = {
+        _PYTHON: random.getstate(),
+        _NUMPY: np.random.get_state(),
+        _TORCH: torch.get_rng_state(),
+    }
+    if device is not None and device.name != "cpu":
+        # A list, one for each device that this process sees: so it is in files of older releases.
+        everyone = getattr(device.module, "get_rng_state_all", None)
+        states[_device_key(device)] = everyone() if everyone is not None else device.rng_state()
+    return states
+
+
+def restore(states: dict[str, Any], device: Device | None = None) -> None:
+    if _PYTHON in states:
+        version, internal, gauss = states[_PYTHON]
+        random.setstate((version, tuple(internal), gauss))
+    if _NUMPY in states:
+        np.random.set_state(states[_NUMPY])
+    if _TORCH in states:
+        torch.set_rng_state(states[_TORCH].cpu())
+    if device is not None and _device_key(device) in states:
+        saved = states[_device_key(device)]
+        if not isinstance(saved, (list, tuple)):
+            device.set_rng_state(saved.cpu())
+        elif len(saved) == device.count():
+            device.module.set_rng_state_all([state.cpu() for state in saved])
+        elif saved:
+            device.set_rng_state(saved[0].cpu())
+
+
+def derive(states: dict[str, Any], rank: int, device: Device | None = None) -> None:
+    """Random states for a rank that has none of its own: they follow from those of rank 0, and differ by rank."""
+    first = int(states[_TORCH].cpu().to(torch.int64).mul(torch.arange(1, states[_TORCH].numel() + 1)).sum())
+    seed = int(np.random.SeedSequence([abs(first), rank]).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if device is not None:
+        device.seed(seed)

@@ -1,0 +1,431 @@
+"""Saving and loading on one process: what is written, what comes back, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.checkpointing import (
+    load_accelerator_state,
+    load_custom_state,
+    save_accelerator_state,
+    save_custom_state,
+    verify_checkpoint,
+)
+from accelerate.errors import CheckpointError
+from accelerate.utils import ProjectConfiguration
+from tests.unit.accelerator.toys import Net, loader, optimizer_values, weights
+
+
+class Counter:
+    def __init__(self, value: int = 0) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+class Training:
+    """A small run, with something of everything."""
+
+    def __init__(self, seed: int = 0, **kwargs: Any) -> None:
+        self.accelerator = Accelerator(cpu=True, **kwargs)
+        net, other = Net(seed), Net(seed + 1)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        self.model, self.other, self.optimizer, self.scheduler, self.batches = self.accelerator.prepare(
+            net, other, optimizer, scheduler, loader()
+        )
+        self.counter = Counter()
+        self.accelerator.register_for_checkpointing(self.counter)
+
+    def step(self) -> None:
+        self.accelerator.backward(self.model(torch.ones(2, 4)).sum())
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        self.counter.value += 1
+
+    def state(self) -> list[Any]:
+        return [
+            weights(self.model).tolist(),
+            weights(self.other).tolist(),
+            optimizer_values(self.optimizer).tolist(),
+            self.scheduler.get_last_lr(),
+            self.counter.value,
+        ]
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_everything_comes_back(tmp_path: Path, safe: bool) -> None:
+    run = Training()
+    run.step()
+    expected = run.state()
+    assert run.accelerator.save_state(tmp_path / "x", safe_serialization=safe) == str(tmp_path / "x")
+    draws = [random.random(), np.random.rand(), torch.rand(1).item()]
+    other = Training(seed=5)
+    assert other.state() != expected
+    other.accelerator.load_state(tmp_path / "x")
+    assert other.state() == expected
+    assert [random.random(), np.random.rand(), torch.rand(1).item()] == draws
+    kind = ["model.safetensors", "model_1.safetensors"] if safe else ["pytorch_model.bin", "pytorch_model_1.bin"]
+    files = [*kind, "optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"]
+    ours = ["accelerate_manifest.json", "progress_0.bin"]
+    assert sorted(os.listdir(tmp_path / "x")) == sorted(files + ours)
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_the_same_folder_again_and_what_else_is_in_it(tmp_path: Path) -> None:
+    run = Training()
+    folder = tmp_path / "x"
+    run.accelerator.save_state(folder, safe_serialization=False)
+    (folder / "notes.txt").write_text("mine")
+    (folder / "sub").mkdir()
+    run.step()
+    expected = run.state()
+    run.accelerator.save_state(folder)
+    assert (folder / "notes.txt").read_text() == "mine" and (folder / "sub").is_dir()
+    assert not (folder / "pytorch_model.bin").exists()  # of the one before
+    assert not [name for name in os.listdir(folder) if name.startswith(".")]
+    run.step()
+    run.accelerator.load_state(folder)
+    assert run.state() == expected
+
+
+def test_the_working_folder_is_a_folder_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = Training()
+    run.accelerator.save_state(".")
+    run.accelerator.save_state(".")
+    assert (tmp_path / "model.safetensors").exists()
+    run.accelerator.load_state(".")
+
+
+def test_automatic_names(tmp_path: Path) -> None:
+    config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    run = Training(project_config=config)
+    for number in range(3):
+        run.step()
+        assert run.accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{number}")
+    assert run.accelerator.save_iteration == 3
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_2"]
+    config.iteration = 2
+    with pytest.raises(ValueError, match="checkpoint_2 exists already: set"):
+        run.accelerator.save_state()
+    expected = run.state()
+    fresh = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    other = Training(seed=3, project_config=fresh)
+    other.accelerator.load_state()
+    assert other.state() == expected
+    assert other.accelerator.save_state().endswith("checkpoint_3")
+    other.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_2")
+
+
+def test_ten_comes_after_nine(tmp_path: Path) -> None:
+    config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=1, iteration=9)
+    run = Training(project_config=config)
+    run.accelerator.save_state()
+    run.step()
+    run.accelerator.save_state()
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_10"]
+    expected = run.state()
+    run.step()
+    run.accelerator.load_state()
+    assert run.state() == expected
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    run = Training()
+    with pytest.raises(ValueError, match="pass `output_dir`"):
+        run.accelerator.save_state()
+    with pytest.raises(ValueError, match="pass `input_dir`"):
+        run.accelerator.load_state()
+    with pytest.raises(ValueError, match="no folder"):
+        run.accelerator.load_state(tmp_path / "nothing")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(CheckpointError, match=r"neither accelerate_manifest.json nor random_states_0.pkl"):
+        run.accelerator.load_state(tmp_path / "empty")
+    with pytest.raises(ValueError, match=r"was given int: .* needs both"):
+        run.accelerator.register_for_checkpointing(3)
+    config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True)
+    other = Training(project_config=config)
+    with pytest.raises(CheckpointError, match="there is none in it"):
+        other.accelerator.load_state()
+
+
+def test_hooks(tmp_path: Path) -> None:
+    run = Training()
+    seen: list[Any] = []
+
+    def save_hook(models: list[Any], states: list[Any], folder: str) -> None:
+        seen.append((len(models), list(states[0]), Path(folder).name))
+        Path(folder, "extra").mkdir()
+        torch.save(states.pop(), Path(folder, "extra", "other.pt"))
+
+    def load_hook(models: list[Any], folder: str) -> None:
+        model = models.pop()
+        model.load_state_dict(torch.load(Path(folder, "extra", "other.pt")))
+        seen.append(folder)
+
+    handle = run.accelerator.register_save_state_pre_hook(save_hook)
+    loading = run.accelerator.register_load_state_pre_hook(load_hook)
+    run.step()
+    expected = run.state()
+    run.accelerator.save_state(tmp_path / "x")
+    assert not (tmp_path / "x" / "model_1.safetensors").exists()
+    assert "extra/other.pt" in verify_checkpoint(tmp_path / "x")["files"]
+    assert seen[0][:2] == (2, list(Net().state_dict())) and seen[0][2].startswith(".x.staging-")
+    run.step()
+    with torch.no_grad():
+        run.other.first.weight.zero_()
+    run.accelerator.load_state(tmp_path / "x")
+    assert run.state() == expected and seen[1] == str(tmp_path / "x")
+    handle.remove()
+    loading.remove()
+    run.accelerator.save_state(tmp_path / "x")
+    assert not (tmp_path / "x" / "extra" / "other.pt").exists() and len(seen) == 2
+
+
+def test_a_failing_hook_leaves_the_old_checkpoint(tmp_path: Path) -> None:
+    run = Training()
+    run.accelerator.save_state(tmp_path / "x")
+    expected = run.state()
+
+    def fails(*_: Any) -> None:
+        raise KeyError("mine")
+
+    run.accelerator.register_save_state_pre_hook(fails)
+    run.step()
+    with pytest.raises(KeyError, match="mine"):
+        run.accelerator.save_state(tmp_path / "x")
+    assert not [name for name in os.listdir(tmp_path / "x") if name.startswith(".")]
+    run.accelerator.load_state(tmp_path / "x")
+    assert run.state() == expected
+
+
+def damage(kind: str, path: Path) -> None:
+    content = path.read_bytes()
+    if kind == "missing":
+        path.unlink()
+    elif kind == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        middle = len(content) // 2
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 16]) + content[middle + 1 :])
+
+
+@pytest.mark.parametrize("kind", ["missing", "truncated", "flipped"])
+def test_damage_is_named_and_nothing_is_loaded(tmp_path: Path, kind: str) -> None:
+    run = Training()
+    run.step()
+    run.accelerator.save_state(tmp_path / "x")
+    names = [name for name in os.listdir(tmp_path / "x") if name != "accelerate_manifest.json"]
+    assert len(names) == 7
+    run.step()
+    before = run.state()
+    rng = torch.get_rng_state()
+    for name in names:
+        content = (tmp_path / "x" / name).read_bytes()
+        damage(kind, tmp_path / "x" / name)
+        for look in (run.accelerator.load_state, verify_checkpoint):
+            with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
+                look(tmp_path / "x")
+            assert "\n" not in str(caught.value) and str(caught.value).endswith(("another one.", "checkpoint."))
+        assert run.state() == before and torch.equal(torch.get_rng_state(), rng)
+        (tmp_path / "x" / name).write_bytes(content)
+    run.accelerator.load_state(tmp_path / "x")
+    damage("truncated", tmp_path / "x" / "accelerate_manifest.json")
+    with pytest.raises(CheckpointError, match=r"accelerate_manifest\.json is damaged"):
+        run.accelerator.load_state(tmp_path / "x")
+
+
+def test_the_newest_complete_one_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Training(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
+    states = []
+    for _ in range(3):
+        run.step()
+        states.append(run.state())
+        run.accelerator.save_state()
+    damage("flipped", tmp_path / "checkpoints" / "checkpoint_2" / "model.safetensors")
+    (tmp_path / "checkpoints" / "checkpoint_7").mkdir()
+    run.accelerator.load_state()
+    assert run.state() == states[1]
+    said = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]
+    assert len(said) == 2 and "checkpoint_7" in said[0] and "checkpoint_2/model.safetensors is damaged" in said[1]
+    for number in range(2):
+        damage("missing", tmp_path / "checkpoints" / f"checkpoint_{number}" / "optimizer.bin")
+    with pytest.raises(CheckpointError, match="none of those in it is complete"):
+        run.accelerator.load_state()
+    assert run.state() == states[1]
+
+
+def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    run = Training()
+    run.accelerator.save_state(tmp_path / "x")
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Net(hidden=16))
+    before = weights(model)
+    with pytest.raises(CheckpointError, match=r"not those of this Net: .* other shapes .*first.weight \(8, 4\) for"):
+        accelerator.load_state(tmp_path / "x")
+    assert torch.equal(weights(model), before)
+    single = Accelerator(cpu=True)
+    net = Net()
+    single.prepare(net, torch.optim.AdamW([{"params": [p]} for p in net.parameters()]))
+    with pytest.raises(CheckpointError, match=r"optimizer.bin is of an optimizer with groups of \[4\]"):
+        single.load_state(tmp_path / "x")
+
+
+class Evil:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch evil",)
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
+    import pickle
+
+    monkeypatch.chdir(tmp_path)
+    run = Training()
+    folder = tmp_path / "x"
+    run.accelerator.save_state(folder)
+    (folder / "accelerate_manifest.json").unlink()
+    before = run.state()
+    for name in ("optimizer.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl", "progress_0.bin"):
+        content = (folder / name).read_bytes()
+        if protocol == 2:
+            torch.save({"state": Evil()}, folder / name)
+        else:
+            (folder / name).write_bytes(pickle.dumps({"state": Evil()}, protocol=4))
+        with pytest.raises(CheckpointError, match=f"{name} asks for posix.system, which is neither"):
+            with pytest.warns() if protocol == 4 else no_warning():
+                run.accelerator.load_state(folder)
+        (folder / name).write_bytes(content)
+    assert run.state() == before and not (tmp_path / "evil").exists()
+
+
+def no_warning() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(4, 4, bias=False)
+        self.b = nn.Linear(4, 4, bias=False)
+        self.b.weight = self.a.weight
+        self.c, self.d = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def test_tied_weights_are_stored_once_and_found_again(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Tied())
+    expected = weights(model)
+    accelerator.save_state(tmp_path / "x")
+    assert "b.weight" not in load_file(tmp_path / "x" / "model.safetensors")
+    with torch.no_grad():
+        model.a.weight.zero_()
+    accelerator.load_state(tmp_path / "x")
+    assert torch.equal(weights(model), expected) and model.b.weight is model.a.weight
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_save_model(tmp_path: Path, safe: bool) -> None:
+    from accelerate import load_checkpoint_in_model
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Tied())
+    suffix = "safetensors" if safe else "bin"
+    stem = "model" if safe else "pytorch_model"
+    accelerator.save_model(model, tmp_path, max_shard_size=100, safe_serialization=safe)
+    names = [f"{stem}-0000{n}-of-00003.{suffix}" for n in (1, 2, 3)]
+    assert sorted(os.listdir(tmp_path)) == sorted([*names, f"{stem}.{suffix}.index.json"])
+    index = json.loads((tmp_path / f"{stem}.{suffix}.index.json").read_text())
+    assert index["metadata"] == {"total_size": 224}
+    assert index["weight_map"]["d.bias"] == names[2] and ("b.weight" in index["weight_map"]) == (not safe)
+    other = Tied()
+    load_checkpoint_in_model(other, tmp_path, strict=True)
+    assert torch.equal(weights(other), weights(model))
+    accelerator.save_model(model, tmp_path, safe_serialization=safe)
+    assert os.listdir(tmp_path) == [f"{stem}.{suffix}"]
+    third = Tied()
+    load_checkpoint_in_model(third, str(tmp_path / f"{stem}.{suffix}"), dtype=torch.float64)
+    torch.testing.assert_close(weights(third), weights(model))
+    with pytest.raises(RuntimeError, match="it lacks"):
+        load_checkpoint_in_model(nn.Linear(3, 3), tmp_path, strict=True)
+    with pytest.raises(ValueError, match="as in '5GB'"):
+        accelerator.save_model(model, tmp_path, max_shard_size="many")
+
+
+def test_a_model_saved_into_a_checkpoint(tmp_path: Path) -> None:
+    run = Training()
+    run.accelerator.save_state(tmp_path)
+    run.step()
+    run.accelerator.save_model(run.model, tmp_path)
+    verify_checkpoint(tmp_path)
+    run.accelerator.load_state(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn])
+def test_all_kinds_of_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
+    from accelerate.checkpoint.disk import summed_up
+    from accelerate.checkpoint.files import write_safetensors
+
+    tensors = {
+        "odd": torch.arange(3).to(torch.uint8),
+        "x": torch.arange(6).reshape(2, 3).to(dtype).t(),
+        "scalar": torch.tensor(2.5),
+        "none": torch.ones(0, 3),
+    }
+    entry = write_safetensors(tensors, tmp_path / "x.safetensors")
+    stored = load_file(tmp_path / "x.safetensors")
+    assert entry == summed_up(tmp_path / "x.safetensors")
+    assert all(stored[name].dtype == value.dtype for name, value in tensors.items())
+    for name, value in tensors.items():
+        assert stored[name].shape == value.shape and stored[name].float().tolist() == value.float().tolist()
+
+
+def test_the_functions_of_the_module(tmp_path: Path) -> None:
+    run = Training()
+    run.step()
+    expected = run.state()
+    a = run.accelerator
+    states = [a.get_state_dict(model) for model in a._models]
+    folder = save_accelerator_state(tmp_path / "x", states, a._optimizers, a._schedulers, a._dataloaders, 0, 7)
+    assert folder == tmp_path / "x"
+    save_custom_state(run.counter, folder)
+    run.step()
+    lists = (a._models, a._optimizers, a._schedulers, a._dataloaders)
+    assert load_accelerator_state(folder, *lists, 0, map_location="cpu") == {"step": 7}
+    load_custom_state(run.counter, folder)
+    assert run.state() == expected
+    with pytest.raises(TypeError, match="map_location is 'gpu'"):
+        load_accelerator_state(folder, *lists, 0, map_location="gpu")
+
+
+def test_sums_are_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.checkpoint import disk
+
+    monkeypatch.setattr(disk, "BLOCK", 10)
+    content = os.urandom(95)
+    for cuts in ([95], [3, 95], [10, 20, 95], [1, 2, 12, 13, 30, 77, 95], [0, 5, 5, 95]):
+        output = disk.Output(tmp_path / "x")
+        for start, end in zip([0, *cuts[:-1]], cuts, strict=True):
+            output.write(content[start:end])
+        entry = output.close()
+        assert (tmp_path / "x").read_bytes() == content
+        assert entry == disk.summed_up(tmp_path / "x") and len(entry.crc32) == 10

@@ -1,0 +1,451 @@
+"""A resumed run goes on with the samples, numbers and random draws of one that was never interrupted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.utils import GradientAccumulationPlugin
+from tests.harness import run_world
+from tests.unit.accelerator.toys import Net, data, optimizer_values, weights
+
+SAMPLES, BATCH, EPOCHS, BREAK = 22, 2, 3, 3
+
+
+class Numbers(Dataset):
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+        self.fetched = 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> int:
+        self.fetched += 1
+        return index
+
+
+class Stream(IterableDataset):
+    """Another order in each epoch, from the epoch alone."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch))
+        return iter(order.tolist())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Own(Sampler[int]):
+    """A sampler of somebody's own, with a generator under a name of its own."""
+
+    def __init__(self) -> None:
+        self.dice = torch.Generator().manual_seed(7)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(SAMPLES, generator=self.dice).tolist()
+
+
+def made(kind: str) -> tuple[Any, DataLoaderConfiguration]:
+    config = DataLoaderConfiguration()
+    numbers = Numbers()
+    options: dict[str, Any] = {}
+    if kind == "seedable":
+        config.use_seedable_sampler = True
+        options["shuffle"] = True
+    elif kind in ("shuffled", "workers", "dispatched"):
+        options["shuffle"] = True
+        options["num_workers"] = int(kind == "workers")
+        config.dispatch_batches = True if kind == "dispatched" else None
+    elif kind == "generator":
+        options.update(shuffle=True, generator=torch.Generator().manual_seed(3))
+    elif kind == "replacement":
+        options["sampler"] = RandomSampler(numbers, replacement=True, num_samples=SAMPLES)
+    elif kind == "subset":
+        options["sampler"] = SubsetRandomSampler(range(SAMPLES))
+    elif kind == "weighted":
+        options["sampler"] = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
+    elif kind == "own":
+        options["sampler"] = Own()
+    elif kind in ("iterable", "iterable shard"):
+        config.dispatch_batches = kind == "iterable"
+        return DataLoader(Stream(), BATCH), config
+    return DataLoader(numbers, BATCH, **options), config
+
+
+KINDS = [
+    "plain",
+    "shuffled",
+    "seedable",
+    "workers",
+    "dispatched",
+    "generator",
+    "replacement",
+    "subset",
+    "weighted",
+    "own",
+    "iterable",
+    "iterable shard",
+]
+
+
+def prepared(kind: str, seed: int, exact: bool = False) -> tuple[Accelerator, Any]:
+    torch.manual_seed(seed)
+    loader, config = made(kind)
+    config.exact_resume = exact
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    return accelerator, accelerator.prepare(loader)
+
+
+def whole(folder: str) -> dict[str, Any]:
+    """Uninterrupted runs, saved on the way: inside the second epoch, at its last batch, and after it."""
+    found = {}
+    for kind in KINDS:
+        accelerator, loader = prepared(kind, seed=accelerator_rank() + 1)
+        epochs: list[list[Any]] = []
+        for epoch in range(EPOCHS):
+            epochs.append([])
+            for number, batch in enumerate(loader):
+                epochs[-1].append(batch.tolist())
+                torch.rand(1)  # the training draws, too
+                if epoch == 1 and number == BREAK - 1:
+                    accelerator.save_state(os.path.join(folder, kind, "inside"))
+                if epoch == 1 and number == len(loader) - 1:
+                    accelerator.save_state(os.path.join(folder, kind, "last"))
+            if epoch == 1:
+                accelerator.save_state(os.path.join(folder, kind, "between"))
+        found[kind] = (epochs, torch.rand(3).tolist())
+    return found
+
+
+def accelerator_rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def read(loader: Any) -> list[Any]:
+    batches = []
+    for batch in loader:
+        batches.append(batch.tolist())
+        torch.rand(1)
+    return batches
+
+
+def resumed(folder: str) -> dict[Any, Any]:
+    """The rest of those runs: the second epoch from where it was saved, and the third."""
+    found: dict[Any, Any] = {}
+    for kind in KINDS:
+        for way in ("skip", "continue", "exact", "exact and skip", "last", "between", "exact last"):
+            accelerator, loader = prepared(kind, seed=99, exact=way.startswith("exact"))
+            place = way.removeprefix("exact ")
+            accelerator.load_state(os.path.join(folder, kind, place if place in ("last", "between") else "inside"))
+            epochs = []
+            if way in ("skip", "exact and skip"):
+                epochs.append(read(accelerator.skip_first_batches(loader, BREAK)))
+            elif way == "continue":
+                rest = []
+                for number, batch in enumerate(loader):
+                    if number < BREAK:
+                        continue
+                    rest.append(batch.tolist())
+                    torch.rand(1)
+                epochs.append(rest)
+            elif way == "exact":
+                epochs.append(read(loader))
+            epochs.append(read(loader))
+            found[kind, way] = (epochs, torch.rand(3).tolist())
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_the_order_is_that_of_the_uninterrupted_run(tmp_path: Path, processes: int) -> None:
+    expected = run_world(whole, processes, str(tmp_path))
+    found = run_world(resumed, processes, str(tmp_path))
+    for rank in range(processes):
+        for (kind, way), (epochs, draws) in found[rank].items():
+            every, last_draws = expected[rank][kind]
+            inside = [every[1][BREAK:], every[2]]
+            wanted = [every[2]] if way.removeprefix("exact ") in ("last", "between") else inside
+            assert epochs == wanted, (rank, kind, way)
+            assert draws == last_draws, (rank, kind, way)
+    for kind in KINDS:
+        first, second = (expected[0][kind][0][epoch] for epoch in (1, 2))
+        assert kind == "plain" or first != second  # the test would not notice a wrong epoch otherwise
+
+
+def saved_inside(folder: str, kind: str, steps: int) -> list[Any]:
+    accelerator, loader = prepared(kind, seed=accelerator_rank() + 1)
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append(batch.tolist())
+        if number == steps - 1:
+            accelerator.save_state(folder)
+            break
+    return seen
+
+
+def the_rest(folder: str, kind: str, batch_size: int) -> tuple[list[Any], list[Any], list[str], float]:
+    import logging
+
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate").addHandler(handler)
+    torch.manual_seed(99)
+    loader, config = made(kind)
+    config.exact_resume = True
+    if batch_size != BATCH:
+        options = {"num_workers": 1} if kind != "iterable" else {}
+        loader = DataLoader(
+            loader.dataset, batch_size, sampler=None if kind == "iterable" else loader.sampler, **options
+        )
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(loader)
+    accelerator.load_state(folder)
+    rest = []
+    for batch in loader:
+        real = loader.gradient_state.active_dataloader.real_samples
+        rest += batch.tolist() if real is None else batch.tolist()[:real]
+    following: list[int] = []
+    for batch in loader:
+        real = loader.real_samples
+        following += batch.tolist() if real is None else batch.tolist()[:real]
+    return rest, following, said, torch.rand(1).item()
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", ["shuffled", "seedable", "dispatched", "iterable"])
+def test_another_number_of_processes(tmp_path: Path, kind: str, saved: int) -> None:
+    steps = 2
+    seen = run_world(saved_inside, saved, str(tmp_path / "x"), kind, steps)
+    done = [index for rank in seen for batch in rank for index in batch]
+    assert len(set(done)) == steps * BATCH * saved
+    for loaded in (1, 2, 3, 4):
+        found = run_world(the_rest, loaded, str(tmp_path / "x"), kind, BATCH if loaded != saved else BATCH + 1)
+        rest = [index for rank in found for index in rank[0]]
+        assert sorted(done + rest) == list(range(SAMPLES)), loaded
+        assert sorted(index for rank in found for index in rank[1]) == list(range(SAMPLES))
+        [message] = [text for text in found[0][2] if "another set-up" in text]
+        new = loaded * (BATCH if loaded != saved else BATCH + 1)
+        left = SAMPLES - len(done)
+        assert f"{saved} processes and {saved * BATCH} samples a step became {loaded} and {new}" in message
+        assert f"so {-(-left // new)} steps are left of epoch 0 instead of {-(-left // (saved * BATCH))}" in message
+        assert len({rank[3] for rank in found}) == loaded  # no two ranks draw the same
+
+
+def again_and_again(folder: str, steps: int, saved: bool) -> tuple[list[int], list[int]]:
+    accelerator, loader = prepared("shuffled", seed=1, exact=True)
+    if saved:
+        accelerator.load_state(folder)
+    seen: list[int] = []
+    for number, batch in enumerate(loader):
+        real = loader.gradient_state.active_dataloader.real_samples
+        seen += batch.tolist()[:real]
+        if number == steps - 1:
+            accelerator.save_state(folder)
+            break
+    return seen, seen
+
+
+def test_the_number_may_change_more_than_once(tmp_path: Path) -> None:
+    seen: list[int] = []
+    for processes, steps in ((2, 2), (1, 2), (1, 1), (3, 1), (2, 99)):
+        found = run_world(again_and_again, processes, str(tmp_path / "x"), steps, bool(seen))
+        seen += [index for rank in found for index in rank[0]]
+    assert sorted(seen) == list(range(SAMPLES))
+
+
+def test_what_was_seen_is_not_fetched(tmp_path: Path) -> None:
+    for exact in (True, False):
+        numbers = Numbers(400_000)
+        config = DataLoaderConfiguration(exact_resume=exact, use_seedable_sampler=True)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        loader = accelerator.prepare(DataLoader(numbers, 4, shuffle=True))
+        if exact:
+            loader.position.begin(loader)
+            loader.position.batches = 99_990
+            accelerator.save_state(tmp_path)
+            loader.position.end()
+        accelerator.load_state(tmp_path)
+        rest = read(accelerator.skip_first_batches(loader, 99_990) if not exact else loader)
+        assert len(rest) == 10 and numbers.fetched == 40
+
+
+class Telling(IterableDataset):
+    """Can tell its place, and counts what it has read."""
+
+    def __init__(self) -> None:
+        self.place = self.read = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < SAMPLES:
+            self.place += 1
+            self.read += 1
+            yield self.place - 1
+        self.place = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+def telling(folder: str, dispatched: bool, load: bool) -> tuple[list[int], int]:
+    config = DataLoaderConfiguration(exact_resume=True, dispatch_batches=dispatched)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    dataset = Telling()
+    loader = accelerator.prepare(DataLoader(dataset, BATCH))
+    if load:
+        accelerator.load_state(folder)
+    seen: list[int] = []
+    for number, batch in enumerate(loader):
+        seen += batch.tolist()[: loader.gradient_state.active_dataloader.real_samples]
+        if number == 1 and not load:
+            accelerator.save_state(folder)
+            break
+    return seen, dataset.read
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_a_dataset_that_can_tell_its_place(tmp_path: Path, dispatched: bool) -> None:
+    for saved, loaded in ((1, 1), (2, 2), (2, 1), (1, 3)):
+        folder = str(tmp_path / f"{saved}{loaded}")
+        before = run_world(telling, saved, folder, dispatched, False)
+        after = run_world(telling, loaded, folder, dispatched, True)
+        rest = [index for rank in after for index in rank[0]]
+        done = [index for rank in before for index in rank[0]]
+        assert sorted(done + rest) == list(range(SAMPLES)), (saved, loaded)
+        assert after[0][1] == SAMPLES - len(done)  # nothing of what was seen is read again
+
+
+STATEFUL = ["plain", "seedable", "generator", "shuffled", "workers plain"]
+
+
+def stateful(kind: str, exact: bool) -> tuple[Accelerator, Any]:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    loader, config = made(kind.removeprefix("workers "))
+    config.use_stateful_dataloader, config.exact_resume, config.data_seed = True, exact, 3
+    if kind == "workers plain":
+        loader = DataLoader(Numbers(), BATCH, num_workers=1)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    return accelerator, accelerator.prepare(loader)
+
+
+def whole_stateful(folder: str) -> dict[str, Any]:
+    found = {}
+    for kind in STATEFUL:
+        accelerator, loader = stateful(kind, False)
+        found[kind] = [read(loader), read_saving(accelerator, loader, os.path.join(folder, kind)), read(loader)]
+    return found
+
+
+def read_saving(accelerator: Accelerator, loader: Any, folder: str) -> list[Any]:
+    batches = []
+    for number, batch in enumerate(loader):
+        batches.append(batch.tolist())
+        torch.rand(1)
+        if number == BREAK - 1:
+            accelerator.save_state(folder)
+    return batches
+
+
+def resumed_stateful(folder: str) -> dict[Any, Any]:
+    found = {}
+    for kind in STATEFUL:
+        for exact in (False, True):
+            accelerator, loader = stateful(kind, exact)
+            accelerator.load_state(os.path.join(folder, kind))
+            found[kind, exact] = [read(loader), read(loader)]
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_stateful_loaders_go_on_by_themselves(tmp_path: Path, processes: int) -> None:
+    expected = run_world(whole_stateful, processes, str(tmp_path))
+    found = run_world(resumed_stateful, processes, str(tmp_path))
+    for rank in range(processes):
+        for (kind, exact), epochs in found[rank].items():
+            assert epochs == [expected[rank][kind][1][BREAK:], expected[rank][kind][2]], (rank, kind, exact)
+
+
+class Dropout(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net()
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(self.dropout(x))
+
+
+def trained(folder: str, precision: str, resume_at: int | None, save: bool) -> list[Any]:
+    """Twelve micro-batches in each of two epochs, in windows of five; the state after each of them."""
+    torch.manual_seed(accelerator_rank() + 1 if resume_at is None else 77)
+    plugin = GradientAccumulationPlugin(num_steps=5)
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision=precision,
+        gradient_accumulation_plugin=plugin,
+        dataloader_config=DataLoaderConfiguration(exact_resume=True),
+    )
+    net = Dropout()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.7)
+    batches = DataLoader(data(24 * accelerator.num_processes), 2, shuffle=True)
+    model, optimizer, scheduler, batches = accelerator.prepare(net, optimizer, scheduler, batches)
+    step = 0
+    if resume_at is not None:
+        accelerator.load_state(os.path.join(folder, str(resume_at)))
+        step = resume_at
+    states = []
+    while step < 24:
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            step += 1
+            states.append(
+                (loss.item(), weights(model).tolist(), optimizer_values(optimizer).tolist(), scheduler.get_last_lr())
+            )
+            if save:
+                accelerator.save_state(os.path.join(folder, str(step)))
+    return states
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("processes", [1, 2])
+def test_bit_for_bit(tmp_path: Path, processes: int, precision: str) -> None:
+    expected = run_world(trained, processes, str(tmp_path), precision, None, True)
+    untouched = run_world(trained, processes, str(tmp_path), precision, None, False)
+    assert expected == untouched  # saving changes nothing
+    for place in (3, 5, 7, 12, 13, 22):
+        assert run_world(trained, processes, str(tmp_path), precision, place, False) == [
+            states[place:] for states in expected
+        ], place
