@@ -110,6 +110,7 @@ def main() -> None:
     if options.worker is not None:
         worker(options.width, options.depth, options.rounds, options.worker)
         return
+    options.peer = os.path.abspath(options.peer)  # the workers run in a folder of their own
     rows = {}
     for processes in options.processes:
         ours = subject(sys.executable, str(ROOT / "src"), processes, options)
