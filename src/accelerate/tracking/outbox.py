@@ -6,6 +6,7 @@ import atexit
 import copy
 import functools
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,8 @@ PATIENCE = 0.05
 LATE_CALLS = 3
 # Calls that may wait for a slow tracker; what comes when there are that many is left out.
 CAPACITY = 1000
+# Seconds that a program which ended with an error waits for its trackers.
+AFTER_A_CRASH = 10.0
 
 
 def time_limit() -> float:
@@ -45,7 +48,7 @@ class Outbox:
         self._calls: deque[tuple[str, Callable[[], Any]]] = deque()
         self._change = threading.Condition()
         self._sent = self._done = self._late = self._dropped = 0
-        self._errors: list[tuple[str, Exception]] = []
+        self._errors: list[tuple[str, BaseException]] = []
         self._told: set[str] = set()
         self._thread: threading.Thread | None = None
 
@@ -132,7 +135,8 @@ class Outbox:
 
     def _flush_at_exit(self) -> None:
         if self._process == os.getpid():  # a forked child has no such thread
-            self.flush(time_limit())
+            # After a crash somebody waits for the machine more than for the last values.
+            self.flush(min(time_limit(), AFTER_A_CRASH) if hasattr(sys, "last_value") else time_limit())
 
     def _run(self) -> None:
         while True:
@@ -141,15 +145,16 @@ class Outbox:
                 if not self._calls:
                     return
                 call = self._calls.popleft()
-            self._make(*call)
+            # Whatever it raises: on this thread nothing is meant for the program, and the next calls must be made.
+            self._make(*call, caught=BaseException)
             with self._change:
                 self._done += 1
                 self._change.notify_all()
 
-    def _make(self, what: str, call: Callable[[], Any]) -> None:
+    def _make(self, what: str, call: Callable[[], Any], caught: type[BaseException] = Exception) -> None:
         try:
             call()
-        except Exception as error:
+        except caught as error:
             self._errors.append((what, error))
 
 

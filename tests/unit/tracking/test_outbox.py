@@ -211,3 +211,15 @@ for step in range(5):
 def test_a_script_that_never_ends_the_training() -> None:
     result = subprocess.run([sys.executable, "-c", FORGETS_TO_END], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines() == [f"logged {step}" for step in range(5)]
+
+
+def test_a_tracker_that_wants_to_exit_is_an_error_like_any(outbox: Outbox, tracker: ListTracker) -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.warns(UserWarning, match="failed in `log`; training goes on, and this is said once: SystemExit: 3"):
+        outbox.call("log", leave)
+        assert outbox.flush(10)
+    outbox.call("log", tracker.log, {"a": 1}, step=1)
+    assert outbox.flush(10)
+    assert len(tracker.seen) == 1
