@@ -132,6 +132,17 @@ def test_epochs_and_breaks_count_together(clock: Clock) -> None:
     assert timer.seconds[0]["optimizer"] == pytest.approx(5 * 0.002 / 6)
 
 
+def test_used_twice_it_measures_anew(clock: Clock) -> None:
+    accelerator = Accelerator(cpu=True)
+    loop = parts(clock, accelerator, batches=6)
+    timer = accelerator.step_timer(warmup=2)
+    for _ in range(2):
+        with timer:
+            train(clock, accelerator, *loop)
+        assert timer.steps == 4
+        assert timer.seconds[0]["forward"] == pytest.approx(TAKES["forward"])
+
+
 def test_too_short_for_the_warm_up(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
     accelerator = Accelerator(cpu=True)
     loop = parts(clock, accelerator, batches=1)

@@ -33,7 +33,10 @@ class Reporting(AcceleratorBase):
         self._running.forget_ended()
         for asked in self.log_with:
             kind: Any = type(asked) if isinstance(asked, GeneralTracker) else LOGGER_TYPE_TO_CLASS[str(asked)]
-            if not self.is_main_process and not kind.runs_on_every_process():
+            everywhere = kind.runs_on_every_process()
+            if isinstance(asked, GeneralTracker) and "main_process_only" in vars(asked):
+                everywhere = not asked.main_process_only
+            if not self.is_main_process and not everywhere:
                 continue
             if isinstance(asked, GeneralTracker):
                 if any(asked is tracker for tracker in self._running.all):

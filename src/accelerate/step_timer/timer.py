@@ -43,6 +43,8 @@ class StepTimer:
     def __enter__(self) -> StepTimer:
         accelerator = self._accelerator
         self._clock = clock_for(accelerator.device)
+        self._begun = -1  # a timer may be used again, and then measures anew
+        self._reductions = []
         for kind in (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader):
             self._replace(kind, "__iter__", self._timed_iteration)
         for model in accelerator._models:

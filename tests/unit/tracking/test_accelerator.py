@@ -244,3 +244,18 @@ def test_on_two_processes() -> None:
         (["list", "everywhere", "everywhere", "wandb"], whole, whole, "ListTracker", "Everywhere", text),
         (["everywhere", "everywhere"], [], whole, "GeneralTracker", "Everywhere", text),
     ]
+
+
+def an_instance_decides_for_itself() -> list[str]:
+    tracker = ListTracker()
+    tracker.main_process_only = False
+    accelerator = Accelerator(cpu=True, log_with=tracker)
+    accelerator.init_trackers("project")
+    accelerator.log({"a": accelerator.process_index})
+    accelerator.end_training()
+    return [entry[0] for entry in tracker.seen]
+
+
+def test_an_instance_can_ask_for_every_process() -> None:
+    first, second = run_world(an_instance_decides_for_itself, 2)
+    assert first == second and "log" in first
