@@ -2,44 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from accelerate.tracking.base import on_main_process
+from accelerate.tracking.project import ProjectTracker
 
-from accelerate.tracking.base import LibraryTracker, on_main_process, plain
 
-
-class TrackioTracker(LibraryTracker):
+class TrackioTracker(ProjectTracker):
     """Logs to the project `run_name`. kwargs: for `trackio.init`."""
 
     name = "trackio"
-    requires_logging_directory = False
-    main_process_only = False
     package = install = "trackio"
-
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self.init_kwargs = kwargs
-
-    @classmethod
-    def runs_on_every_process(cls) -> bool:
-        return False  # one run for all processes, unless a subclass wants more
-
-    @on_main_process
-    def start(self) -> None:
-        self.run = self.library().init(**{"project": self.run_name, **self.init_kwargs})
-
-    @property
-    def tracker(self) -> Any:
-        return self.run
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.run.config.update(values)
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Each value: anything `trackio.log` takes."""
-        self.run.log(plain(values), step=step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:

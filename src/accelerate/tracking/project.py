@@ -1,0 +1,40 @@
+"""What Weights & Biases, SwanLab and Trackio have in common: a run of a project, with a configuration and a log."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.tracking.base import LibraryTracker, on_main_process, plain
+
+
+class ProjectTracker(LibraryTracker):
+    """Logs to the project `run_name`. kwargs: for the library's `init`."""
+
+    requires_logging_directory = False
+    main_process_only = False
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.init_kwargs = kwargs
+
+    @classmethod
+    def runs_on_every_process(cls) -> bool:
+        return False  # one run for all processes, unless a subclass wants more
+
+    @on_main_process
+    def start(self) -> None:
+        self.run = self.library().init(**{"project": self.run_name, **self.init_kwargs})
+
+    @property
+    def tracker(self) -> Any:
+        return self.run
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        self.run.config.update(values)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Each value: anything the library's `log` takes."""
+        self.run.log(plain(values), step=step, **kwargs)
