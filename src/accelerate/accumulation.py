@@ -48,7 +48,7 @@ class Accumulation:
 
 
 def _key(models: tuple[Any, ...]) -> tuple[int, ...]:
-    return tuple(id(model) for model in models)
+    return tuple(map(id, models))
 
 
 class Accumulating(ContextDecorator, AbstractContextManager[None]):
@@ -64,12 +64,12 @@ class Accumulating(ContextDecorator, AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         accumulation = self._accumulation
-        sync = accumulation.next_micro_batch(self._models)
-        if not sync and not accumulation.state.sync_each_batch:
-            for model in self._models:
-                context = accumulation.strategy.no_sync(model)
-                context.__enter__()
-                self._contexts.append(context)
+        if accumulation.next_micro_batch(self._models) or accumulation.state.sync_each_batch:
+            return
+        for model in self._models:
+            context = accumulation.strategy.no_sync(model)
+            context.__enter__()
+            self._contexts.append(context)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -118,6 +118,9 @@ def send_to_device(
     """
     if isinstance(tensor, torch.Tensor):
         return tensor.to(device, non_blocking=non_blocking)
+    # The usual batches, without the cost of walking any nesting.
+    if (type(tensor) is list or type(tensor) is tuple) and all(type(item) is torch.Tensor for item in tensor):
+        return type(tensor)([item.to(device, non_blocking=non_blocking) for item in tensor])
     if hasattr(tensor, "to") and not isinstance(tensor, type):
         try:
             return tensor.to(device, non_blocking=non_blocking)

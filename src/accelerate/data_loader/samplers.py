@@ -131,27 +131,30 @@ class BatchSamplerShard(BatchSampler):
 
     def _iter_whole(self) -> Iterator[list[Any]]:
         """Batches in groups of one per process; the group at the end may be incomplete."""
-        group: list[list[Any]] = []
+        processes, mine, size = self.num_processes, self.process_index, self.batch_size
+        batches = map(list, self.batch_sampler)
         start: list[Any] = []
-        for number, batch in enumerate(self.batch_sampler):
-            if len(group) == self.num_processes:
+        held: list[list[Any]] | None = None
+        number = -1
+        while group := list(itertools.islice(batches, processes)):
+            number += 1
+            if held is not None:
                 # Not the end after all: a batch sampler of its own may have small batches anywhere.
-                yield group[self.process_index]
-                group = []
-            if number < self.num_processes:
-                start += batch
-            group.append(list(batch))
-            full = self.batch_size is None or len(batch) == self.batch_size
-            if len(group) == self.num_processes and full:
-                yield group[self.process_index]
-                group = []
-        if not group or self.drop_last:
+                yield held[mine]
+                held = None
+            if number == 0:
+                start = list(itertools.chain.from_iterable(group))
+            if len(group) == processes and (size is None or len(group[-1]) == size):
+                yield group[mine]
+            else:
+                held = group
+        if held is None or self.drop_last:
             return
+        group = held
         if self.even_batches:
-            assert self.batch_size is not None
-            indices = [index for batch in group for index in batch]
-            self._last = number // self.num_processes
-            yield self._fill(self._last, indices, start, self.batch_size)
+            assert size is not None
+            self._last = number
+            yield self._fill(number, list(itertools.chain.from_iterable(group)), start, size)
             return
         self.uneven = len(group) < self.num_processes
         if self.process_index < len(group):

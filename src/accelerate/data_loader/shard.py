@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,45 +79,43 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         transfer = transfer_to(self.device, self._non_blocking)
         batches = iter(self.base_dataloader)
         counts_of = getattr(self._shard, "counts", None) or _none_repeated
+        tells_position = self.use_stateful_dataloader or self.position.follows_dataset
 
-        def fetch() -> tuple[Any, tuple[int, int] | None]:
-            batch, counts = next(batches), None
+        def fetch() -> tuple[Any, tuple[int, int] | None] | None:
+            batch, counts = next(batches, _END), None
+            if batch is _END:
+                return None
             if type(batch) is PartlyRepeated:
                 batch, counts = batch.batch, batch.counts
             return transfer.start(batch), counts
 
         try:
             upcoming = fetch()
-        except StopIteration:
-            self._set_end(True)
-            return
         finally:
             self.position.caught_up()
-        last = False
-        for index in itertools.count():
+        if upcoming is None:
+            self._set_end(True)
+        index = 0
+        while upcoming is not None:
             current, counts = upcoming
-            self._note_position()
+            if tells_position:
+                self._note_position()
             transfer.wait()
-            try:
-                upcoming = fetch()
-            except StopIteration:
-                last = True
+            upcoming = fetch()
             if index >= self.skip_batches:
                 # Set for every batch: the same loader may be iterated again inside the loop.
+                last = upcoming is None
                 self._set_end(last)
                 if self.on_uneven_end is not None:
                     self.on_uneven_end.next_batch(self.gradient_state.backwards)
                 yield self._hand_out(transfer.finish(current), counts or counts_of(-1 if last else index))
-            if last:
-                return
+            index += 1
 
     def _set_end(self, last: bool) -> None:
-        self.end_of_dataloader = last
+        self.end_of_dataloader = self.ends_everywhere = last
         if last:
             self.ends_everywhere = getattr(self._shard, "missed_steps", 0) == 0
             self.adjust_state_dict_for_prefetch()
-        else:
-            self.ends_everywhere = False
 
     def own_arguments(self) -> dict[str, Any]:
         return super().own_arguments() | {
@@ -166,6 +163,9 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         if hasattr(self.dataset, "total_length"):
             return int(self.dataset.total_length)
         return len(self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset)
+
+
+_END: Any = object()
 
 
 def _none_repeated(number: int) -> None:

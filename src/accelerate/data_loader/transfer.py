@@ -40,6 +40,17 @@ class Blocking(Transfer):
         return send_to_device(batch, self.device, self.non_blocking)
 
 
+class OnHost(Blocking):
+    """To the CPU, where batches nearly always are already."""
+
+    def finish(self, batch: Any) -> Any:
+        kind = type(batch)
+        for value in batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,):
+            if type(value) is not torch.Tensor or not value.is_cpu:
+                return super().finish(batch)
+        return batch
+
+
 class Behind(Blocking):
     """Copied on a side stream behind the compute, where the batch lies in pinned memory.
 
@@ -98,6 +109,6 @@ def transfer_to(device: torch.device | None, non_blocking: bool) -> Transfer:
         return Transfer()
     device = torch.device(device)
     stream = side_stream(device)
-    if stream is None:
-        return Blocking(device, non_blocking)
-    return Behind(device, non_blocking, stream)
+    if stream is not None:
+        return Behind(device, non_blocking, stream)
+    return (OnHost if device.type == "cpu" else Blocking)(device, non_blocking)

@@ -160,8 +160,6 @@ class GradientState:
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients
 
-    def _add_dataloader(self, dataloader: Any) -> None:
-        _loaders.push(dataloader)
-
-    def _remove_dataloader(self, dataloader: Any) -> None:
-        _loaders.remove(dataloader)
+    # Called for every batch: nothing in between.
+    _add_dataloader = staticmethod(_loaders.push)
+    _remove_dataloader = staticmethod(_loaders.remove)

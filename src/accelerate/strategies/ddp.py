@@ -31,7 +31,7 @@ class DDP(Strategy):
         # A static graph is learnt in the first backward, which has to synchronise (and may: once more does no harm).
         if wrapped is None or (wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued):
             return super().no_sync(model)
-        return wrapped.no_sync()
+        return _NoSync(wrapped)
 
     def joinable(self, model: torch.nn.Module) -> bool:
         return _find(model) is not None
@@ -59,13 +59,28 @@ class DDP(Strategy):
         return loss
 
 
-@contextmanager
-def sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
-    """A context in which the next backward synchronises, although its forward ran under `no_sync`."""
+class _NoSync(AbstractContextManager[None]):
+    """What `DistributedDataParallel.no_sync` does, once per micro-batch: no generator, nor a module's `__setattr__`."""
+
+    def __init__(self, wrapped: DistributedDataParallel) -> None:
+        self.attributes = vars(wrapped)
+
+    def __enter__(self) -> None:
+        self.before = self.attributes["require_backward_grad_sync"]
+        self.attributes["require_backward_grad_sync"] = False
+
+    def __exit__(self, *error: Any) -> None:
+        self.attributes["require_backward_grad_sync"] = self.before
+
+
+def sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None] | None:
+    """A context in which the next backward synchronises; None where this is not the model's engine."""
     wrapped = _find(model)
-    if wrapped is None:
-        yield
-        return
+    return None if wrapped is None else _sync(wrapped)
+
+
+@contextmanager
+def _sync(wrapped: DistributedDataParallel) -> Iterator[None]:
     before = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
     wrapped.require_backward_grad_sync = True
     wrapped.require_forward_param_sync = True
