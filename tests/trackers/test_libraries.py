@@ -47,14 +47,15 @@ def require(name: str) -> None:
         pytest.fail(message) if os.environ.get("REQUIRE_TRACKERS") else pytest.skip(message)
 
 
-def run(folder: Path, name: str, script: str, *args: str, processes: int = 1) -> str:
+def run(folder: Path, name: str, script: str, *args: str, processes: int = 1, warns: str = "") -> str:
     variables, _ = OFFLINE[name]
     env = os.environ | variables | {"HOME": str(folder), "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "default"}
     many = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"] if processes > 1 else []
     command = [sys.executable, *many, str(HERE / script), name, *args]
     result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
-    assert "The tracker" not in result.stderr  # how our warnings begin
+    assert result.stderr.count("The tracker '") == (1 if warns else 0), result.stderr  # how our warnings begin
+    assert warns in result.stderr
     return result.stdout
 
 
@@ -79,6 +80,23 @@ def test_two_processes_make_one_run(name: str, tmp_path: Path) -> None:
     require(name)
     run(tmp_path, name, "train.py", processes=2)
     found = json.loads(run(tmp_path, name, "read.py").splitlines()[-1])  # which refuses to find two
+    assert found["scalars"] == SCALARS
+
+
+@pytest.mark.parametrize("name", ["mlflow", "swanlab"])
+@pytest.mark.parametrize("log", [[], ["log"]])
+def test_a_server_that_stops_answering(name: str, log: list[str], tmp_path: Path) -> None:
+    require(name)
+    output = run(tmp_path, name, "silent.py", "{}", *log, warns=f"The tracker '{name}' did not end within 2 seconds")
+    assert "unanswered" in output  # it was the server that was waited for
+    assert output.splitlines()[-1] == "ended"
+
+
+@pytest.mark.parametrize("name", ["aim", "tensorboard"])
+def test_a_bad_value_does_not_lose_the_others(name: str, tmp_path: Path) -> None:
+    require(name)
+    run(tmp_path, name, "train.py", "{}", "bad", warns=f"The tracker '{name}' failed in `log`;")
+    found = json.loads(run(tmp_path, name, "read.py").splitlines()[-1])
     assert found["scalars"] == SCALARS
 
 

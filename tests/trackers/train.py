@@ -1,7 +1,9 @@
 """A small training for `test_libraries.py`: logs everything a tracker takes. Run in a process and a folder of its own,
 because these libraries leave threads, children and variables behind.
 
-    python train.py NAME [INIT_KWARGS as JSON]
+    python train.py NAME [INIT_KWARGS as JSON [bad]]
+
+With "bad", every call has a value among the others that no library takes.
 """
 
 import json
@@ -19,9 +21,10 @@ def main() -> None:
     config = {"learning_rate": 0.1, "batch_size": 4, "model": "small", "layers": [1, 2]}
     accelerator.init_trackers("digits", config=config, init_kwargs={name: init_kwargs})
     running = torch.zeros(())
+    bad = {"bad": object()} if "bad" in sys.argv else {}
     for step in range(3):
         running += 1  # in place: what was logged is the value at that time
-        accelerator.log({"loss": running, "accuracy": np.float32(0.25 * step), "count": step}, step=step)
+        accelerator.log({**bad, "loss": running, "accuracy": np.float32(0.25 * step), "count": step}, step=step)
     tracker = accelerator.get_tracker(name)
     if hasattr(tracker, "log_images"):
         image = np.zeros((8, 8, 3), dtype=np.uint8)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -125,11 +127,74 @@ def test_epochs_and_breaks_count_together(clock: Clock) -> None:
     model, optimizer, loader = parts(clock, accelerator, batches=3)
     with accelerator.step_timer(warmup=0) as timer:
         train(clock, accelerator, model, optimizer, loader)
-        for _ in loader:
+        clock.now += 100  # between two epochs, and so in no step
+        for batch in loader:
+            accelerator.backward(model(batch).sum())
             break
         train(clock, accelerator, model, optimizer, accelerator.skip_first_batches(loader, 1))
     assert timer.steps == 3 + 1 + 2
     assert timer.seconds[0]["optimizer"] == pytest.approx(5 * 0.002 / 6)
+    assert timer.seconds[0]["other"] == pytest.approx(5 * 0.001 / 6)
+
+
+def evaluate(model: Any, loader: Any) -> None:
+    with torch.no_grad():
+        for batch in loader:
+            model(batch)
+
+
+def test_evaluation_is_not_a_step(clock: Clock) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(clock, accelerator, batches=6)
+    others = accelerator.prepare(DataLoader(torch.randn(8, 2), batch_size=2))  # type: ignore[arg-type]
+    with accelerator.step_timer(warmup=2) as timer:
+        evaluate(model, others)  # before the training,
+        for step, batch in enumerate(loader):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            clock.spend("other")
+            if step % 3 == 2:
+                evaluate(model, others)  # in a step of it,
+        evaluate(model, others)  # and after it
+    assert timer.steps == 4
+    assert timer.seconds[0] == pytest.approx(TAKES | {"data": 0.003 * 2 / 4, "communication": 0.0})
+
+
+def test_loaders_side_by_side(clock: Clock) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(clock, accelerator, batches=6)
+    second = accelerator.prepare(DataLoader(torch.randn(12, 2), batch_size=2))  # type: ignore[arg-type]
+    with accelerator.step_timer(warmup=2) as timer:
+        for batch, _ in zip(loader, second, strict=True):
+            accelerator.backward(model(batch).sum())
+            optimizer.step()
+            clock.spend("other")
+    assert timer.steps == 4
+    assert timer.seconds[0] == pytest.approx(TAKES | {"data": 0.003 * 2 / 4, "communication": 0.0})
+
+
+def test_a_loop_in_a_loop(clock: Clock) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(clock, accelerator, batches=3)
+    tasks = accelerator.prepare(DataLoader(torch.randn(2, 2)))  # type: ignore[arg-type]
+    with accelerator.step_timer(warmup=0) as timer:
+        for _ in tasks:
+            clock.now += 100
+            train(clock, accelerator, model, optimizer, loader)
+    assert timer.steps == 6
+    assert timer.seconds[0] == pytest.approx(TAKES | {"communication": 0.0})
+
+
+def test_batches_by_hand(clock: Clock) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(clock, accelerator, batches=6)
+    with accelerator.step_timer(warmup=1) as timer:
+        batches = iter(loader)
+        for _ in range(3):
+            accelerator.backward(model(next(batches)).sum())
+            optimizer.step()
+    assert timer.steps == 2  # the last of them goes on to the end of the block
+    assert timer.seconds[0]["forward"] == pytest.approx(TAKES["forward"])
 
 
 def test_used_twice_it_measures_anew(clock: Clock) -> None:
@@ -149,14 +214,27 @@ def test_too_short_for_the_warm_up(clock: Clock, capsys: pytest.CaptureFixture[s
     with accelerator.step_timer() as timer:
         train(clock, accelerator, *loop)
     assert timer.steps == 0
-    assert "no step was measured" in capsys.readouterr().out
+    assert "no step was measured, because the loop was over after 1 of 1 to warm up" in capsys.readouterr().out
     with pytest.raises(ValueError, match="warmup is -1"):
         accelerator.step_timer(warmup=-1)
+
+
+def test_why_there_are_no_steps(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, _, loader = parts(clock, accelerator, batches=3)
+    with accelerator.step_timer():
+        evaluate(model, loader)
+    assert "because none of 3 batches was trained on: call `accelerator.backward`" in capsys.readouterr().out
+    with accelerator.step_timer():
+        for batch in DataLoader(torch.randn(4, 2)):  # type: ignore[arg-type]
+            accelerator.backward(model(batch).sum())
+    assert "because no prepared data loader was iterated in the block" in capsys.readouterr().out
 
 
 def test_what_waiting_for_data_consists_of(clock: Clock) -> None:
     timer = StepTimer(Accelerator(cpu=True))
     with timer:
+        timer._clock.open()
         timer._enter("data")
         timer._enter("communication")  # a batch that comes from another rank
         clock.now += 1
@@ -169,7 +247,8 @@ def test_what_waiting_for_data_consists_of(clock: Clock) -> None:
         timer._leave()
         clock.now += 4
         timer._leave()
-    assert timer._clock.totals() == {"data": 1, "backward": 6, "communication": 3, "other": 0}
+        timer._clock.close(keep=True)
+        assert timer._clock.totals() == {"data": 1, "backward": 6, "communication": 3, "other": 0}
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -207,7 +286,7 @@ def test_compiled_models(clock: Clock) -> None:
     model.register_forward_pre_hook(lambda *_: clock.spend("forward"))
     with accelerator.step_timer(warmup=0) as timer:
         for batch in loader:
-            model(batch)
+            accelerator.backward(model(batch).sum())
     assert timer.seconds[0]["forward"] == pytest.approx(0.005)
 
 
@@ -229,6 +308,33 @@ def on_two_ranks(accumulate: int) -> tuple[list[dict[str, float]], int, int, str
     return timer.seconds, timer.slowest, timer.steps, output.getvalue()
 
 
+def late(when: str) -> float:
+    clock = Clock()
+    clocks.time = clock  # type: ignore[assignment]
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, loader = parts(clock, accelerator)
+
+    def step(batch: torch.Tensor, late: bool) -> None:
+        loss = model(batch).sum()
+        if late and accelerator.process_index == 1:
+            time.sleep(1)  # in real time: the exchange of gradients on the other rank takes that long
+        accelerator.backward(loss)
+        optimizer.step()
+
+    if when == "before":
+        step(torch.ones(2, 2), late=True)
+    with accelerator.step_timer(warmup=0 if when == "before" else 1) as timer:
+        for index, batch in enumerate(loader):
+            step(batch, late=index == {"warm-up": 0, "end": 5}.get(when))
+    return timer._reductions[0].seconds
+
+
+def test_which_exchanges_count() -> None:
+    assert 0 < run_world(late, 2, "before")[0] < 0.9
+    assert 0 < run_world(late, 2, "warm-up")[0] < 0.9
+    assert run_world(late, 2, "end")[0] > 0.9
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_slowest_rank(accumulate: int) -> None:
     results = run_world(on_two_ranks, 2, accumulate)
@@ -243,6 +349,63 @@ def test_the_slowest_rank(accumulate: int) -> None:
     assert results[0][0] == results[1][0]
     assert "1 (slowest)" in results[0][3]
     assert results[1][3] == ""
+
+
+class Device:
+    """Stands in for a module like torch.cuda: events get their time when the device comes to them."""
+
+    def __init__(self, clock: Clock, behind: int) -> None:
+        self.clock, self.behind = clock, behind
+        self.recorded: list[Any] = []
+
+    def Event(self, enable_timing: bool) -> Any:
+        device = self
+
+        class Event:
+            def record(self, stream: None) -> None:
+                self.at = device.clock.now
+                self.number = len(device.recorded)
+                device.recorded.append(self)
+
+            def query(self) -> bool:
+                return len(device.recorded) - self.number > device.behind
+
+            def elapsed_time(self, later: Any) -> float:
+                return float(1000 * (later.at - self.at))
+
+        return Event()
+
+    def current_stream(self) -> None:
+        return None
+
+    def synchronize(self) -> None:
+        self.behind = 0
+
+
+@pytest.mark.parametrize("behind", [0, 10, 1000])
+def test_a_device_behind_the_host_adds_up_to_the_same(clock: Clock, behind: int) -> None:
+    pair = clocks.HostClock(), clocks.EventClock(Device(clock, behind))
+    for each in pair:
+        each.begin()
+    choose = random.Random(0)
+    depth = 0
+    for step in range(2000):
+        clock.now += choose.random()
+        kind = choose.choice(["mark", "mark", "open", "close", "merge"])
+        phase = choose.choice(table.PHASES)
+        for each in pair:
+            if kind == "mark":
+                each.mark(phase)
+            elif kind == "open":
+                each.open()
+            elif kind == "close" and depth:
+                each.close(keep=step % 2 == 0)
+            elif kind == "merge" and depth:
+                each.merge()
+        depth += {"open": 1, "mark": 0}.get(kind, -1 if depth else 0)
+    first, second = (each.totals() for each in pair)
+    assert set(first) == set(table.PHASES)
+    assert second == pytest.approx(first)
 
 
 def made_up(count: int) -> list[dict[str, float]]:

@@ -13,6 +13,7 @@ from accelerate.config.handlers import ProfileKwargs
 from accelerate.constants import PROFILE_PATTERN_NAME
 from accelerate.step_timer import StepTimer
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from accelerate.tracking.base import check_attributes
 
 
 class Reporting(AcceleratorBase):
@@ -45,14 +46,15 @@ class Reporting(AcceleratorBase):
             else:
                 folder = (self.logging_dir,) if kind.requires_logging_directory else ()
                 tracker = kind(project_name, *folder, **(init_kwargs or {}).get(str(asked), {}))
+                check_attributes(tracker)
             tracker.start()
             self._running.add(tracker)
             if config is not None:
-                self._running.send_to(tracker, "store_init_configuration", config)
+                self._running.store(tracker, config)
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers that were started on this process; what was logged before has reached them."""
+        """The trackers started on this process. What was logged before has reached those that are not slow."""
         self._running.in_order(self._running.all)
         return self._running.all
 
@@ -82,7 +84,7 @@ class Reporting(AcceleratorBase):
         values: numbers, strings, tensors with one element, and what else the trackers take. step: of the training.
         log_kwargs: by the name of a tracker, more arguments for its `log`.
         """
-        self._running.send("log", values, step=step, own=log_kwargs)
+        self._running.send("log", log_kwargs, values, step=step)
 
     def log_images(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
@@ -92,7 +94,7 @@ class Reporting(AcceleratorBase):
         values: by name, what the tracker's `log_images` takes (mostly a batch or list of images).
         log_kwargs: by the name of a tracker, more arguments for its `log_images`.
         """
-        self._running.send("log_images", values, step=step, own=log_kwargs)
+        self._running.send("log_images", log_kwargs, values, step=step)
 
     def log_table(
         self,
@@ -104,8 +106,8 @@ class Reporting(AcceleratorBase):
         log_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
         """Send a table, as columns and rows or as a dataframe, to every tracker that shows tables."""
-        table = {"columns": columns, "data": data, "dataframe": dataframe, "step": step}
-        self._running.send("log_table", table_name, own=log_kwargs, **table)
+        table = {"columns": columns, "data": data, "dataframe": dataframe}
+        self._running.send("log_table", log_kwargs, table_name, **table, step=step)
 
     def end_training(self) -> None:
         """Say that training is over: trackers write what they still hold and end, the process group is taken down.

@@ -38,9 +38,6 @@ def summary(seconds: list[dict[str, float]], slowest: int) -> dict[str, float]:
 
 
 def print_table(seconds: list[dict[str, float]], slowest: int, steps: int) -> None:
-    if not steps:
-        print("step times: no step was measured, because the loop was over within the warm-up.")
-        return
     title = f"milliseconds per step, mean of {steps} steps"
     header = ["rank", *PHASES, "step"]
     lines = rows(seconds, slowest)

@@ -15,6 +15,8 @@ from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDa
 from accelerate.step_timer.clocks import HostClock, clock_for
 from accelerate.step_timer.table import PHASES, print_table, summary
 
+# What makes a batch one that is trained on, and so its time a step. (An evaluation does neither.)
+_TRAINING = ("backward", "optimizer")
 _COLLECTIVES = ("barrier", "gather", "all_reduce", "broadcast", "scatter", "gather_objects", "broadcast_objects")
 
 
@@ -34,7 +36,8 @@ class StepTimer:
         self._accelerator = accelerator
         self._warmup = warmup
         self._clock = HostClock()
-        self._begun = -1  # the number of the step at hand
+        self._batches = self._trained = 0  # how many came, and how many of them were trained on
+        self._loops: list[_Loop] = []  # that go on, each inside the one before it
         self._phases: list[str] = []
         self._reductions: list[_Reductions] = []
         self._undo = ExitStack()
@@ -43,7 +46,8 @@ class StepTimer:
     def __enter__(self) -> StepTimer:
         accelerator = self._accelerator
         self._clock = clock_for(accelerator.device)
-        self._begun = -1  # a timer may be used again, and then measures anew
+        self._batches = self._trained = 0  # a timer may be used again, and then measures anew
+        self._loops = []
         self._reductions = []
         for kind in (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader):
             self._replace(kind, "__iter__", self._timed_iteration)
@@ -64,6 +68,8 @@ class StepTimer:
 
     def __exit__(self, kind: type[BaseException] | None, *details: object) -> None:
         self._clock.mark("other")
+        for loop in self._loops[:1]:  # of a script that takes batches by hand; those inside it end with it
+            self._end_step(loop)
         self._active = False
         self._undo.close()
         if kind is None:  # after an error the ranks may not meet any more
@@ -82,10 +88,14 @@ class StepTimer:
 
     def _enter(self, phase: str) -> None:
         """A phase begins, and the one around it pauses; but what waiting for data consists of is waiting for data."""
-        phases = self._phases
-        around = phases[-1] if phases else "other"
-        phases.append("data" if around == "data" else phase)
+        if phase in _TRAINING and self._loops:
+            self._loops[-1].trained = True
+        around = self._around()
+        self._phases.append("data" if around == "data" else phase)
         self._clock.mark(around)
+
+    def _around(self) -> str:
+        return self._phases[-1] if self._phases else "other"
 
     def _leave(self) -> None:
         self._clock.mark(self._phases.pop())
@@ -108,22 +118,47 @@ class StepTimer:
         def timed(loader: Any) -> Iterator[Any]:
             batches: Any = iterate(loader)
             fetch = self._timed("data", functools.partial(next, batches, batches))
+            loop = _Loop()
+            self._mark_and(self._begin_step, loop)
+            first = True
             try:
                 while (batch := fetch()) is not batches:
-                    self._begin_step()
+                    # A step reaches from one batch to the next; waiting for the first is a part of the first step.
+                    if not first:
+                        self._end_step(loop)
+                        self._begin_step(loop)
+                    first = False
+                    self._batches += 1
                     yield batch
             finally:
+                self._mark_and(self._end_step, loop)
                 batches.close()
 
         return timed
 
-    def _begin_step(self) -> None:
+    def _mark_and(self, change: Callable[[_Loop], None], loop: _Loop) -> None:
         if self._active:
-            self._begun += 1
-            if self._begun == self._warmup:
-                self._clock.begin()
-                for reductions in self._reductions:
-                    reductions.begin()
+            self._clock.mark(self._around())
+            change(loop)
+
+    def _begin_step(self, loop: _Loop) -> None:
+        if self._active:
+            loop.trained = False
+            self._loops.append(loop)
+            self._clock.open()
+
+    def _end_step(self, loop: _Loop) -> None:
+        if not self._active or loop not in self._loops:
+            return
+        while (inner := self._loops.pop()) is not loop:
+            # It goes on while the one around it takes its next batch: they run side by side, and make one step.
+            self._loops[-1].trained |= inner.trained
+            self._clock.merge()
+        self._trained += loop.trained
+        self._clock.close(keep=loop.trained and self._trained > self._warmup)
+        if loop.trained and self._trained == self._warmup:
+            for reductions in self._reductions:
+                reductions.begin()
 
     def _watch(self, model: torch.nn.Module) -> None:
         wrapper = getattr(model, "_orig_mod", model)
@@ -146,6 +181,8 @@ class StepTimer:
 
     def _own_seconds(self) -> dict[str, float]:
         totals = dict.fromkeys(PHASES, 0.0) | self._clock.totals()
+        for each in self._reductions:
+            each.catch_up()
         # DDP exchanges gradients inside the backward: what of it the computation does not hide is communication.
         exchanged = min(sum(each.seconds for each in self._reductions), totals["backward"])
         totals["backward"] -= exchanged
@@ -153,17 +190,36 @@ class StepTimer:
         return {phase: seconds / max(self.steps, 1) for phase, seconds in totals.items()}
 
     def _report(self) -> None:
-        self.steps = max(self._begun - self._warmup + 1, 0)
+        self.steps = max(self._trained - self._warmup, 0)
         own = self._own_seconds() if self.steps else dict.fromkeys(PHASES, 0.0)
         everyone = current().gather_objects((self.steps, own))
         self.seconds = [seconds for _, seconds in everyone]
         self.steps = max(steps for steps, _ in everyone)
         alone = [sum(seconds.values()) - seconds["communication"] for seconds in self.seconds]
         self.slowest = alone.index(max(alone))
-        if self._accelerator.is_main_process:
-            print_table(self.seconds, self.slowest, self.steps)
         if self.steps:
+            if self._accelerator.is_main_process:
+                print_table(self.seconds, self.slowest, self.steps)
             self._accelerator.log(summary(self.seconds, self.slowest))
+        elif self._accelerator.is_main_process:
+            print(f"step times: no step was measured, because {self._why_not()}.")
+
+    def _why_not(self) -> str:
+        if not self._batches:
+            return (
+                "no prepared data loader was iterated in the block: pass yours to `prepare`, and start the loop inside"
+            )
+        if not self._trained:
+            return f"none of {self._batches} batches was trained on: call `accelerator.backward` in the loop"
+        return (
+            f"the loop was over after {self._trained} of {self._warmup} to warm up: give it more, or a smaller `warmup`"
+        )
+
+
+class _Loop:
+    """One iteration over a loader. trained: whether the batch at hand was trained on."""
+
+    trained = False
 
 
 class _Reductions:
@@ -175,9 +231,16 @@ class _Reductions:
         model._set_ddp_runtime_logging_sample_rate(1)
         self._last = 0
         self.seconds = 0.0
+        self.begin()
 
     def begin(self) -> None:
+        """Count from now: not what happened before, of which DDP has written down nothing yet."""
+        self.catch_up()
         self.seconds = 0.0
+
+    def catch_up(self) -> None:
+        self._logger.set_runtime_stats_and_log()
+        self.note()
 
     def note(self) -> None:
         """After a forward, in which DDP wrote down the numbers of the iteration before it."""

@@ -8,7 +8,7 @@ from typing import Any
 from accelerate.config.enums import LoggerType
 from accelerate.state import PartialState
 from accelerate.tracking.aim import AimTracker
-from accelerate.tracking.base import GeneralTracker, missing_sentence, on_main_process, warn
+from accelerate.tracking.base import GeneralTracker, check_attributes, missing_sentence, on_main_process, warn
 from accelerate.tracking.clearml import ClearMLTracker
 from accelerate.tracking.comet_ml import CometMLTracker
 from accelerate.tracking.dvclive import DVCLiveTracker
@@ -83,6 +83,9 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     is installed. A name nobody knows, and a tracker that writes to a folder when there is none, are errors.
     """
     asked = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
+    for item in asked:
+        if isinstance(item, GeneralTracker):
+            check_attributes(item)  # which its own __init__ may have forgotten to have done
     if any(not isinstance(item, GeneralTracker) and str(item) == "all" for item in asked):
         instances = [item for item in asked if isinstance(item, GeneralTracker)]
         installed = get_available_trackers()

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from accelerate.available import is_aim_available
-from accelerate.tracking.base import LibraryTracker, on_main_process, plain
+from accelerate.tracking.base import LibraryTracker, as_number, on_main_process, one_by_one
 
 
 class AimTracker(LibraryTracker):
@@ -44,8 +44,12 @@ class AimTracker(LibraryTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Each value: anything `Run.track` takes. kwargs: for `Run.track`."""
-        for key, value in plain(values).items():
-            self.writer.track(value, name=key, step=step, **kwargs)
+
+        def track(key: str, value: Any) -> None:
+            number = as_number(value)
+            self.writer.track(value if number is None else number, name=key, step=step, **kwargs)
+
+        one_by_one(values, track)
 
     @on_main_process
     def log_images(
@@ -57,10 +61,13 @@ class AimTracker(LibraryTracker):
         """
         make = self.library().Image
         options = kwargs or {}
-        for key, value in values.items():
+
+        def track(key: str, value: Any) -> None:
             image, caption = value if isinstance(value, tuple) else (value, "")
             shown = make(image, **{"caption": caption, **options.get("aim_image", {})})
             self.writer.track(shown, name=key, step=step, **options.get("track", {}))
+
+        one_by_one(values, track)
 
     @on_main_process
     def finish(self) -> None:

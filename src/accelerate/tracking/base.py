@@ -35,26 +35,17 @@ class GeneralTracker:
     main_process_only: with False, an `Accelerator` uses the tracker on every process.
     in_background: `log` and the others run on a thread of the tracker's own, so that a slow one does not hold up
     training; with False they are called on the thread that trains.
-    finish_in_background: the same for `finish` alone.
     """
 
     name: str
     requires_logging_directory: bool
     main_process_only: bool = True
     in_background: bool = True
-    finish_in_background: bool = True
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:  # stands in for a tracker that lives on another process
             return
-        needed = ("name", "requires_logging_directory", "tracker")
-        # Asked of the class: the value of `tracker` is often made only in `start`.
-        missing = [f"`{name}`" for name in needed if not hasattr(type(self), name) and name not in vars(self)]
-        if missing:
-            raise NotImplementedError(
-                f"The tracker {type(self).__name__} lacks {', '.join(missing)}: define each of them on the class "
-                "(`tracker` as a property)."
-            )
+        check_attributes(self)
 
     @classmethod
     def is_installed(cls) -> bool:
@@ -77,6 +68,21 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """Close the run. Nothing is logged after it."""
+
+    def _release(self) -> None:
+        """Take back what the library did to the thread that trains: called on it, before `finish` runs elsewhere."""
+
+
+def check_attributes(tracker: GeneralTracker) -> None:
+    """Say what a tracker lacks of what each one must have."""
+    needed = ("name", "requires_logging_directory", "tracker")
+    # Asked of the class: the value of `tracker` is often made only in `start`.
+    missing = [f"`{name}`" for name in needed if not hasattr(type(tracker), name) and name not in vars(tracker)]
+    if missing:
+        raise NotImplementedError(
+            f"The tracker {type(tracker).__name__} lacks {', '.join(missing)}: define each of them on the class "
+            "(`tracker` as a property)."
+        )
 
 
 class LibraryTracker(GeneralTracker):
@@ -120,21 +126,34 @@ def as_number(value: Any) -> int | float | None:
     if item is None or getattr(value, "size", None) is None:
         return None
     count = value.numel() if hasattr(value, "numel") else value.size
-    number = item() if count == 1 else None
+    if count != 1 or getattr(value, "is_meta", False):  # a meta tensor has a shape, and no number
+        return None
+    number = item()
     return number if isinstance(number, (int, float)) else None
+
+
+def one_by_one(values: dict[str, Any], log: Callable[[str, Any], Any]) -> None:
+    """Log each value by itself, and say afterwards which of them failed: the others are kept."""
+    failed = []
+    for name, value in values.items():
+        try:
+            log(name, value)
+        except Exception as error:
+            failed.append(f"{name!r} ({type(error).__name__}: {error})")
+    if failed:
+        raise ValueError(f"left out: {', '.join(failed)}")
 
 
 def only_numbers(values: dict[str, Any], log: Callable[[str, int | float], Any]) -> None:
     """Log every number, and say afterwards what was none: for libraries that keep nothing else."""
-    others = []
-    for name, value in values.items():
+
+    def log_number(name: str, value: Any) -> None:
         number = as_number(value)
         if number is None:
-            others.append(f"{name!r} ({type(value).__name__})")
-        else:
-            log(name, number)
-    if others:
-        raise TypeError(f"only numbers are kept, and these are none: {', '.join(others)}")
+            raise TypeError(f"only numbers are kept, and this is a {type(value).__name__}")
+        log(name, number)
+
+    one_by_one(values, log_number)
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:

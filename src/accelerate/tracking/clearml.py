@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from accelerate.tracking.base import LibraryTracker, on_main_process, only_numbers
+from accelerate.tracking.base import LibraryTracker, on_main_process, one_by_one, only_numbers
+from accelerate.tracking.table import ShowsTables, Table
 
 
-class ClearMLTracker(LibraryTracker):
+class ClearMLTracker(ShowsTables, LibraryTracker):
     """Logs to the task that is open, or to a new one in the project `run_name`. kwargs: for `Task.init`.
 
     `CLEARML_PROJECT` and `CLEARML_TASK` name the project and the task when `kwargs` do not.
@@ -65,26 +66,20 @@ class ClearMLTracker(LibraryTracker):
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Each value: an image. kwargs: for `Logger.report_image`."""
         logger = self.task.get_logger()
-        for key, value in values.items():
-            title, series = _plot(key)
-            logger.report_image(title=title, series=series, iteration=step, image=value, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """A table, from `columns` and `data` or from a dataframe. kwargs: for `Logger.report_table`."""
-        if dataframe is None and data is None:
-            raise ValueError("log_table got neither `data` nor `dataframe`: pass one of them.")
-        table = dataframe if dataframe is not None else [columns, *data] if columns is not None else data  # type: ignore[misc]
-        title, series = _plot(table_name)
-        self.task.get_logger().report_table(title=title, series=series, table_plot=table, iteration=step, **kwargs)
+        def report(key: str, image: Any) -> None:
+            title, series = _plot(key)
+            logger.report_image(title=title, series=series, iteration=step, image=image, **kwargs)
+
+        one_by_one(values, report)
+
+    def _log_table(self, table: Table, step: int | None, **kwargs: Any) -> None:
+        if table.dataframe is not None:
+            shown = table.dataframe
+        else:
+            shown = table.data if table.columns is None else [table.columns, *table.data]
+        title, series = _plot(table.name)
+        self.task.get_logger().report_table(title=title, series=series, table_plot=shown, iteration=step, **kwargs)
 
     @on_main_process
     def finish(self) -> None:

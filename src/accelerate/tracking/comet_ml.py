@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.tracking.base import LibraryTracker, as_number, on_main_process
+from accelerate.tracking.base import LibraryTracker, as_number, on_main_process, one_by_one
 
 
 class CometMLTracker(LibraryTracker):
@@ -34,13 +34,16 @@ class CometMLTracker(LibraryTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers and dicts of numbers become metrics, anything else is kept as a note."""
-        for key, value in values.items():
+
+        def add(key: str, value: Any) -> None:
             if isinstance(value, dict):
                 self.writer.log_metrics(value, step=step, **kwargs)
             elif (number := as_number(value)) is not None:
                 self.writer.log_metric(key, number, step=step, **kwargs)
             else:
                 self.writer.log_other(key, value, **kwargs)
+
+        one_by_one(values, add)
 
     @on_main_process
     def finish(self) -> None:

@@ -22,7 +22,6 @@ class MLflowTracker(LibraryTracker):
     name = "mlflow"
     requires_logging_directory = False
     package = install = "mlflow"
-    finish_in_background = False  # MLflow remembers for each thread which run is active
 
     def __init__(
         self,
@@ -64,6 +63,7 @@ class MLflowTracker(LibraryTracker):
         )
         # By id from here on: on another thread the run is not the active one.
         self._id = self.active_run.info.run_id
+        self._active_here = self._active_runs()
 
     @property
     def tracker(self) -> Any:
@@ -115,8 +115,22 @@ class MLflowTracker(LibraryTracker):
         """Keep a file with the run."""
         self._client.log_artifact(self._id, local_path, artifact_path)
 
+    def _active_runs(self) -> list[Any]:
+        """The runs that MLflow considers active on this thread; before version 2.14, on all of them."""
+        runs: Any = self.library("mlflow.tracking.fluent")._active_run_stack
+        return runs if isinstance(runs, list) else runs.get()
+
+    @on_main_process
+    def _release(self) -> None:
+        # `mlflow.end_run` on the thread that trains would wait for the server. What it does there is to forget the run.
+        self._active_here[:] = [run for run in self._active_here if run.info.run_id != self._id]
+        last: Any = self.library("mlflow.tracking.fluent")._last_active_run_id
+        if hasattr(last, "set"):
+            last.set(self._id)
+
     @on_main_process
     def finish(self) -> None:
+        self._active_runs().append(self.active_run)
         self.library().end_run()
 
 

@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,8 @@ from accelerate.tracking.base import GeneralTracker, warn
 # a tracker costs training 3 times 50 ms at most.
 PATIENCE = 0.05
 LATE_CALLS = 3
+# How long a whole run may be held up, per tracker, to keep direct calls of a tracker behind what was logged before.
+ORDER_SECONDS = 1.0
 # Calls that may wait for a slow tracker; what comes when there are that many is left out.
 CAPACITY = 1000
 # Seconds that a program which ended with an error waits for its trackers.
@@ -44,15 +47,16 @@ class Outbox:
         self.name = tracker.name
         self.closed = False
         self._background = tracker.in_background
-        self._finishes_in_background = tracker.in_background and tracker.finish_in_background
         self._calls: deque[tuple[str, Callable[[], Any]]] = deque()
         self._change = threading.Condition()
         self._sent = self._done = self._late = self._dropped = 0
         self._errors: list[tuple[str, BaseException]] = []
         self._told: set[str] = set()
         self._thread: threading.Thread | None = None
+        self._process = os.getpid()
+        self._order_seconds = ORDER_SECONDS
 
-    def call(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    def call(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         """Have `function(*args, **kwargs)` called after all earlier ones. what: its name in a warning."""
         if self.closed:
             self._tell_once("closed", f"The tracker {self.name!r} has ended: what is logged after that is left out.")
@@ -61,11 +65,18 @@ class Outbox:
             self._make(what, functools.partial(function, *args, **kwargs))
             self.tell_errors()
             return
+        if self._forked():
+            self._tell_once(
+                "forked",
+                f"The tracker {self.name!r} was started in process {self._process}, and {os.getpid()} was forked from "
+                "it: what is logged here is left out; log where `init_trackers` was called.",
+            )
+            return
         with self._change:
             if self._sent - self._done >= CAPACITY:
                 self._dropped += 1
-            else:
-                self._calls.append((what, _later(function, args, kwargs)))
+            elif (call := self._prepared(what, function, args, kwargs)) is not None:
+                self._calls.append((what, call))
                 self._sent += 1
                 self._change.notify_all()
                 self._start_thread()
@@ -81,29 +92,38 @@ class Outbox:
 
     def flush(self, limit: float) -> bool:
         """Wait until every call so far has been made; False when that takes longer than `limit` seconds."""
+        if self._forked():
+            return True  # what waits is the business of the process before the fork
         with self._change:
             done = self._wait_for(self._sent, limit)
         self.tell_errors()
         return done
 
+    def catch_up(self) -> None:
+        """Wait until every call so far has been made, as long as a run may be held up by that."""
+        before = time.monotonic()
+        if not self.flush(self._order_seconds):
+            self._tell_once(
+                "order",
+                f"The tracker {self.name!r} is slow: what is called on it directly may come before what was logged.",
+            )
+        self._order_seconds = max(self._order_seconds - (time.monotonic() - before), 0.0)
+
     def close(self) -> None:
         """Take no more calls; those that wait are still made, and then the tracker's `finish`."""
         self.closed = True
+        if self._forked():
+            return
+        self._make("finish", self.tracker._release)
+        if not self._background:
+            self._make("finish", self.tracker.finish)
+            return
         with self._change:
-            if self._finishes_in_background:
-                self._calls.append(("finish", self.tracker.finish))
-                self._sent += 1
-                self._start_thread()
+            self._calls.append(("finish", self.tracker.finish))
+            self._sent += 1
+            self._start_thread()
             self._change.notify_all()
         atexit.unregister(self._flush_at_exit)
-
-    def finish(self, limit: float) -> bool:
-        """After `close`: wait until the tracker has ended; False when that takes longer than `limit` seconds."""
-        done = self.flush(limit)
-        if done and not self._finishes_in_background:
-            self._make("finish", self.tracker.finish)
-            self.tell_errors()
-        return done
 
     def tell_errors(self) -> None:
         """Warn about failed calls: here, on the caller's thread, and once for each kind of call."""
@@ -128,15 +148,18 @@ class Outbox:
             # A daemon: a tracker that hangs must not keep the program from ending.
             self._thread = threading.Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
             self._thread.start()
-            self._process = os.getpid()
             # For scripts that never say that training has ended. Registered this late so that it runs before the
             # library's own: what is registered last is called first.
             atexit.register(self._flush_at_exit)
 
     def _flush_at_exit(self) -> None:
-        if self._process == os.getpid():  # a forked child has no such thread
+        if not self._forked():
             # After a crash somebody waits for the machine more than for the last values.
             self.flush(min(time_limit(), AFTER_A_CRASH) if hasattr(sys, "last_value") else time_limit())
+
+    def _forked(self) -> bool:
+        """Whether this is a child of the process that the thread runs in. Its locks may be held by nobody."""
+        return self._process != os.getpid()
 
     def _run(self) -> None:
         while True:
@@ -150,6 +173,15 @@ class Outbox:
             with self._change:
                 self._done += 1
                 self._change.notify_all()
+
+    def _prepared(
+        self, what: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[], Any] | None:
+        try:
+            return _later(function, args, kwargs)
+        except Exception as error:
+            self._errors.append((what, error))
+            return None
 
     def _make(self, what: str, call: Callable[[], Any], caught: type[BaseException] = Exception) -> None:
         try:
@@ -181,6 +213,8 @@ def own_copy(value: Any) -> Any:
         return type(value)(own_copy(item) for item in value)
     if isinstance(value, torch.Tensor):
         value = value.detach()
+        if value.device.type == "meta":
+            return value  # there is nothing to copy; the tracker says what it thinks of it
         return value.clone() if value.device.type == "cpu" else value.to("cpu", non_blocking=_has_events(value.device))
     return copy.copy(value) if type(value).__module__ == "numpy" else value
 

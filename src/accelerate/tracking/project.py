@@ -38,3 +38,7 @@ class ProjectTracker(LibraryTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Each value: anything the library's `log` takes."""
         self.run.log(plain(values), step=step, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        self.run.finish()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.tracking.base import GeneralTracker, warn
 from accelerate.tracking.outbox import Outbox, time_limit
-
-# How long to wait for what was logged before, when somebody asks for a tracker to use it directly.
-_IN_ORDER_SECONDS = 5.0
 
 
 class RunningTrackers:
@@ -30,24 +28,24 @@ class RunningTrackers:
         # Only of those in the list: the outbox holds its tracker, so that no other can have its identity.
         self._outboxes = {id(tracker): self._outbox(tracker) for tracker in self.all}
 
-    def send(self, method: str, *args: Any, own: dict[str, dict[str, Any]] | None = None, **kwargs: Any) -> None:
+    def send(self, method: str, own: dict[str, dict[str, Any]] | None, /, *args: Any, **kwargs: Any) -> None:
         """Have a method of each tracker called. own: by the name of a tracker, more arguments for it."""
         for tracker in self.all:
-            self.send_to(tracker, method, *args, **kwargs, **(own or {}).get(tracker.name, {}))
+            function = getattr(tracker, method, None)
+            if function is not None:
+                self._outbox(tracker).call(method, _call_with_own, function, tracker.name, own, *args, **kwargs)
+            elif (tracker.name, method) not in self._unable:
+                self._unable.add((tracker.name, method))
+                warn(f"The tracker {tracker.name!r} has no `{method}`, so it is left out.")
 
-    def send_to(self, tracker: GeneralTracker, method: str, *args: Any, **kwargs: Any) -> None:
-        function = getattr(tracker, method, None)
-        if function is not None:
-            self._outbox(tracker).call(method, function, *args, **kwargs)
-        elif (tracker.name, method) not in self._unable:
-            self._unable.add((tracker.name, method))
-            warn(f"The tracker {tracker.name!r} has no `{method}`, so it is left out.")
+    def store(self, tracker: GeneralTracker, config: dict[str, Any]) -> None:
+        """Have a tracker keep the settings of the run."""
+        self._outbox(tracker).call("store_init_configuration", tracker.store_init_configuration, config)
 
     def in_order(self, trackers: list[GeneralTracker]) -> None:
         """Wait until these trackers have got what was logged so far, so that direct calls come after it."""
-        end = time.monotonic() + _IN_ORDER_SECONDS
         for tracker in trackers:
-            self._outbox(tracker).flush(end - time.monotonic())
+            self._outbox(tracker).catch_up()
 
     def end(self) -> None:
         """Finish all of them, within `time_limit()` seconds."""
@@ -57,7 +55,7 @@ class RunningTrackers:
         for tracker in ending:
             self._outbox(tracker).close()
         for tracker in ending:
-            if not self._outbox(tracker).finish(end - time.monotonic()):
+            if not self._outbox(tracker).flush(end - time.monotonic()):
                 warn(
                     f"The tracker {tracker.name!r} did not end within {limit:g} seconds, so some of what was logged "
                     "may be missing: set ACCELERATE_TRACKER_TIMEOUT to more seconds if it needs them."
@@ -68,3 +66,19 @@ class RunningTrackers:
         if id(tracker) not in self._outboxes:
             self._outboxes[id(tracker)] = Outbox(tracker)
         return self._outboxes[id(tracker)]
+
+    def __getstate__(self) -> list[GeneralTracker]:
+        """Another process gets the trackers, as far as their libraries let them go, and makes outboxes of its own."""
+        running = [tracker for tracker in self.all if not self._outbox(tracker).closed]
+        self.in_order(running)
+        return running
+
+    def __setstate__(self, running: list[GeneralTracker]) -> None:
+        RunningTrackers.__init__(self)
+        self.all = running
+
+
+def _call_with_own(
+    function: Callable[..., Any], name: str, own: dict[str, dict[str, Any]] | None, /, *args: Any, **kwargs: Any
+) -> None:
+    function(*args, **{**kwargs, **(own or {}).get(name, {})})

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from accelerate.available import is_tensorboard_available
-from accelerate.tracking.base import LibraryTracker, as_number, on_main_process
+from accelerate.tracking.base import LibraryTracker, as_number, on_main_process, one_by_one
 
 
 class TensorBoardTracker(LibraryTracker):
@@ -64,20 +64,26 @@ class TensorBoardTracker(LibraryTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Numbers become scalars, strings texts, and dicts of numbers several curves in one plot."""
-        for key, value in values.items():
+
+        def add(key: str, value: Any) -> None:
             if isinstance(value, str):
                 self.writer.add_text(key, value, global_step=step, **kwargs)
             elif isinstance(value, dict):
                 self.writer.add_scalars(key, value, global_step=step, **kwargs)
             elif (number := as_number(value)) is not None:
                 self.writer.add_scalar(key, number, global_step=step, **kwargs)
-        self.writer.flush()
+            else:
+                raise TypeError(f"a {type(value).__name__} is no number, string or dict")
+
+        try:
+            one_by_one(values, add)
+        finally:
+            self.writer.flush()
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Each value: a batch of images, as `SummaryWriter.add_images` takes it (`dataformats="NHWC"` for arrays)."""
-        for key, value in values.items():
-            self.writer.add_images(key, value, global_step=step, **kwargs)
+        one_by_one(values, lambda key, value: self.writer.add_images(key, value, global_step=step, **kwargs))
 
     @on_main_process
     def finish(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from accelerate.tracking.base import on_main_process
 from accelerate.tracking.project import ProjectTracker
 
 
@@ -11,7 +10,3 @@ class TrackioTracker(ProjectTracker):
 
     name = "trackio"
     package = install = "trackio"
-
-    @on_main_process
-    def finish(self) -> None:
-        self.run.finish()

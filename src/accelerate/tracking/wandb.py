@@ -6,9 +6,10 @@ from typing import Any
 
 from accelerate.tracking.base import on_main_process
 from accelerate.tracking.project import ProjectTracker
+from accelerate.tracking.table import ShowsTables, Table
 
 
-class WandBTracker(ProjectTracker):
+class WandBTracker(ShowsTables, ProjectTracker):
     """Logs to the project `run_name`. kwargs: for `wandb.init`."""
 
     name = "wandb"
@@ -25,20 +26,6 @@ class WandBTracker(ProjectTracker):
         for key, images in values.items():
             self.log({key: [make(image) for image in images]}, step=step, **kwargs)
 
-    @on_main_process
-    def log_table(
-        self,
-        table_name: str,
-        columns: list[str] | None = None,
-        data: list[list[Any]] | None = None,
-        dataframe: Any = None,
-        step: int | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """A table, from `columns` and `data` or from a dataframe."""
-        table = self.library().Table(columns=columns, data=data, dataframe=dataframe)
-        self.log({table_name: table}, step=step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        self.run.finish()
+    def _log_table(self, table: Table, step: int | None, **kwargs: Any) -> None:
+        shown = self.library().Table(columns=table.columns, data=table.data, dataframe=table.dataframe)
+        self.log({table.name: shown}, step=step, **kwargs)

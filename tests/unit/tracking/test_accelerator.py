@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from typing import Any
 
 import pytest
+import torch
 
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, WandBTracker, register_tracker_class
@@ -30,6 +32,7 @@ class InFolder(ListTracker):
 def registered() -> Any:
     table = dict(LOGGER_TYPE_TO_CLASS)
     register_tracker_class(Named)
+    register_tracker_class(Portable)
     register_tracker_class(InFolder)
     yield
     LOGGER_TYPE_TO_CLASS.clear()
@@ -201,6 +204,85 @@ def test_the_end_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         accelerator.end_training()
     assert other.seen[-1] == ("finish",)
     gate.set()
+
+
+def test_arguments_of_any_name() -> None:
+    names = ("self", "what", "function", "tracker", "method", "own", "name")
+    tracker = ListTracker()
+    accelerator = Accelerator(cpu=True, log_with=tracker)
+    accelerator.init_trackers("project")
+    accelerator.log({"a": 1}, log_kwargs={"list": dict.fromkeys(names[1:], 1)})
+    accelerator.log({"a": 1}, step=1, log_kwargs={"list": {"step": 2}})
+    accelerator.end_training()
+    assert tracker.seen[1] == ("log", {"a": 1}, None, dict.fromkeys(names[1:], 1))
+    assert tracker.seen[2] == ("log", {"a": 1}, 2, {})
+
+
+@pytest.mark.parametrize("log_kwargs", [["list"], {"list": 3}, {"list": {"self": 1}}])
+def test_wrong_arguments_warn_and_go_on(log_kwargs: Any) -> None:
+    tracker = ListTracker()
+    accelerator = Accelerator(cpu=True, log_with=tracker)
+    accelerator.init_trackers("project")
+    with pytest.warns(UserWarning, match="The tracker 'list' failed in `log`") as caught:
+        for _ in range(2):
+            accelerator.log({"a": 1}, log_kwargs=log_kwargs)
+        accelerator.end_training()
+    assert len(caught) == 1
+    assert [entry[0] for entry in tracker.seen] == ["start", "finish"]
+
+
+def test_a_tensor_without_a_value() -> None:
+    accelerator = Accelerator(cpu=True, log_with=ListTracker())
+    accelerator.init_trackers("project")
+    value = torch.ones((), device="meta")
+    accelerator.log({"a": value, "b": torch.ones(())})
+    [tracker] = accelerator.trackers
+    logged = tracker.tracker[-1][1]  # type: ignore[attr-defined]
+    assert logged["a"].is_meta  # what becomes of it is the tracker's affair
+    assert logged["b"] == 1
+    accelerator.end_training()
+
+
+class Portable(ListTracker):
+    name = "portable"
+
+
+def test_it_travels_with_its_trackers() -> None:
+    accelerator = Accelerator(cpu=True, log_with=["portable", Portable()])
+    accelerator.init_trackers("project")
+    accelerator.log({"a": 1})
+    copied = pickle.loads(pickle.dumps(accelerator))
+    assert [tracker.seen[-1][1] for tracker in copied.trackers] == [{"a": 1}] * 2
+    assert copied.log_with[1] is copied.trackers[1]
+    copied.log({"a": 2})
+    copied.end_training()
+    for tracker in copied.trackers:
+        assert [entry[0] for entry in tracker.seen] == ["start", "log", "log", "finish"]
+    for tracker in accelerator.trackers:
+        assert len(tracker.tracker) == 2  # type: ignore[attr-defined]
+    accelerator.end_training()
+    assert pickle.loads(pickle.dumps(accelerator)).trackers == []
+
+
+class Forgetful(GeneralTracker):
+    def __init__(self, *args: Any) -> None:
+        self.seen = args
+
+
+class Anonymous(Forgetful):
+    requires_logging_directory = False
+    tracker = None
+
+
+def test_a_tracker_that_lacks_something() -> None:
+    with pytest.raises(NotImplementedError, match="Anonymous lacks `name`:"):
+        Accelerator(cpu=True, log_with=Anonymous())
+    LOGGER_TYPE_TO_CLASS["forgetful"] = type("Late", (Forgetful,), {"name": "forgetful", "tracker": None})
+    LOGGER_TYPE_TO_CLASS["forgetful"].requires_logging_directory = False
+    Accelerator(cpu=True, log_with="forgetful").init_trackers("project")
+    del LOGGER_TYPE_TO_CLASS["forgetful"].tracker
+    with pytest.raises(NotImplementedError, match="Late lacks `tracker`:"):
+        Accelerator(cpu=True, log_with="forgetful").init_trackers("project")
 
 
 class Everywhere(ListTracker):

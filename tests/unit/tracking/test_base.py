@@ -11,7 +11,8 @@ import torch
 
 from accelerate.state import PartialState
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, on_main_process
-from accelerate.tracking.base import LibraryTracker, as_number, only_numbers, plain
+from accelerate.tracking.base import LibraryTracker, as_number, one_by_one, only_numbers, plain
+from accelerate.tracking.table import ShowsTables, Table
 from tests.harness import run_world
 from tests.unit.tracking.toys import ListTracker
 
@@ -115,11 +116,36 @@ def test_numbers() -> None:
     numbers = [1, 2.5, True, torch.tensor(3.5), torch.tensor([4]), np.float32(0.5), np.array([[6]])]
     assert [as_number(value) for value in numbers] == [1, 2.5, True, 3.5, 4, 0.5, 6]
     assert [as_number(value) for value in ("1", None, torch.zeros(2), np.zeros(0), [1], {})] == [None] * 6
+    assert as_number(torch.zeros((), device="meta")) is None
     assert plain({"a": torch.tensor(2.0), "b": "text"}) == {"a": 2.0, "b": "text"}
 
 
 def test_only_numbers_says_what_was_none() -> None:
     kept: dict[str, Any] = {}
-    with pytest.raises(TypeError, match=r"these are none: 'text' \(str\)"):
+    with pytest.raises(ValueError, match=r"left out: 'text' \(TypeError: only numbers are kept, and this is a str\)$"):
         only_numbers({"a": 1, "text": "x", "b": torch.tensor(2.0)}, kept.__setitem__)
     assert kept == {"a": 1, "b": 2.0}
+
+
+def test_one_that_fails_does_not_lose_the_others() -> None:
+    kept: dict[str, Any] = {}
+
+    def keep(name: str, value: Any) -> None:
+        kept[name] = 1 / value
+
+    with pytest.raises(ValueError, match=r"^left out: 'b' \(ZeroDivisionError: .+\), 'c' \(TypeError: .+\)$"):
+        one_by_one({"a": 1, "b": 0, "c": "x", "d": 2}, keep)
+    assert kept == {"a": 1, "d": 0.5}
+
+
+def test_a_table_needs_rows() -> None:
+    class Shows(ShowsTables, ListTracker):
+        def _log_table(self, table: Table, step: int | None, **kwargs: Any) -> None:
+            self.seen.append((table, step, kwargs))
+
+    PartialState(cpu=True)
+    tracker = Shows()
+    tracker.log_table("t", ["x"], [[1]], step=2, more=3)
+    assert tracker.seen == [(Table("t", ["x"], [[1]], None), 2, {"more": 3})]
+    with pytest.raises(ValueError, match="the table 't' has neither `data` nor `dataframe`"):
+        tracker.log_table("t", ["x"])

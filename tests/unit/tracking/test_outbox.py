@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +37,7 @@ def outbox(tracker: ListTracker) -> Iterator[Outbox]:
     yield outbox
     if not outbox.closed:
         outbox.close()
-    assert outbox.finish(10)
+    assert outbox.flush(10)
 
 
 def test_in_order_and_done_when_it_returns(outbox: Outbox, tracker: ListTracker) -> None:
@@ -112,7 +115,7 @@ def test_what_is_too_much_is_left_out(
     assert outbox.flush(10)
     assert tracker.seen[-1][2] == 7
     outbox.close()
-    assert outbox.finish(10)
+    assert outbox.flush(10)
     assert tracker.seen[-1] == ("finish",)  # which is never too much
 
 
@@ -143,7 +146,7 @@ def test_other_objects_are_passed_on() -> None:
 def test_after_the_end(outbox: Outbox, tracker: ListTracker, recwarn: pytest.WarningsRecorder) -> None:
     outbox.call("log", tracker.log, {})
     outbox.close()
-    assert outbox.finish(10)
+    assert outbox.flush(10)
     for _ in range(2):
         outbox.call("log", tracker.log, {})
     assert [entry[0] for entry in tracker.seen] == ["log", "finish"]
@@ -154,11 +157,11 @@ class Direct(ListTracker):
     in_background = False
 
 
-class EndsHere(ListTracker):
-    finish_in_background = False
+class Bound(ListTracker):
+    """Has to do with the thread that trains, as some libraries have."""
 
-    def finish(self) -> None:
-        self.seen.append((threading.current_thread(),))
+    def _release(self) -> None:
+        self.seen.append(("release", threading.current_thread()))
 
 
 def test_on_the_thread_that_trains() -> None:
@@ -169,17 +172,86 @@ def test_on_the_thread_that_trains() -> None:
     with pytest.warns(UserWarning, match="failed in `log`"):
         outbox.call("log", fail)
     outbox.close()
-    assert outbox.finish(0)
+    assert outbox.flush(0)
     assert tracker.seen[-1] == ("finish",)
 
 
-def test_finish_on_the_thread_that_trains() -> None:
-    tracker = EndsHere()
+def test_the_thread_that_trains_is_released_at_once() -> None:
+    tracker = Bound()
     outbox = Outbox(tracker)
-    outbox.call("log", tracker.log, {})
+    gate = threading.Event()
+    outbox.call("log", gate.wait)
     outbox.close()
-    assert outbox.finish(10)
-    assert tracker.seen[-1] == (threading.current_thread(),)
+    assert tracker.seen == [("release", threading.current_thread())]
+    gate.set()
+    assert outbox.flush(10)
+    assert tracker.seen[-1] == ("finish",)
+
+
+def test_any_name_may_be_an_argument(outbox: Outbox, tracker: ListTracker) -> None:
+    names = ("self", "what", "function", "args", "kwargs")
+    outbox.call("log", lambda **kwargs: tracker.seen.append((kwargs,)), **dict.fromkeys(names, 1))
+    assert outbox.flush(10)
+    assert tracker.seen == [(dict.fromkeys(names, 1),)]
+
+
+class Uncopyable(dict):
+    def items(self) -> Any:
+        raise RuntimeError("no copy of this")
+
+
+def test_what_cannot_be_copied_is_said_once(outbox: Outbox, tracker: ListTracker) -> None:
+    with pytest.warns(UserWarning, match="failed in `log`.*RuntimeError: no copy of this") as caught:
+        for _ in range(2):
+            outbox.call("log", tracker.log, Uncopyable(a=1))
+    outbox.call("log", tracker.log, {"a": 2})
+    assert outbox.flush(10)
+    assert len(caught) == 1
+    assert [entry[1] for entry in tracker.seen] == [{"a": 2}]
+
+
+def test_asking_for_a_slow_tracker_costs_a_run_little(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    gate = threading.Event()
+    outbox.call("log", gate.wait)
+    waits: list[float] = []
+    wait_for = outbox._wait_for
+    monkeypatch.setattr(outbox, "_wait_for", lambda count, limit: waits.append(limit) or wait_for(count, limit))
+    outbox._order_seconds = 0.1
+    for _ in range(5):
+        outbox.catch_up()
+    assert waits == [0.1, 0.0, 0.0, 0.0, 0.0]
+    assert [str(warning.message) for warning in recwarn] == [
+        "The tracker 'list' is slow: what is called on it directly may come before what was logged."
+    ]
+    gate.set()
+
+
+def in_a_fork(outbox: Outbox, tracker: ListTracker) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            outbox.call("log", tracker.log, {"a": 1})
+        assert outbox.flush(0)
+        outbox.close()
+        assert outbox.flush(0)
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_forked_process_says_that_it_cannot_log(outbox: Outbox, tracker: ListTracker) -> None:
+    outbox.call("log", tracker.log, {"a": 0})
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    outbox._change.acquire()  # as the tracker's thread may, at the moment of the fork
+    process = multiprocessing.get_context("fork").Process(target=lambda: theirs.send(in_a_fork(outbox, tracker)))
+    process.start()
+    outbox._change.release()
+    assert ours.poll(30)
+    [message] = ours.recv()
+    process.join()
+    assert f"was started in process {os.getpid()}, and {process.pid} was forked from it" in message
+    assert outbox.flush(10)
+    assert len(tracker.seen) == 1
 
 
 def test_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
