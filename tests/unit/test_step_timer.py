@@ -335,6 +335,24 @@ def test_which_exchanges_count() -> None:
     assert run_world(late, 2, "end")[0] > 0.9
 
 
+def after_a_timer() -> bool:
+    accelerator = Accelerator(cpu=True)
+    model, _, loader = parts(Clock(), accelerator, batches=12)
+    with accelerator.step_timer():
+        for batch in loader:
+            accelerator.backward(model(batch).sum())
+    numbers = []
+    for batch in loader:
+        model(batch).sum().backward()
+        numbers.append(model.logger._get_ddp_logging_data().ints_map["forward_compute_time_start"])
+    return len(set(numbers)) == 1
+
+
+def test_ddp_measures_every_iteration_only_meanwhile() -> None:
+    # On a GPU, each such iteration waits for the backward before it.
+    assert run_world(after_a_timer, 2) == [True, True]
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_the_slowest_rank(accumulate: int) -> None:
     results = run_world(on_two_ranks, 2, accumulate)

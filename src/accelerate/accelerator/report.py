@@ -13,7 +13,7 @@ from accelerate.config.handlers import ProfileKwargs
 from accelerate.constants import PROFILE_PATTERN_NAME
 from accelerate.step_timer import StepTimer
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from accelerate.tracking.base import check_attributes
+from accelerate.tracking.base import check_attributes, warn
 
 
 class Reporting(AcceleratorBase):
@@ -133,9 +133,12 @@ class Reporting(AcceleratorBase):
             yield profiler
         if handler.output_trace_dir is None:
             return
-        folder = Path(handler.output_trace_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        profiler.export_chrome_trace(os.fspath(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index)))
+        if profiler.profiler is None:  # an error in torch, at the end of a training that went well
+            warn("The profile has no trace: nothing was recorded, because the loop was over before its schedule began.")
+        else:
+            folder = Path(handler.output_trace_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            profiler.export_chrome_trace(os.fspath(folder / PROFILE_PATTERN_NAME.format(suffix=self.process_index)))
         self.wait_for_everyone()
 
     def step_timer(self, warmup: int = 1) -> StepTimer:

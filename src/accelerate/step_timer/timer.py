@@ -74,6 +74,8 @@ class StepTimer:
         self._undo.close()
         if kind is None:  # after an error the ranks may not meet any more
             self._report()
+        for each in self._reductions:
+            each.stop()
 
     def _replace(self, owner: Any, name: str, make: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Put a timed function in place of one, until the end of the block."""
@@ -227,8 +229,8 @@ class _Reductions:
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._logger: Any = model.logger
-        # DDP measures some iterations by itself; here, each of them.
-        model._set_ddp_runtime_logging_sample_rate(1)
+        self._measure_every = model._set_ddp_runtime_logging_sample_rate
+        self._measure_every(1)
         self._last = 0
         self.seconds = 0.0
         self.begin()
@@ -237,6 +239,10 @@ class _Reductions:
         """Count from now: not what happened before, of which DDP has written down nothing yet."""
         self.catch_up()
         self.seconds = 0.0
+
+    def stop(self) -> None:
+        """Have DDP measure as few iterations as it does by itself: on a GPU, each one waits for the backward before."""
+        self._measure_every(100)
 
     def catch_up(self) -> None:
         self._logger.set_runtime_stats_and_log()

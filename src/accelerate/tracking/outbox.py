@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import copy
 import functools
+import math
 import os
 import sys
 import threading
@@ -18,12 +19,11 @@ import torch
 from accelerate.comm.tree import leaves
 from accelerate.tracking.base import GeneralTracker, warn
 
-# How long a call may hold up the caller, and how many late calls it takes until the tracker is no longer waited for:
-# a tracker costs training 3 times 50 ms at most.
+# The most that one call waits for its tracker, so that what a script calls on the library itself comes after it.
 PATIENCE = 0.05
-LATE_CALLS = 3
-# How long a whole run may be held up, per tracker, to keep direct calls of a tracker behind what was logged before.
-ORDER_SECONDS = 1.0
+# What a run may spend on that, and on the same for a script that asks for the tracker: seconds, and a share of the run.
+FOR_CALLS = 0.15, 0.01
+FOR_ORDER = 5.0, 0.05
 # Calls that may wait for a slow tracker; what comes when there are that many is left out.
 CAPACITY = 1000
 # Seconds that a program which ended with an error waits for its trackers.
@@ -39,6 +39,23 @@ def time_limit() -> float:
         raise ValueError(f"ACCELERATE_TRACKER_TIMEOUT is {text!r}: give a number of seconds.") from None
 
 
+class Allowance:
+    """How long a run may be held up for something: some seconds, and a share of the time it has taken so far."""
+
+    def __init__(self, seconds: float, share: float) -> None:
+        self._seconds, self._share = seconds, share
+        self._began = time.monotonic()
+        self._spent = 0.0
+
+    def wait(self, wait: Callable[[float], bool], most: float = math.inf) -> bool:
+        """What `wait` returns, called with how long it may take."""
+        before = time.monotonic()
+        left = self._seconds + self._share * (before - self._began) - self._spent
+        done = wait(min(max(left, 0.0), most))
+        self._spent += time.monotonic() - before
+        return done
+
+
 class Outbox:
     """Makes the calls of one tracker: on a thread of their own, or at once for one that is not `in_background`."""
 
@@ -49,12 +66,12 @@ class Outbox:
         self._background = tracker.in_background
         self._calls: deque[tuple[str, Callable[[], Any]]] = deque()
         self._change = threading.Condition()
-        self._sent = self._done = self._late = self._dropped = 0
+        self._sent = self._done = self._dropped = 0
         self._errors: list[tuple[str, BaseException]] = []
         self._told: set[str] = set()
         self._thread: threading.Thread | None = None
         self._process = os.getpid()
-        self._order_seconds = ORDER_SECONDS
+        self._for_calls, self._for_order = Allowance(*FOR_CALLS), Allowance(*FOR_ORDER)
 
     def call(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         """Have `function(*args, **kwargs)` called after all earlier ones. what: its name in a warning."""
@@ -80,8 +97,7 @@ class Outbox:
                 self._sent += 1
                 self._change.notify_all()
                 self._start_thread()
-                if self._late < LATE_CALLS and not self._wait_for(self._sent, PATIENCE):
-                    self._late += 1
+                self._for_calls.wait(functools.partial(self._wait_for, self._sent), most=PATIENCE)
         if self._dropped:
             self._tell_once(
                 "slow",
@@ -101,13 +117,11 @@ class Outbox:
 
     def catch_up(self) -> None:
         """Wait until every call so far has been made, as long as a run may be held up by that."""
-        before = time.monotonic()
-        if not self.flush(self._order_seconds):
+        if not self._for_order.wait(self.flush):
             self._tell_once(
                 "order",
                 f"The tracker {self.name!r} is slow: what is called on it directly may come before what was logged.",
             )
-        self._order_seconds = max(self._order_seconds - (time.monotonic() - before), 0.0)
 
     def close(self) -> None:
         """Take no more calls; those that wait are still made, and then the tracker's `finish`."""

@@ -17,7 +17,7 @@ import torch
 
 from accelerate.state import PartialState
 from accelerate.tracking import outbox as module
-from accelerate.tracking.outbox import Outbox, own_copy, time_limit
+from accelerate.tracking.outbox import Allowance, Outbox, own_copy, time_limit
 from tests.unit.tracking.toys import ListTracker
 
 
@@ -88,15 +88,38 @@ def test_a_slow_tracker_is_not_waited_for(outbox: Outbox, tracker: ListTracker) 
     assert [entry[2] for entry in tracker.seen] == list(range(20))
 
 
-def test_it_costs_no_more_than_a_few_waits(outbox: Outbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
-    wait_for = outbox._wait_for
-    monkeypatch.setattr(outbox, "_wait_for", lambda count, limit: waits.append(limit) or wait_for(count, limit))
-    gate = threading.Event()
-    for _ in range(10):
-        outbox.call("log", gate.wait)
-    assert waits == [module.PATIENCE] * module.LATE_CALLS
-    gate.set()
+class Clock:
+    """Stands in for the module `time`: moves when it is told to."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("takes", "first"), [(9.0, 3), (0.02, 7)])
+def test_it_costs_a_small_share_of_a_run(
+    outbox: Outbox, monkeypatch: pytest.MonkeyPatch, takes: float, first: int
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    outbox._for_calls = Allowance(*module.FOR_CALLS)
+    waited: list[float] = []
+
+    def wait_for(count: int, limit: float) -> bool:
+        waited.append(min(takes, limit))
+        clock.now += waited[-1]
+        return takes <= limit
+
+    monkeypatch.setattr(outbox, "_wait_for", wait_for)
+    for _ in range(first):
+        outbox.call("log", int)
+    assert waited == pytest.approx([min(takes, module.PATIENCE)] * first)
+    for _ in range(1000):
+        clock.now += 0.02  # a step
+        outbox.call("log", int)
+    assert sum(waited) == pytest.approx(0.15 + 0.01 * clock.now, abs=0.001)
+    monkeypatch.undo()
 
 
 def test_what_is_too_much_is_left_out(
@@ -218,10 +241,10 @@ def test_asking_for_a_slow_tracker_costs_a_run_little(
     waits: list[float] = []
     wait_for = outbox._wait_for
     monkeypatch.setattr(outbox, "_wait_for", lambda count, limit: waits.append(limit) or wait_for(count, limit))
-    outbox._order_seconds = 0.1
+    outbox._for_order = Allowance(0.1, 0.0)
     for _ in range(5):
         outbox.catch_up()
-    assert waits == [0.1, 0.0, 0.0, 0.0, 0.0]
+    assert waits == pytest.approx([0.1, 0.0, 0.0, 0.0, 0.0])
     assert [str(warning.message) for warning in recwarn] == [
         "The tracker 'list' is slow: what is called on it directly may come before what was logged."
     ]
