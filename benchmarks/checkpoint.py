@@ -1,9 +1,13 @@
 """Saving and loading a model with AdamW: the time training stands still, beside a plain write of the same bytes.
 
-    python benchmarks/checkpoint.py --peer .venv-peer/bin/python          # a small model
-    python benchmarks/checkpoint.py --peer python3 --width 8192 --depth 6   # 4.5 GiB, for a machine with a GPU
+    python benchmarks/checkpoint.py --peer .venv-peer/bin/python          # a small model, one and two processes
+    PYTHONPATH=src python3 benchmarks/checkpoint.py --peer python3 --width 8192 --depth 6 --processes 1
+                                                                          # 4.5 GiB, for a machine with a GPU
 
-This file is also the script of its subjects: `--worker` runs with the package that its Python imports.
+This file is also the script of its subjects: `--worker` runs with the package that its Python imports. Subjects take
+turns; a save, a plain write and a load follow each other in every round. Host memory is what a save took at most beyond
+what the process had before (Linux). The parts of the time are of a save and a load of their own, and add up to more
+than it lasted, because they go on at the same time.
 """
 
 from __future__ import annotations
@@ -11,27 +15,80 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+SAVE, LOAD, STALL, BEHIND = "save", "load", "asynchronous save: stall", "asynchronous save: until it is on the disk"
+PLAIN = "plain write of the same bytes, flushed"
 
 
-def best(function: Callable[[], Any], rounds: int) -> float:
-    """The shortest time of several, each from a quiet disk."""
-    times = []
-    for _ in range(rounds):
-        os.sync()
-        start = time.perf_counter()
+def memory_peak(function: Callable[[], Any]) -> int:
+    """By how much the memory of this process grew at most while `function` ran, in bytes; 0 where that is not told."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status("VmRSS")
         function()
-        times.append(time.perf_counter() - start)
-    return min(times)
+        return _status("VmHWM") - before
+    except OSError:
+        function()
+        return 0
+
+
+def _status(name: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1]) * 1024
+    raise OSError(name)
+
+
+class Stages:
+    """Where the time of our save or load goes: seconds of all threads together, by what they did."""
+
+    def __init__(self) -> None:
+        from accelerate.checkpoint import disk, stream
+
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+        self._plain: list[tuple[Any, str, Any]] = []
+        for owner, name, what in (
+            (stream._Lanes, "copy", "copies to or from the device"),
+            (stream, "_sum", "checksums"),
+            (disk, "write", "writing"),
+            (disk, "start_flush", "starting to flush"),
+            (disk, "sync", "flushing"),
+            (stream, "_read_into", "reading"),
+            (disk, "rename", "renaming"),
+            (disk, "remove_tree", "removing"),
+        ):
+            self._plain.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, self._timed(getattr(owner, name), what))
+
+    def _timed(self, function: Callable[..., Any], what: str) -> Callable[..., Any]:
+        def timed(*args: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                with self._lock:
+                    self.seconds[what] += time.perf_counter() - start
+
+        return timed
+
+    def taken(self) -> dict[str, float]:
+        for owner, name, function in self._plain:
+            setattr(owner, name, function)
+        return dict(self.seconds)
 
 
 def worker(width: int, depth: int, rounds: int, folder: str) -> None:
@@ -39,46 +96,88 @@ def worker(width: int, depth: int, rounds: int, folder: str) -> None:
 
     from accelerate import Accelerator
 
-    accelerator = Accelerator()
+    # The peer forms no group on CPUs unless it is told to use them.
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
+    assert accelerator.num_processes == int(os.environ.get("WORLD_SIZE", "1"))
+    cuda = accelerator.device.type == "cuda"
     model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     accelerator.backward(model(torch.ones(1, width, device=accelerator.device)).sum())
     optimizer.step()
     optimizer.zero_grad()
+    ours = hasattr(accelerator, "wait_for_checkpoint")
+    times: defaultdict[str, list[float]] = defaultdict(list)
+    processor: defaultdict[str, list[float]] = defaultdict(list)
+    target = os.path.join(folder, "checkpoint")
 
-    def finished(function: Callable[[], Any]) -> None:
+    def measured(name: str, function: Callable[[], Any]) -> None:
+        if accelerator.is_main_process:
+            os.sync()  # from a quiet disk
+        accelerator.wait_for_everyone()
+        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
         function()
-        if accelerator.device.type == "cuda":
+        if cuda:
             torch.cuda.synchronize()
         accelerator.wait_for_everyone()
+        times[name].append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        processor[name].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
 
-    times = {"save": best(lambda: finished(lambda: accelerator.save_state(folder)), rounds)}
-    size = sum(path.stat().st_size for path in Path(folder).iterdir())
-    times["load"] = best(lambda: finished(lambda: accelerator.load_state(folder)), rounds)
-    if hasattr(accelerator, "wait_for_checkpoint"):
-        stalls = []
-        for _ in range(rounds):
-            os.sync()
+    content = memoryview(bytearray(os.urandom(1 << 24)))
+
+    def plain() -> None:
+        if not accelerator.is_main_process:
+            return
+        with open(os.path.join(folder, "plain"), "wb") as file:
+            left = size
+            while left > 0:
+                file.write(content[: min(left, len(content))])
+                left -= len(content)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def behind() -> None:
+        accelerator.save_state(target, async_save=True)
+
+    for number in range(rounds + 1):  # the first one warms up, and is not counted
+        if number == 1:
+            times.clear()
+            processor.clear()
+        measured(SAVE, lambda: accelerator.save_state(target))
+        size = sum(path.stat().st_size for path in Path(target).iterdir())
+        measured(PLAIN, plain)
+        if accelerator.is_main_process:
+            os.remove(os.path.join(folder, "plain"))
+        measured(LOAD, lambda: accelerator.load_state(target))
+        if ours:
             start = time.perf_counter()
-            finished(lambda: accelerator.save_state(folder, async_save=True))
-            stalls.append(time.perf_counter() - start)
+            measured(STALL, behind)
             accelerator.wait_for_checkpoint()
-        times["stall of an asynchronous save"] = min(stalls)
+            accelerator.wait_for_everyone()
+            times[BEHIND].append(time.perf_counter() - start)
+    if ours:
+        accelerator._background.memory = type(accelerator._background.memory)()  # as before the first one
+    memory = {SAVE: memory_peak(lambda: accelerator.save_state(target))}
+    accelerator.wait_for_everyone()
+    memory[LOAD] = memory_peak(lambda: accelerator.load_state(target))
+    stages = {}
+    if ours:
+
+        def whole() -> None:
+            behind()
+            accelerator.wait_for_checkpoint()
+
+        memory[STALL] = memory_peak(whole)
+        for name, work in ((SAVE, accelerator.save_state), (LOAD, accelerator.load_state)):
+            watch = Stages()
+            work(target)
+            stages[name] = watch.taken()
     if accelerator.is_main_process:
-        content = memoryview(bytearray(1 << 24))
-
-        def plain() -> None:
-            with open(os.path.join(folder, "plain"), "wb") as file:
-                for _ in range(size >> 24):
-                    file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-
-        times["plain write of the same bytes"] = best(plain, rounds)
-        print(json.dumps({"bytes": size, **times}))
+        facts = {"bytes": size, "times": times, "processor": processor, "memory": memory, "stages": stages}
+        print(json.dumps(facts | {"device": str(accelerator.device), "torch": torch.__version__}))
 
 
-def subject(python: str, source: str | None, processes: int, options: argparse.Namespace) -> dict[str, float]:
+def subject(python: str, source: str | None, processes: int, options: argparse.Namespace) -> dict[str, Any]:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     if source is not None:
         environ["PYTHONPATH"] = source
@@ -92,16 +191,52 @@ def subject(python: str, source: str | None, processes: int, options: argparse.N
         )
     finally:
         shutil.rmtree(folder)
-    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
+def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs of one subject as one: all times, the least memory that was enough."""
+    found = dict(runs[-1])
+    for part in ("times", "processor"):
+        found[part] = {name: [value for run in runs for value in run[part][name]] for name in runs[0][part]}
+    return found
+
+
+def show(processes: int, ours: dict[str, Any], peer: dict[str, Any]) -> None:
+    size = ours["bytes"]
+    print(
+        f"\n{processes} processes on {ours['device']}, {size / 2**20:.0f} MiB in a checkpoint: median (least) seconds"
+    )
+    for name in (SAVE, LOAD, STALL, BEHIND, PLAIN):
+        cells = []
+        for subject in (ours, peer):
+            values = subject["times"].get(name)
+            cells.append(f"{statistics.median(values):7.3f} ({min(values):6.3f})" if values else " " * 16)
+        print(f"  {name:44} ours {cells[0]}   peer {cells[1]}")
+    for label, one in (("ours", ours), ("peer", peer)):
+        ratios = [save / plain for save, plain in zip(one["times"][SAVE], one["times"][PLAIN], strict=True)]
+        work = {name: statistics.median(values) for name, values in one["processor"].items()}
+        taken = ", ".join(f"{name} {work[name]:.2f}" for name in (SAVE, LOAD, STALL, PLAIN) if name in work)
+        held = ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in one["memory"].items())
+        print(f"  {label}: save / plain write {statistics.median(ratios):.2f}, processor seconds: {taken}")
+        print(f"        host memory at most beyond what was there: {held}")
+    for name in (LOAD, STALL):
+        other = SAVE if name == STALL else LOAD
+        share = statistics.median(ours["times"][name]) / statistics.median(peer["times"][other])
+        print(f"  our {name} / the peer's {other}: {share:.2f}")
+    for name, stages in ours["stages"].items():
+        parts = ", ".join(f"{what} {seconds:.2f}" for what, seconds in sorted(stages.items(), key=lambda s: -s[1]))
+        print(f"  where the time of a {name} goes (thread seconds): {parts}")
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", default=sys.executable, help="a python that has the released package")
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=2, help="how often each package is started")
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--folder", default=None, help="where to write; by default the folder for temporary files")
     parser.add_argument("--json", default=None)
@@ -110,18 +245,18 @@ def main() -> None:
     if options.worker is not None:
         worker(options.width, options.depth, options.rounds, options.worker)
         return
+    options.peer = shutil.which(options.peer) or options.peer
     options.peer = os.path.abspath(options.peer)  # the workers run in a folder of their own
     rows = {}
     for processes in options.processes:
-        ours = subject(sys.executable, str(ROOT / "src"), processes, options)
-        peer = subject(options.peer, None, processes, options)
-        rows[processes] = {"ours": ours, "peer": peer}
-        print(f"{processes} processes, {ours['bytes'] / 2**20:.0f} MiB")
-        for name, value in ours.items():
-            if name != "bytes":
-                print(f"  {name:32} ours {value:8.3f} s   peer {peer.get(name, float('nan')):8.3f} s")
+        runs: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}
+        for _ in range(options.turns):
+            runs["ours"].append(subject(sys.executable, str(ROOT / "src"), processes, options))
+            runs["peer"].append(subject(options.peer, None, processes, options))
+        rows[processes] = {name: together(several) for name, several in runs.items()}
+        show(processes, rows[processes]["ours"], rows[processes]["peer"])
     if options.json is not None:
-        Path(options.json).write_text(json.dumps(rows, indent=1))
+        Path(options.json).write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

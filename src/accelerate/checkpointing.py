@@ -6,10 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import disk, layout
+from accelerate.checkpoint import disk, layout, whole
 from accelerate.checkpoint.files import read_torch
 from accelerate.checkpoint.load import verify_checkpoint
-from accelerate.checkpoint.state import Run, apply, own_parts, read, shared_parts, write_parts
+from accelerate.checkpoint.parts import write_parts
+from accelerate.checkpoint.reading import Reader
+from accelerate.checkpoint.state import Run, apply_objects, apply_random_states, own_parts, read, shared_parts
 from accelerate.constants import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -63,8 +65,9 @@ def save_accelerator_state(
     run.optimizers, run.schedulers, run.loaders, run.scaler = optimizers, schedulers, dataloaders, scaler
     folder = Path(output_dir)
     disk.make_folder(folder)
-    if state.is_local_main_process if save_on_each_node else state.is_main_process:
-        write_parts(shared_parts(run, model_states, safe_serialization), folder)
+    main = state.is_local_main_process if save_on_each_node else state.is_main_process
+    write_parts(whole.save(run, model_states, safe=safe_serialization, main=main), folder)
+    write_parts(shared_parts(run, main), folder)
     write_parts(own_parts(run, step), folder)
     return folder
 
@@ -88,7 +91,7 @@ def load_accelerator_state(
     if map_location not in (None, "cpu", "on_device"):
         raise TypeError(f'map_location is {map_location!r}: give "cpu", "on_device" or None.')
     state = PartialState()
-    run = Run(process_index, state.num_processes, state.device_kind)
+    run = Run(process_index, state.num_processes, state.device_kind, saved_ranks=state.num_processes)
     run.models, run.optimizers, run.schedulers, run.loaders, run.scaler = (
         models,
         optimizers,
@@ -96,12 +99,15 @@ def load_accelerator_state(
         dataloaders,
         scaler,
     )
+    run.without_hooks = models
     kwargs = dict(load_kwargs or {})
     if map_location is not None:
         kwargs["map_location"] = state.device if map_location == "on_device" else "cpu"
-    strict = bool(load_model_func_kwargs.get("strict", True))
-    loaded = read(run, Path(input_dir), state.num_processes, strict=strict, **kwargs)
-    apply(loaded, run)
+    put_in = whole.load(run, Reader(Path(input_dir)), torch_load=kwargs, **load_model_func_kwargs)
+    loaded = read(run, Path(input_dir), **kwargs)
+    apply_objects(loaded, run)
+    put_in()
+    apply_random_states(loaded, run)
     step = (loaded.random_states or {}).get("step")
     return {} if step is None else {"step": step}
 

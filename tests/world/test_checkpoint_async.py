@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -86,12 +87,24 @@ def test_tied_weights_stay_one(tmp_path: Path) -> None:
 
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(Tied())
-    sizes = []
     for behind in (False, True):
         accelerator.save_state(tmp_path, safe_serialization=False, async_save=behind)
         accelerator.wait_for_checkpoint()
-        sizes.append((tmp_path / "pytorch_model.bin").stat().st_size)
-    assert sizes[0] == sizes[1]
+        with zipfile.ZipFile(tmp_path / "pytorch_model.bin") as archive:
+            assert sum("/data/" in name for name in archive.namelist()) == 5  # of six names
+
+
+def test_a_script_may_go_elsewhere_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    run = Training()
+    go = held(monkeypatch)
+    assert run.accelerator.save_state("x", async_save=True) == "x"
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    go.set()
+    run.accelerator.wait_for_checkpoint()
+    verify_checkpoint(tmp_path / "x")
+    assert os.listdir(tmp_path / "elsewhere") == []
 
 
 SCRIPT = """

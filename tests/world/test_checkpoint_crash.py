@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import signal
@@ -15,13 +16,14 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.checkpoint import disk
+from accelerate.comm import current
 from accelerate.utils import ProjectConfiguration
 from tests.harness import run_world, world_outcomes
 from tests.unit.accelerator.toys import ALONE, Net
+from tests.world.crashing import EXCHANGES, STEPS, kill_at, two_ranks
 
 # How many times more moments than in the usual run of the tests: see `make soak`.
 SOAK = int(os.environ.get("SOAK", "1"))
-STEPS = ("write", "sync", "make_folder", "rename", "remove", "remove_tree")
 
 
 class Version:
@@ -69,76 +71,82 @@ class Version:
         return int(found.pop())
 
 
-def _in_child(work: Callable[[], None]) -> int:
-    """Run something in a forked process and return its status: negative for a signal."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def _every_moment(folder: str, automatic: bool, behind: bool, apart: bool) -> dict[str, tuple[int, int, int]]:
+    """Kill rank 0, rank 1, and both at once, at every moment of a save on two ranks, one after the other.
 
+    apart: the ranks are on two machines that share no disk, and each machine keeps all files.
+    """
+    os.chdir(folder)
+    run = Version(".", automatic)
+    run.accelerator.project_configuration.save_on_each_node = apart
+    run.accelerator.project_configuration.automatic_checkpoint_naming = False
+    run.accelerator.load_state(run.accelerator.save_state("first"))  # so that forks find everything imported
+    run.accelerator.project_configuration.automatic_checkpoint_naming = automatic
+    machines = [Path(folder, f"machine{rank}") for rank in (0, 1)] if apart else None
+    for machine in machines or ():
+        machine.mkdir()
+    gc.freeze()  # forks then copy less
+    attempts = 0
 
-def _killing_at(number: int, work: Callable[[], None]) -> Callable[[], None]:
-    """`work`, killed just before its `number`-th step on the disk."""
+    def load_and_save(victim: int | None = None, both: bool = False, number: int = 0) -> tuple[int, list[int]]:
+        """What the last attempt has left, and how the ranks ended that loaded it and saved the next number."""
 
-    def counted() -> None:
-        left = number
+        def work(rank: int, other: int, tell: Callable[[Any], None]) -> None:
+            found = run.loaded() if attempts > 1 else 0
+            tell(found)
+            current().barrier()
+            run.set(found + 1)
+            if rank == victim:
+                kill_at(number, (other,) if both else ())
+            run.save(behind)
+            run.accelerator.wait_for_checkpoint()
 
-        def before(step: Callable[..., Any]) -> Callable[..., Any]:
-            def stepping(*args: Any) -> Any:
-                nonlocal left
-                left -= 1
-                if left == 0:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return step(*args)
+        nonlocal attempts
+        attempts += 1
+        run.accelerator.project_configuration.iteration = attempts
+        (first, found), (second, same) = two_ranks(work, machines)
+        assert found == same is not None, (victim, both, number, found, same)
+        return found, [first, second]
 
-            return stepping
-
-        for name in STEPS:
-            setattr(disk, name, before(getattr(disk, name)))
-        work()
-
-    return counted
-
-
-def _every_step(folder: str, automatic: bool) -> tuple[int, int, int]:
-    run = Version(folder, automatic)
-    run.save()
-    value, kills, old, new = 0, 0, 0, 0
-    for number in range(1, 1000):
-        run.accelerator.project_configuration.iteration = value + 1 if automatic else 0
-        run.set(value + 1)
-        status = _in_child(_killing_at(number, run.save))
-        if status == 0:
-            break
-        assert status == -signal.SIGKILL
-        kills += 1
-        found = run.loaded()
-        assert found in (value, value + 1), (number, found)
-        old, new = old + (found == value), new + (found == value + 1)
-        if found == value + 1:
-            value = found
-    assert run.loaded() == value + 1
-    run.accelerator.project_configuration.iteration = value + 2
-    run.set(value + 2)
-    run.save()
+    before, statuses = load_and_save()
+    counts = {}
+    for victim in (0, 1):
+        for both in (False, True):
+            old = new = 0
+            for number in range(1, 1000):
+                found, following = load_and_save(victim, both, number)
+                assert found in (before, before + 1), (victim, both, number, found)
+                if number > 1:
+                    old, new = old + (found == before), new + (found == before + 1)
+                if statuses == [0, 0]:
+                    assert found == before + 1
+                before, statuses = found, following
+                if statuses == [0, 0]:
+                    break
+                assert statuses[victim] == -signal.SIGKILL
+            counts[f"rank {victim}{' and the other' if both else ''}"] = (old, new, number)
+    found, statuses = load_and_save()
+    assert found == before + 1 and statuses == [0, 0]
     # What the dead have left behind is gone.
-    names = os.listdir(os.path.join(folder, "checkpoints" if automatic else "same"))
-    assert not [name for name in names if name.startswith(".")], names
-    if automatic:
-        assert names == [f"checkpoint_{value + 2}"]
-    assert run.loaded() == value + 2
-    return kills, old, new
+    for machine in machines or [Path(folder)]:
+        names = os.listdir(machine / ("checkpoints" if automatic else "same"))
+        assert not [name for name in names if name.startswith(".")], names
+        if automatic:
+            assert names == [f"checkpoint_{attempts}"]
+    return counts
 
 
-@pytest.mark.parametrize("automatic", [False, True])
-def test_killed_before_every_step(tmp_path: Path, automatic: bool) -> None:
-    [(kills, old, new)] = run_world(_every_step, 1, str(tmp_path), automatic, env=ALONE)
-    assert kills > 40 and old > 20 and new >= 2
+WAYS = {"at once": (False, False), "behind": (True, False), "two disks": (False, True)}
+if SOAK > 1:
+    WAYS["two disks behind"] = (True, True)
+
+
+@pytest.mark.parametrize(("behind", "apart"), WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("automatic", [False, True], ids=["same folder", "automatic"])
+def test_killed_at_every_moment(tmp_path: Path, automatic: bool, behind: bool, apart: bool) -> None:
+    [counts] = run_world(_every_moment, 1, str(tmp_path), automatic, behind, apart, env=ALONE, timeout=300)
+    for who, (old, new, moments) in counts.items():
+        assert old + new == moments - 1 and old > 5 and new >= (2 if who.startswith("rank 0") else 0), (who, old, new)
 
 
 def _random_moments(folder: str, automatic: bool, behind: bool, times: int) -> tuple[int, int]:
@@ -173,7 +181,7 @@ def _random_moments(folder: str, automatic: bool, behind: bool, times: int) -> t
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
 @pytest.mark.parametrize("automatic", [False, True], ids=["same folder", "automatic"])
 def test_killed_at_random_moments(tmp_path: Path, automatic: bool, behind: bool) -> None:
-    times = 101 * SOAK
+    times = 53 * SOAK
     world = run_world(_random_moments, 1, str(tmp_path), automatic, behind, times, env=ALONE, timeout=100 * SOAK)
     [(finished, killed)] = world
     assert finished + killed == times - 1 and killed > times // 3
@@ -202,7 +210,7 @@ def _two_ranks(folder: str, automatic: bool, victim: int, number: int) -> int:
 
     for name in STEPS:
         setattr(disk, name, before(getattr(disk, name)))
-    for name in ("gather_objects", "broadcast_objects", "barrier"):
+    for name in EXCHANGES:
         setattr(plain, name, before(getattr(plain, name)))
     run.save()
     return number - left
@@ -220,9 +228,9 @@ def _load_two(folder: str, automatic: bool) -> int:
 def test_one_of_two_ranks_is_killed(tmp_path: Path, automatic: bool, victim: int) -> None:
     (tmp_path / "whole").mkdir()
     steps = run_world(_two_ranks, 2, str(tmp_path / "whole"), automatic, victim, 10**6)[victim]
-    assert steps > 20
+    assert steps > 8
     seen = set()
-    stride = max(1, steps // (9 * SOAK))
+    stride = max(1, steps // (4 * SOAK))
     for number in sorted({*range(1, steps, stride), steps - 1, steps}):
         folder = tmp_path / str(number)
         folder.mkdir()

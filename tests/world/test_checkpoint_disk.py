@@ -5,13 +5,17 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from accelerate.checkpoint import commit
+from accelerate.checkpoint.manifest import Manifest
 from accelerate.errors import CheckpointError
 from tests.harness import run_world
 from tests.unit.accelerator.toys import ALONE
@@ -130,6 +134,50 @@ def _missing_rank_file(folder: str) -> str:
     return str(caught.value)
 
 
+class Together:
+    """Something of which every rank has a part."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self.accelerator = accelerator
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranks": self.accelerator._communicator.gather_objects(self.accelerator.process_index)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == {"ranks": [0, 1]}
+
+
+def _asking_all(folder: str) -> int:
+    run = Version(folder, automatic=False)
+    run.accelerator.register_for_checkpointing(Together(run.accelerator))
+    for behind in (False, True):
+        run.save(behind)
+        run.accelerator.wait_for_checkpoint()
+    return run.loaded()
+
+
+def test_an_object_may_ask_all_ranks_for_its_state(tmp_path: Path) -> None:
+    assert run_world(_asking_all, 2, str(tmp_path)) == [0, 0]
+
+
+def _accumulating(folder: str) -> None:
+    run = Version(folder, automatic=False)
+    run.accelerator.gradient_accumulation_steps = 2
+    with run.accelerator.accumulate(run.model):
+        run.accelerator.backward(run.model(torch.ones(2, 4)).sum())
+    run.save()
+
+
+def test_damage_in_a_file_of_a_rank_that_is_no_more(tmp_path: Path) -> None:
+    run_world(_accumulating, 2, str(tmp_path))
+    path = tmp_path / "same" / "gradients_1.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(Exception, match=r"gradients_1\.safetensors is damaged"):
+        run_world(_load, 1, str(tmp_path), env=ALONE)
+
+
 def test_a_missing_rank_file(tmp_path: Path) -> None:
     sentences = run_world(_missing_rank_file, 2, str(tmp_path))
     assert sentences[0] == sentences[1] and "random_states_1.pkl is missing" in sentences[0]
@@ -143,14 +191,117 @@ def test_only_what_the_dead_have_left_is_cleared_away(tmp_path: Path) -> None:
         "dead": f".x.staging-{host}~{boot}~{space}~{2**22 + 5}~1",
         "another process of the same number": f".x.staging-{host}~{boot}~{space}~{pid}~1",
         "before the last start of the machine": f".x.staging-{host}~00000000~{space}~{parent}~1",
+        "another machine of the same name": f".x.staging-{host}~00000001~{space}~{parent}~1",
         "half deleted": f".deleting-checkpoint_1-{host}~{boot}~{space}~{2**22 + 5}~1",
         "alive": f".y.staging-{host}~{boot}~{space}~{parent}~{commit._started(int(parent))}",
         "another machine": f".x.staging-elsewhere~{boot}~{space}~1~1",
         "another container": f".x.staging-{host}~{boot}~1~{2**22 + 5}~1",
         "no staging": ".x.staging-mine",
+        "silent on another machine": f".x.staging-elsewhere~{boot}~{space}~2~1",
+        "silent in another container": f".x.staging-{host}~{boot}~1~{2**22 + 6}~1",
+        "silent and alive here": f".z.staging-{host}~{boot}~{space}~{parent}~{commit._started(int(parent))}",
     }
-    for name in names.values():
+    for what, name in names.items():
         (tmp_path / name).mkdir()
-    commit.begin(tmp_path / "x")
+        (tmp_path / name / "file").write_text("")
+        if what.startswith("before"):
+            os.utime(tmp_path / name, (1, time.time() - 11 * 60))
+        if what.startswith("silent"):
+            os.utime(tmp_path / name, (1, time.time() - 25 * 3600))
+    commit.begin(commit.staging_for(tmp_path / "x"))
     left = {what for what, name in names.items() if (tmp_path / name).exists()}
-    assert left == {"alive", "another machine", "another container", "no staging"}
+    elsewhere = {"another machine", "another machine of the same name", "another container"}
+    assert left == {"alive", "no staging", "silent and alive here", *elsewhere}
+
+
+def test_the_time_of_day_may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is alive keeps its name, also when the clock is put right while it saves."""
+    psutil = pytest.importorskip("psutil")
+    before = commit._identity()
+    create_time = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: create_time(self) + 1)
+    assert commit._identity() == before and not commit._is_dead(before.rpartition("-")[2], 0)
+
+
+def test_a_save_shows_that_it_is_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commit, "_BEAT", 0.01)
+    os.utime(tmp_path, (1, 1))
+    alive = commit.Alive(tmp_path)
+    try:
+        deadline = time.monotonic() + 30
+        while tmp_path.stat().st_mtime == 1 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert tmp_path.stat().st_mtime > 1
+    finally:
+        alive.stop()
+
+
+def _taken_away(folder: str) -> str:
+    """Another machine has cleared away the staging folder of a run that was asleep in the middle of a save."""
+    run = Version(folder, automatic=False)
+    run.save()
+    run.set(1)
+    write = Manifest.write
+
+    def asleep(manifest: Manifest, staging: Path) -> None:
+        write(manifest, staging)
+        commit._discard(staging)
+
+    Manifest.write = asleep  # type: ignore[method-assign]
+    with pytest.raises(CheckpointError) as caught:
+        run.save()
+    Manifest.write = write  # type: ignore[method-assign]
+    assert run.loaded() == 0
+    return str(caught.value)
+
+
+def test_a_staging_folder_that_is_taken_away(tmp_path: Path) -> None:
+    [sentence] = run_world(_taken_away, 1, str(tmp_path), env=ALONE)
+    assert "(No such file or directory): what was there before is as it was" in sentence
+
+
+class OfRank:
+    """Something that is not the same on all ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.state = {"rank": [rank] * (rank + 1)}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state == self.state
+
+
+def _on_each_machine(folder: str, everywhere: bool) -> tuple[Any, Any]:
+    """Two ranks, each on a machine of its own with a disk of its own."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    machine = Path(folder, f"machine{rank}")
+    machine.mkdir()
+    os.chdir(machine)
+    run = Version(".", automatic=False)
+    run.accelerator.project_configuration.save_on_each_node = everywhere
+    run.accelerator.register_for_checkpointing(OfRank(rank))
+    for number in (1, 2):
+        run.set(number)
+        run.save()
+    names = sorted(os.listdir("same"))
+    try:
+        found: Any = run.loaded()
+    except CheckpointError as error:
+        found = str(error)
+    return names, found
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_machines_with_disks_of_their_own(tmp_path: Path, everywhere: bool) -> None:
+    first, second = run_world(_on_each_machine, 2, str(tmp_path), everywhere)
+    shared = ["custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl", "model.safetensors", "optimizer.bin"]
+    own = ["accelerate_manifest.json", "progress_{}.bin", "random_states_{}.pkl"]
+    assert first[0] == sorted([*shared, *(name.format(0) for name in own)])
+    assert second[0] == sorted([*(shared if everywhere else []), *(name.format(1) for name in own)])
+    if everywhere:
+        assert first[1] == second[1] == 2
+    else:  # as the setting says
+        assert first[1] == second[1] and "is missing" in first[1]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -21,6 +25,7 @@ from torch.utils.data import (
 )
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import PartialState
 from accelerate.utils import GradientAccumulationPlugin
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net, data, optimizer_values, weights
@@ -196,64 +201,142 @@ def test_the_order_is_that_of_the_uninterrupted_run(tmp_path: Path, processes: i
         assert kind == "plain" or first != second  # the test would not notice a wrong epoch otherwise
 
 
-def saved_inside(folder: str, kind: str, steps: int) -> list[Any]:
-    accelerator, loader = prepared(kind, seed=accelerator_rank() + 1)
-    seen = []
-    for number, batch in enumerate(loader):
-        seen.append(batch.tolist())
-        if number == steps - 1:
-            accelerator.save_state(folder)
-            break
-    return seen
+class OwnBatches(BatchSampler):
+    """Batches of somebody's own: neighbours, in an order that a generator draws."""
+
+    def __init__(self, size: int | None) -> None:
+        self.dice = torch.Generator().manual_seed(11)
+        self.size = size or BATCH
+        if size is not None:
+            self.batch_size = size
+
+    def __len__(self) -> int:
+        return SAMPLES // self.size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in torch.randperm(len(self), generator=self.dice).tolist():
+            yield list(range(number * self.size, (number + 1) * self.size))
 
 
-def the_rest(folder: str, kind: str, batch_size: int) -> tuple[list[Any], list[Any], list[str], float]:
-    import logging
+ELASTIC = ["plain", "shuffled", "seedable", "generator", "subset", "own", "dispatched", "iterable", "iterable shard"]
+ELASTIC += ["distributed", "own batches", "batches without a size"]
+# Which of them have as many samples in a batch as they say themselves.
+OF_ONE_SIZE = ("own batches", "batches without a size")
 
+
+def elastic(kind: str, batch_size: int, exact: bool) -> tuple[Accelerator, Any]:
+    torch.manual_seed(99 if exact else accelerator_rank() + 1)
+    if kind == "distributed":
+        state = PartialState(cpu=True)
+        numbers = Numbers()
+        sampler = DistributedSampler(numbers, state.num_processes, state.process_index, seed=4)
+        loader, config = DataLoader(numbers, batch_size, sampler=sampler), DataLoaderConfiguration()
+    elif kind in OF_ONE_SIZE:
+        batches = OwnBatches(BATCH if kind == "own batches" else None)
+        config = DataLoaderConfiguration(even_batches=kind == "own batches")
+        loader = DataLoader(Numbers(), batch_sampler=batches)
+    else:
+        loader, config = made(kind)
+        if batch_size != BATCH:
+            options = {} if "iterable" in kind else {"num_workers": 1, "sampler": loader.sampler}
+            options["generator"] = loader.generator
+            loader = DataLoader(loader.dataset, batch_size, **options)
+    config.exact_resume = exact
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a DistributedSampler that is kept is said to be
+        return accelerator, accelerator.prepare(loader)
+
+
+def saved_inside(folder: str, steps: int) -> dict[str, list[Any]]:
+    found = {}
+    for kind in ELASTIC:
+        accelerator, loader = elastic(kind, BATCH, exact=False)
+        seen: list[int] = []
+        for number, batch in enumerate(loader):
+            seen += batch.tolist()
+            if number == steps - 1:
+                accelerator.save_state(os.path.join(folder, kind))
+                break
+        found[kind] = seen
+    return found
+
+
+def the_rest(folder: str, batch_size: int) -> dict[str, tuple[list[Any], list[Any], list[str], float]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("accelerate").addHandler(handler)
-    torch.manual_seed(99)
-    loader, config = made(kind)
-    config.exact_resume = True
-    if batch_size != BATCH:
-        options = {"num_workers": 1} if kind != "iterable" else {}
-        loader = DataLoader(
-            loader.dataset, batch_size, sampler=None if kind == "iterable" else loader.sampler, **options
-        )
-    accelerator = Accelerator(cpu=True, dataloader_config=config)
-    loader = accelerator.prepare(loader)
-    accelerator.load_state(folder)
-    rest = []
-    for batch in loader:
-        real = loader.gradient_state.active_dataloader.real_samples
-        rest += batch.tolist() if real is None else batch.tolist()[:real]
-    following: list[int] = []
-    for batch in loader:
-        real = loader.real_samples
-        following += batch.tolist() if real is None else batch.tolist()[:real]
-    return rest, following, said, torch.rand(1).item()
+    found = {}
+    for kind in ELASTIC:
+        accelerator, loader = elastic(kind, batch_size, exact=True)
+        said.clear()
+        accelerator.load_state(os.path.join(folder, kind))
+        rest: list[int] = []
+        for batch in loader:
+            rest += batch.tolist()[: loader.gradient_state.active_dataloader.real_samples]
+        following: list[int] = []
+        for batch in loader:
+            following += batch.tolist()[: loader.real_samples]
+        found[kind] = (rest, following, list(said), torch.rand(1).item())
+    return found
 
 
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
-@pytest.mark.parametrize("kind", ["shuffled", "seedable", "dispatched", "iterable"])
-def test_another_number_of_processes(tmp_path: Path, kind: str, saved: int) -> None:
+def test_another_number_of_processes(tmp_path: Path, saved: int) -> None:
+    """Every kind of loader, on 1 to 4 processes; and on as many, with another batch size and other workers."""
     steps = 2
-    seen = run_world(saved_inside, saved, str(tmp_path / "x"), kind, steps)
-    done = [index for rank in seen for batch in rank for index in batch]
-    assert len(set(done)) == steps * BATCH * saved
+    seen = run_world(saved_inside, saved, str(tmp_path), steps)
     for loaded in (1, 2, 3, 4):
-        found = run_world(the_rest, loaded, str(tmp_path / "x"), kind, BATCH if loaded != saved else BATCH + 1)
-        rest = [index for rank in found for index in rank[0]]
-        assert sorted(done + rest) == list(range(SAMPLES)), loaded
-        assert sorted(index for rank in found for index in rank[1]) == list(range(SAMPLES))
-        [message] = [text for text in found[0][2] if "another set-up" in text]
-        new = loaded * (BATCH if loaded != saved else BATCH + 1)
-        left = SAMPLES - len(done)
-        assert f"{saved} processes and {saved * BATCH} samples a step became {loaded} and {new}" in message
-        assert f"so {-(-left // new)} steps are left of epoch 0 instead of {-(-left // (saved * BATCH))}" in message
-        assert len({rank[3] for rank in found}) == loaded  # no two ranks draw the same
+        size = BATCH if loaded != saved else BATCH + 1
+        found = run_world(the_rest, loaded, str(tmp_path), size)
+        for kind in ELASTIC:
+            done = [index for rank in seen for index in rank[kind]]
+            assert len(set(done)) == steps * BATCH * saved
+            rest = [index for rank in found for index in rank[kind][0]]
+            assert sorted(done + rest) == list(range(SAMPLES)), (kind, loaded)
+            assert sorted(index for rank in found for index in rank[kind][1]) == list(range(SAMPLES)), (kind, loaded)
+            assert len({rank[kind][3] for rank in found}) == loaded  # no two ranks draw the same
+            messages = [text for text in found[0][kind][2] if "another set-up" in text]
+            if kind in OF_ONE_SIZE and loaded == saved:
+                assert messages == []  # nothing is different
+                continue
+            [message] = messages
+            assert "may come" not in message
+            if kind == "batches without a size":
+                continue  # how many samples a step has is not known
+            new, left = loaded * (BATCH if kind in OF_ONE_SIZE else size), SAMPLES - len(done)
+            assert f"{saved} processes and {saved * BATCH} samples a step became {loaded} and {new}" in message
+            assert f"so {-(-left // new)} steps are left of epoch 0 instead of {-(-left // (saved * BATCH))}" in message
+
+
+class OwnDistributed(DistributedSampler):
+    def __iter__(self) -> Iterator[int]:
+        return super().__iter__()
+
+
+def test_where_it_cannot_be_exact_it_says_so() -> None:
+    from accelerate.data_loader.position import change
+
+    def text(loader: Any, **options: Any) -> str:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+        prepared = accelerator.prepare(loader)
+        state = prepared.position.state_dict(prepared) | {"batch": 4, "processes": 2} | options
+        return change(state, prepared) or ""
+
+    sampler = OwnDistributed(Numbers(), 1, 0)
+    told = text(DataLoader(Numbers(), 2, sampler=sampler))
+    assert "only its OwnDistributed knows which samples were seen: some may come twice or not at all" in told
+    assert "its OwnBatches now makes other batches" in text(DataLoader(Numbers(), batch_sampler=OwnBatches(3)))
+    told = text(DataLoader(Stream(), 2, num_workers=1))
+    assert "worker processes read its dataset: the last samples before the checkpoint may come a second time" in told
+    for exact in (
+        DataLoader(Numbers(), 2),
+        DataLoader(Numbers(), batch_sampler=OwnBatches(2)),
+        DataLoader(Stream(), 2),
+    ):
+        told = text(exact)
+        assert told and "may come" not in told
 
 
 def again_and_again(folder: str, steps: int, saved: bool) -> tuple[list[int], list[int]]:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from accelerate.accelerator import progress
 from accelerate.accelerator.base import AcceleratorBase
-from accelerate.checkpoint import layout, load, progress
+from accelerate.checkpoint import layout, load
 from accelerate.checkpoint.save import agree
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.checkpoint.state import Run
@@ -36,9 +37,7 @@ class Saving(AcceleratorBase):
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict of a prepared model; unwrap: with the names it had before `prepare`."""
-        if unwrap:
-            model = self.unwrap_model(model, keep_torch_compile=False)
-        return self._strategy.state_dict(model)
+        return self._strategy.state_dict(model, unwrap=unwrap)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write an object to a file, once (or once per machine, if the project configuration says so).
@@ -105,7 +104,8 @@ class Saving(AcceleratorBase):
         save_checkpoint(
             self._run(state, gradients),
             target,
-            [self.get_state_dict(model) for model in self._models],
+            self._strategy,
+            self._strategy.weights(self._models),
             hooks=self._save_model_state_pre_hook.values(),
             safe=safe_serialization,
             strategy=str(self.distributed_type.value),
@@ -113,6 +113,7 @@ class Saving(AcceleratorBase):
             everywhere=config.save_on_each_node,
             keep=config.total_limit if config.automatic_checkpoint_naming else None,
             background=self._background if async_save else None,
+            **save_model_func_kwargs,
         )
         if config.automatic_checkpoint_naming:
             config.iteration += 1
@@ -133,15 +134,13 @@ class Saving(AcceleratorBase):
         """Where to save, as the first process sees it."""
         config = self.project_configuration
         failure: Exception | None = None
-        answer: list[Any] = [None]
+        target: str | None = None
         if self.is_main_process:
             try:
-                answer = [str(_target(config, output_dir))]
+                target = str(_target(config, output_dir))
             except Exception as error:
                 failure = error
-        agree(failure, self.process_index)
-        self._communicator.broadcast_objects(answer)
-        return Path(answer[0])
+        return Path(agree(failure, self.process_index, target)[0])
 
     def load_state(
         self,
@@ -160,15 +159,16 @@ class Saving(AcceleratorBase):
         config = self.project_configuration
         self.wait_for_checkpoint()
         folder, verified = self._agreed_source(input_dir)
-        loaded, _ = load.load(
+        loaded = load.load(
             self._run(),
             folder,
+            self._strategy,
             hooks=self._load_model_state_pre_hook.values(),
-            strict=bool(load_model_func_kwargs.get("strict", True)),
             verified=verified,
-            **(load_kwargs or {}),
+            torch_load=load_kwargs,
+            **load_model_func_kwargs,
         )
-        self._items = progress.restore(loaded.progress, loaded.gradients, self._models, self._accumulation)
+        self._items = progress.restore(loaded.progress, self._models, self._accumulation)
         self._restore_positions((loaded.progress or {}).get("loaders", []))
         if config.automatic_checkpoint_naming and config.project_dir is not None:
             numbers = [
@@ -179,10 +179,11 @@ class Saving(AcceleratorBase):
 
     def _restore_positions(self, states: list[dict[str, Any]]) -> None:
         """Bring the loaders to where they were, and say what is different now."""
-        # Of a dispatched loader only the first process has read the dataset, and all must take the same way.
-        datasets: list[Any] = [[state["dataset"] for state in states]]
-        self._communicator.broadcast_objects(datasets)
-        states = [{**state, "dataset": dataset} for state, dataset in zip(states, datasets[0], strict=True)]
+        # All must take the same way. Of a dispatched loader only the first process has read the dataset, and it is the
+        # last one to run out of batches where processes have unequally many.
+        first: list[Any] = [[{name: state[name] for name in ("dataset", "inside")} for state in states]]
+        self._communicator.broadcast_objects(first)
+        states = [{**state, **common} for state, common in zip(states, first[0], strict=True)]
         changes = []
         for number, (loader, state) in enumerate(zip(self._dataloaders, states, strict=False)):
             if (text := change(state, loader)) is not None:
@@ -197,18 +198,20 @@ class Saving(AcceleratorBase):
         """What to load, as the first process sees it, and whether it was checked already."""
         config = self.project_configuration
         failure: Exception | None = None
-        answer: list[Any] = [None, []]
+        folder: str | None = None
         if self.is_main_process:
             try:
-                answer = list(_source(config, input_dir))
+                folder = _source(config, input_dir)
             except Exception as error:
                 failure = error
-        agree(failure, self.process_index)
-        self._communicator.broadcast_objects(answer)
+        folder = agree(failure, self.process_index, folder)[0]
+        if folder is not None:
+            return Path(folder), False
+        found, passed_over = load.newest(Path(config.project_dir or ""), self.is_local_main_process)
         if self.is_main_process:
-            for sentence in answer[1]:
+            for sentence in passed_over:
                 logger.warning(f"An incomplete checkpoint is passed over: {sentence}")
-        return Path(answer[0]), input_dir is None
+        return found, True
 
     def _run(self, state: dict[str, Any] | None = None, gradients: dict[str, torch.Tensor] | None = None) -> Run:
         return Run(
@@ -222,6 +225,7 @@ class Saving(AcceleratorBase):
             custom=self._custom_objects,
             scaler=self.scaler,
             progress=state,
+            local=(self.local_process_index, self.state.world.local_size),
             gradients=gradients,
         )
 
@@ -280,16 +284,16 @@ def _target(config: Any, output_dir: str | os.PathLike[str] | None) -> Path:
     return target
 
 
-def _source(config: Any, input_dir: str | os.PathLike[str] | None) -> tuple[str, list[str]]:
+def _source(config: Any, input_dir: str | os.PathLike[str] | None) -> str | None:
+    """The folder to load; None for the newest of the project."""
     if input_dir is not None:
         folder = Path(os.path.expanduser(input_dir))
         if not folder.is_dir():
             raise ValueError(f"{folder} is no folder: give that of a checkpoint to load.")
-        return str(folder), []
+        return str(folder)
     if not config.automatic_checkpoint_naming or config.project_dir is None:
         raise ValueError(
             "load_state without a folder looks for the newest checkpoint of a project: pass `input_dir`, or a "
             "ProjectConfiguration with a `project_dir` and `automatic_checkpoint_naming=True`."
         )
-    found, passed_over = load.newest(Path(config.project_dir))
-    return str(found), passed_over
+    return None

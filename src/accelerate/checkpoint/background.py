@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from accelerate.checkpoint.host import HostMemory
 from accelerate.comm import current
 
 # How the processes exchange something: the value of each, by rank.
@@ -22,14 +23,15 @@ class Background:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._group: Any = None
+        self.memory = HostMemory()
 
-    def start(self, work: Callable[[Gather], None]) -> None:
+    def start(self, work: Callable[[Gather, Any], None]) -> None:
         """Run `work` behind the training; call it on all processes, after `wait`."""
         gather = self._gather()
 
         def run() -> None:
             try:
-                work(gather)
+                work(gather, self._group)
             except Exception as error:
                 self._error = error
 

@@ -4,6 +4,9 @@ It grows in a staging folder. A new checkpoint is that folder, renamed. To repla
 renamed to `.accelerate-committed` inside the old one: from that moment the new one counts. Its files are then moved
 into place; whoever comes across a half-finished move (a load, the next save) finishes it. Nothing else in the folder
 is touched, so it may be anything: the working folder, a mounted disk, a folder with files of the user's own.
+
+Machines that share no disk each have a folder of their own. The new one counts when it is there on all of them: until
+then none moves its files or deletes an older checkpoint, and what is not there on all is taken back (`settle`).
 """
 
 from __future__ import annotations
@@ -12,12 +15,21 @@ import logging
 import os
 import re
 import socket
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 from accelerate.checkpoint import disk, layout
 from accelerate.checkpoint.manifest import Manifest
+from accelerate.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
+
+# A save says that it is alive this often, and what was not touched for so long is of a run that has died elsewhere.
+_BEAT = 60.0
+_DEAD_AFTER = 24 * 3600.0
+# Where only the names of two machines are the same.
+_SILENT_AFTER = 10 * _BEAT
 
 
 def staging_for(target: Path) -> Path:
@@ -27,73 +39,118 @@ def staging_for(target: Path) -> Path:
     return target.with_name(f".{target.name}{layout.STAGING}{_identity()}")
 
 
-def begin(target: Path) -> Path:
-    """Clear away what dead runs have left, and make the staging folder."""
-    finish_move(target)
-    _clean(target if target.is_dir() else target.parent)
-    staging = staging_for(target)
+def begin(staging: Path) -> None:
+    """Make the staging folder, and clear away what dead runs have left."""
     disk.remove_tree(staging)  # of an earlier save of this run, which failed
     disk.make_folder(staging)
-    return staging
+    _clean(staging.parent, staging.stat().st_mtime)
+
+
+class Alive:
+    """Touches a staging folder from time to time, so that no other machine takes it for one of a dead run."""
+
+    def __init__(self, staging: Path) -> None:
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(staging,), name="accelerate-alive", daemon=True)
+        self._thread.start()
+
+    def _run(self, staging: Path) -> None:
+        while not self._over.wait(_BEAT):
+            with suppress(OSError):
+                os.utime(staging)
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 def publish(staging: Path, target: Path, manifest: Manifest) -> None:
-    """Make a finished staging folder the checkpoint."""
+    """Make a finished staging folder the checkpoint, or where there is one already the one that will replace it."""
     for folder, _, _ in os.walk(staging):
         disk.sync_folder(Path(folder))
     manifest.write(staging)
     disk.sync_folder(staging)
-    if staging.parent == target:
+    if target.is_dir():
         disk.rename(staging, target / layout.COMMITTED)
         disk.sync_folder(target)
-        finish_move(target)
     else:
         disk.rename(staging, target)
         disk.sync_folder(target.parent)
 
 
-def finish_move(target: Path) -> None:
-    """Move the files of a committed checkpoint into place; may be called at any time, and again after a crash."""
+def withdraw(target: Path, save: str) -> None:
+    """Take back what `publish` has done, when it has failed on another machine."""
+    if pending(target) == save:
+        _discard(target / layout.COMMITTED)
+    elif current(target) == save:
+        _discard(target)
+
+
+def current(target: Path) -> str | None:
+    """Which save the checkpoint in a folder is of; None where that is not said."""
+    manifest = Manifest.read(target)
+    return None if manifest is None else manifest.save
+
+
+def pending(target: Path) -> str | None:
+    """Which save is about to replace the checkpoint in a folder; None if there is none."""
+    manifest = Manifest.read(target / layout.COMMITTED)
+    return None if manifest is None else manifest.save
+
+
+def settle(target: Path, everywhere: bool) -> None:
+    """Finish a replacement that was broken off; everywhere: whether it is there on all machines, else take it back."""
     committed = target / layout.COMMITTED
     if not committed.is_dir():
         return
     new = Manifest.read(committed)
-    if new is not None:
-        old = Manifest.read(target)
-        for name in new.files:
-            if (committed / name).exists():
-                disk.make_folder((target / name).parent)
-                disk.rename(committed / name, target / name)
-        for name in (old.files if old is not None else {}).keys() - new.files.keys():
-            disk.remove(target / name)
-        # Each file is in place before the manifest leaves the folder that says there is something to do.
-        for folder in {(target / name).parent for name in new.files}:
-            disk.sync_folder(folder)
-        disk.rename(committed / layout.MANIFEST, target / layout.MANIFEST)
-        disk.sync_folder(target)
+    if new is None or not everywhere:
+        _discard(committed)
+        return
+    old = Manifest.read(target)
+    for parent in {(target / name).parent for name in (*new.files, *(old.files if old is not None else ()))}:
+        if not parent.resolve().is_relative_to(target.resolve()):
+            raise CheckpointError(f"{parent} leads out of the checkpoint, where nothing is moved or deleted: remove it.")
+    for name in new.files:
+        if (committed / name).exists():
+            disk.make_folder((target / name).parent)
+            disk.rename(committed / name, target / name)
+    for name in (old.files if old is not None else {}).keys() - new.files.keys():
+        disk.remove(target / name)
+    # Each file is in place before the manifest leaves the folder that says there is something to do.
+    for folder in {(target / name).parent for name in new.files}:
+        disk.sync_folder(folder)
+    disk.rename(committed / layout.MANIFEST, target / layout.MANIFEST)
+    disk.sync_folder(target)
     disk.remove_tree(committed)
 
 
 def prune(folders: list[Path], keep: int) -> None:
-    """Delete all but the last `keep` of these checkpoints: each disappears at once, and is then taken apart."""
-    for folder in folders[: max(len(folders) - max(keep, 1), 0)]:
-        gone = folder.with_name(f"{layout.DELETING}{folder.name}-{_identity()}")
-        disk.rename(folder, gone)
-        disk.remove_tree(gone)
+    """Delete all but the last `keep` of these checkpoints."""
+    for folder in folders[: max(len(folders) - max(keep, 0), 0)]:
+        _discard(folder)
 
 
-def _clean(parent: Path) -> None:
-    """Remove the staging folders and half-deleted checkpoints of runs that have ended."""
-    if not parent.is_dir():
-        return
+def _discard(folder: Path) -> None:
+    """Delete a folder: it disappears at once, and is then taken apart."""
+    gone = folder.with_name(f"{layout.DELETING}{folder.name}-{_identity()}")
+    disk.rename(folder, gone)
+    disk.remove_tree(gone)
+
+
+def _clean(parent: Path, now: float) -> None:
+    """Remove the staging folders and half-deleted checkpoints of runs that have ended. now: by the disk's clock."""
     for path in parent.iterdir():
         mark = re.search(rf"(?:{re.escape(layout.STAGING)}|^{re.escape(layout.DELETING)}.*-)([^-]+)$", path.name)
-        if mark is None or not path.is_dir():
+        if mark is None or not path.is_dir() or mark.group(1) == _identity():
             continue
-        if _is_dead(mark.group(1)):
-            disk.remove_tree(path)
-        elif mark.group(1) != _identity():
+        if not _is_dead(mark.group(1), now - path.stat().st_mtime):
             logger.info(f"{path} belongs to a run that may be alive and is left alone.")
+        elif path.name.startswith(layout.DELETING):
+            disk.remove_tree(path)
+        else:
+            # Renamed first: had its run been asleep, it would find nothing to publish, and never a part of it.
+            _discard(path)
 
 
 def _place() -> str:
@@ -112,11 +169,14 @@ def _started(pid: int) -> str:
     import psutil
 
     try:
+        if psutil.LINUX:  # counted from the start of the machine: the time of day may be set while a run is alive
+            state, *numbers = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return "gone" if state in "ZX" else numbers[18]
         process = psutil.Process(pid)
         if process.status() == psutil.STATUS_ZOMBIE:
             return "gone"
         return str(int(process.create_time() * 100))
-    except psutil.Error:
+    except (psutil.Error, OSError):
         return "gone"
 
 
@@ -124,15 +184,20 @@ def _identity() -> str:
     return f"{_place()}~{os.getpid()}~{_started(os.getpid())}"
 
 
-def _is_dead(identity: str) -> bool:
-    """Whether the run of that name has ended for sure. Of other machines and containers nothing is known."""
+def _is_dead(identity: str, silent: float) -> bool:
+    """Whether the run of that name has ended. silent: for how many seconds its folder was not touched.
+
+    On this machine that is known at once. A run on another machine or in another container touches its folder every
+    minute: when it has not for a day, it has died. One that was here before the machine was started anew is given ten
+    minutes: another machine may have the same name.
+    """
     parts = identity.rsplit("~", 4)
     if len(parts) != 5:
         return False
     host, boot, space, pid, started = parts
     my_host, my_boot, my_space = _place().rsplit("~", 2)
-    if host != my_host:
-        return False
-    if boot != my_boot:
-        return True
-    return space == my_space and _started(int(pid)) != started
+    if host == my_host and boot != my_boot:
+        return silent > _SILENT_AFTER
+    if host == my_host and space == my_space:
+        return _started(int(pid)) != started
+    return silent > _DEAD_AFTER

@@ -5,82 +5,63 @@ from __future__ import annotations
 import json
 import pickletools
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accelerate import files
-from accelerate.checkpoint import disk
+from accelerate.checkpoint import stream, torchfile
 from accelerate.checkpoint.disk import Entry
-from accelerate.checkpoint.host import on_host
 from accelerate.errors import CheckpointError
 
-_DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
 
-
-def write_torch(obj: Any, path: Path) -> Entry:
-    output = disk.Output(path)
-    sums = torch.serialization.get_crc32_options()
-    # torch takes checksums of its own, slowly, and looks at them never.
-    torch.serialization.set_crc32_options(False)
-    try:
-        torch.save(on_host(obj, untouched=False), output)  # type: ignore[arg-type]
-    except BaseException as error:
-        output.abandon()
-        # torch hides an error of the file behind one of its own, which speaks of something else.
-        hidden = error.__context__
-        if isinstance(error, RuntimeError) and isinstance(hidden, OSError):
-            raise hidden from None
-        raise
-    finally:
-        torch.serialization.set_crc32_options(sums)
-    return output.close()
+def write_torch(content: Any, path: Path) -> Entry:
+    """Write what `torch.load` reads."""
+    return stream.write_file(path, torchfile.pieces(content))
 
 
 def write_safetensors(tensors: dict[str, Any], path: Path) -> Entry:
-    """Write tensors one by one, so that no more than one of them is in memory a second time."""
+    order, header = safetensors_header(tensors)
+    return stream.write_file(path, [header, *[stream.flat(tensors[name]) for name in order]])
+
+
+def safetensors_header(tensors: dict[str, Any]) -> tuple[list[str], bytes]:
+    """The order in which tensors come in a file, and the bytes before the first; the tensors need no content."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     # The widest first, so that each starts at a multiple of its width.
     order = sorted(tensors, key=lambda name: (-_tensor(tensors[name], name).element_size(), name))
     offset = 0
     for name in order:
         tensor = tensors[name]
-        if tensor.dtype not in _DTYPES:
+        kind = _safetensors_dtype(tensor.dtype)
+        if kind is None:
             raise CheckpointError(
                 f"{name} has dtype {tensor.dtype}, which safetensors has no place for: save with "
                 "`safe_serialization=False`."
             )
         end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    output = disk.Output(path)
+    return order, len(text).to_bytes(8, "little") + text
+
+
+@cache
+def _safetensors_dtype(dtype: torch.dtype) -> str | None:
+    """What the installed safetensors calls a dtype; None for one that it could not read."""
+    from safetensors.torch import save
+
     try:
-        output.write(len(text).to_bytes(8, "little"))
-        output.write(text)
-        for name in order:
-            if tensors[name].numel():
-                flat = on_host(tensors[name].detach().contiguous(), untouched=False).reshape(-1)
-                output.write(flat.view(torch.uint8).numpy())
-    except BaseException:
-        output.abandon()
-        raise
-    return output.close()
+        content = save({"x": torch.empty(0, dtype=dtype)})
+    except Exception:
+        return None
+    name: str = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])["x"]["dtype"]
+    return name
 
 
 def _tensor(value: Any, name: str) -> torch.Tensor:
@@ -94,25 +75,13 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
 
 def read_torch(path: Path, map_location: Any = "cpu", **kwargs: Any) -> Any:
     """Read a file of tensors and plain values; anything else that it asks for is refused by name."""
-    try:
+    with explaining(path):
         return files.load(path, map_location=map_location, **kwargs)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: put it back, or load another checkpoint.") from None
-    except Exception as error:
-        asked = _asked_for(path, error)
-        if asked is not None:
-            raise CheckpointError(
-                f"{path} asks for {asked}, which is neither a tensor nor a plain value and is not run: "
-                "if you trust the file, allow it with `torch.serialization.add_safe_globals`."
-            ) from error
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}): load another checkpoint."
-        ) from error
 
 
 def _asked_for(path: Path, error: Exception) -> str | None:
     """What a refused file wanted to be run or made, by name."""
-    named = re.search(r"GLOBAL ([\w.<>]+)", str(error))
+    named = re.search(r"(?:GLOBAL |but got <class ')([\w.<>]+)", str(error))
     if named:
         return named.group(1)
     if "Weights only load failed" not in str(error):
@@ -134,19 +103,34 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
     """The tensors of a file, on the CPU and without a copy where the system can map it."""
     from safetensors.torch import load_file
 
-    try:
+    with explaining(path):
         return load_file(path)
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: put it back, or load another checkpoint.") from None
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}): load another checkpoint."
-        ) from error
 
 
 def read_weights(path: Path) -> dict[str, Any]:
     weights: dict[str, Any] = read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path)
     return weights
+
+
+@contextmanager
+def explaining(path: Path) -> Iterator[None]:
+    """What goes wrong while a file is read, in one sentence."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: put it back, or load another checkpoint.") from None
+    except Exception as error:
+        asked = _asked_for(path, error)
+        if asked is not None:
+            raise CheckpointError(
+                f"{path} asks for {asked}, which is neither a tensor nor a plain value and is not run: "
+                "if you trust the file, allow it with `torch.serialization.add_safe_globals`."
+            ) from error
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}): load another checkpoint."
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

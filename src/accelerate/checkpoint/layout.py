@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from accelerate.constants import (
+    FSDP_MODEL_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
@@ -22,6 +23,9 @@ STAGING = ".staging-"
 COMMITTED = ".accelerate-committed"
 DELETING = ".deleting-"
 
+# Files of models and optimizers as a whole.
+WHOLE = re.compile(rf"(?:{SAFE_MODEL_NAME}|{MODEL_NAME}|{OPTIMIZER_NAME})(?:_\d+)?\.(?:safetensors|bin)")
+
 CHECKPOINTS = "checkpoints"
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)")
 
@@ -36,6 +40,29 @@ def model(number: int, safe: bool) -> str:
 
 def optimizer(number: int) -> str:
     return _numbered(OPTIMIZER_NAME, number, ".bin")
+
+
+def model_shards(number: int) -> str:
+    """The folder of a model that is saved in shards."""
+    return f"{FSDP_MODEL_NAME}_{number}"
+
+
+def optimizer_shards(number: int) -> str:
+    return f"{OPTIMIZER_NAME}_{number}"
+
+
+def gathered_model(number: int) -> str:
+    """The file of a sharded model that is saved as a whole."""
+    return _numbered(FSDP_MODEL_NAME, number, ".bin")
+
+
+def own_model(number: int, rank: int) -> str:
+    """What one process holds of a model, where each writes a file of its own."""
+    return _numbered(FSDP_MODEL_NAME, number, f"_rank{rank}.bin")
+
+
+def own_optimizer(number: int, rank: int) -> str:
+    return _numbered(OPTIMIZER_NAME, number, f"_rank{rank}.bin")
 
 
 def scheduler(number: int) -> str:
@@ -66,6 +93,11 @@ def progress(rank: int) -> str:
 def gradients(rank: int) -> str:
     """What a rank had accumulated, when it was saved in the middle of a window."""
     return f"gradients_{rank}.safetensors"
+
+
+def gradient_shards() -> str:
+    """What all ranks together had accumulated, of sharded models."""
+    return "gradients_fsdp"
 
 
 def automatic(project_dir: Path, number: int) -> Path:

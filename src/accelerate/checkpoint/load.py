@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import commit, layout
+from accelerate.checkpoint import layout
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.save import agree
-from accelerate.checkpoint.state import Loaded, Run, apply, read
+from accelerate.checkpoint.parts import Engine
+from accelerate.checkpoint.reading import Reader
+from accelerate.checkpoint.save import agree, settle
+from accelerate.checkpoint.state import Loaded, Run, apply_objects, apply_random_states, read
 from accelerate.comm import current
 from accelerate.errors import CheckpointError
 
@@ -26,8 +28,7 @@ def verify_checkpoint(path: str | Any) -> dict[str, Any]:
     its files can be found is checked, and `files` alone is returned.
     """
     folder = Path(path)
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder: give that of a checkpoint.")
+    _find(folder)
     committed = folder / layout.COMMITTED
     if (new := Manifest.read(committed)) is not None:  # its move into place was broken off; a load finishes it
         for name in new.files:
@@ -39,6 +40,11 @@ def verify_checkpoint(path: str | Any) -> dict[str, Any]:
         return {"files": {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.is_file()}}
     manifest.check(folder)
     return _described(manifest)
+
+
+def _find(folder: Path) -> None:
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder: give that of a checkpoint.")
 
 
 def _described(manifest: Manifest) -> dict[str, Any]:
@@ -59,81 +65,125 @@ def _check_without_manifest(folder: Path) -> None:
         )
 
 
-def newest(project_dir: Path) -> tuple[Path, list[str]]:
-    """The newest complete checkpoint of a project, and one sentence for each newer one that is not."""
+def newest(project_dir: Path, local_main: bool) -> tuple[Path, list[str]]:
+    """The newest complete checkpoint of a project, and one sentence for each newer one that is not.
+
+    Called on all processes: where machines share no disk, it must be there on each of them.
+    """
+    communicator = current()
+    first = communicator.rank == 0
     passed_over: list[str] = []
-    for folder in reversed(layout.automatic_folders(project_dir)):
+    found = layout.automatic_folders(project_dir) if first else []
+    folders = agree(None, communicator.rank, [str(folder) for folder in reversed(found)])[0]
+    for folder in map(Path, folders):
+        wrong = None
         try:
-            verify_checkpoint(folder)
+            if first:
+                verify_checkpoint(folder)
+            elif local_main:
+                _find(folder)
         except CheckpointError as error:
-            passed_over.append(str(error))
-            continue
-        return folder, passed_over
+            wrong = str(error)
+        sentences = [answer for answer in agree(None, communicator.rank, wrong) if answer is not None]
+        if not sentences:
+            return folder, passed_over
+        passed_over.append(sentences[0])
     parent = project_dir / layout.CHECKPOINTS
-    found = f"none of those in it is complete: {' '.join(passed_over)}" if passed_over else "there is none in it"
+    nothing = f"none of those in it is complete: {' '.join(passed_over)}" if passed_over else "there is none in it"
     raise CheckpointError(
-        f"No checkpoint to load in {parent}, {found}; give the path of one, or start from the beginning."
+        f"No checkpoint to load in {parent}, {nothing}; give the path of one, or start from the beginning."
     )
 
 
 def load(
     run: Run,
     folder: Path,
+    engine: Engine,
     *,
     hooks: Iterable[Callable[[list[Any], str], Any]] = (),
-    strict: bool = True,
     verified: bool = False,
+    torch_load: dict[str, Any] | None = None,
     **kwargs: Any,
-) -> tuple[Loaded, int]:
-    """Load a checkpoint into a run; all or nothing, on all processes. Returns what was read, and how many wrote it.
+) -> Loaded:
+    """Load a checkpoint into a run; all or nothing, on all processes. Returns what was read.
 
+    engine: reads models and optimizers. kwargs: for it. torch_load: arguments for `torch.load`.
     hooks: called with the models and the folder; models that a hook takes out of the list are left to it.
-    verified: whether the checksums were compared already. kwargs: for `torch.load`.
+    verified: whether the checksums were compared already.
     """
     failure: Exception | None = None
     loaded: Loaded | None = None
-    ranks = run.ranks
+    engine_apply: Callable[[], None] | None = None
+    manifest: Manifest | None = None
+    settle(folder, run.local[0] == 0)
+    models, hooks = list(run.models), list(hooks)
+    reader = Reader(folder, share=run.local)
     try:
-        if current().rank == 0:
-            commit.finish_move(folder)
+        manifest = _check(folder, run, reader, verified, at_once=bool(hooks))
     except Exception as error:
         failure = error
-    agree(failure, run.rank)
-    models = list(run.models)
+    saves = agree(failure, run.rank, None if manifest is None else manifest.save)
+    if len(set(saves)) > 1:
+        raise CheckpointError(
+            f"{folder} holds another checkpoint for rank {saves.index(next(s for s in saves if s != saves[0]))} than "
+            "for rank 0: load one that all machines have, or copy it to all of them."
+        )
     try:
-        ranks = _check(folder, run, verified)
+        loaded = read(run, folder, **(torch_load or {}))
     except Exception as error:
         failure = error
     agree(failure, run.rank)
     try:
         for hook in hooks:
             hook(models, str(folder))
-        run = replace(run, models=models)
-        loaded = read(run, folder, ranks, strict=strict, **kwargs)
+        run = replace(run, without_hooks=models, saved_ranks=_saved_ranks(folder, manifest))
+        engine_apply = engine.load(run, reader, torch_load=torch_load or {}, **kwargs)
+        if manifest is not None:  # what was read in another way, or by nobody
+            manifest.check(folder, reader.unchecked)
     except Exception as error:
         failure = error
     agree(failure, run.rank)
-    assert loaded is not None
+    assert loaded is not None and engine_apply is not None
     try:
-        apply(loaded, run)
+        apply_objects(loaded, run)
+        engine_apply()
+        apply_random_states(loaded, run)
     except Exception as error:
         failure = error
     agree(failure, run.rank)
-    return loaded, ranks
+    return loaded
 
 
-def _check(folder: Path, run: Run, verified: bool) -> int:
-    """Raise for damage. Rank 0 looks at what all read, each rank at its own; returns how many ranks wrote it."""
+def _check(folder: Path, run: Run, reader: Reader, verified: bool, at_once: bool) -> Manifest | None:
+    """Raise for damage. Rank 0 looks at what all read, each rank at its own.
+
+    Weights and optimizers are left to the reader, which compares them while it reads them; at_once: or compared here,
+    since hooks are going to change something before they are read.
+    """
     manifest = Manifest.read(folder)
     if manifest is None:
         _check_without_manifest(folder)
-        return len(list(folder.glob(layout.random_states(0).replace("0", "*"))))
+        return None
     owners = {name: _OF_ONE_RANK.fullmatch(name) for name in manifest.files}
-    own = [name for name, owner in owners.items() if (int(owner.group(1)) if owner else 0) == run.rank]
-    manifest.check(folder, own, contents=not verified)
+    own = [name for name, owner in owners.items() if (int(owner.group(1)) if owner else 0) % run.ranks == run.rank]
+    large = [name for name in manifest.files if layout.WHOLE.fullmatch(name)]
+    manifest.check(folder, own, contents=False)
+    manifest.check(folder, large, contents=False)
+    if not verified:
+        manifest.check(folder, set(own) - set(large))
+        if not at_once:
+            reader.unchecked |= {name: manifest.files[name] for name in large}
+        elif run.local[0] == 0:
+            manifest.check(folder, large)
     if run.rank < manifest.world_size and layout.random_states(run.rank) not in manifest.files:
         raise CheckpointError(
             f"{folder / layout.random_states(run.rank)} of rank {run.rank} is missing: "
             "this checkpoint was saved on disks that its processes did not share; copy all parts into one folder."
         )
-    return manifest.world_size
+    return manifest
+
+
+def _saved_ranks(folder: Path, manifest: Manifest | None) -> int:
+    if manifest is not None:
+        return manifest.world_size
+    return len(list(folder.glob(layout.random_states(0).replace("0", "*"))))

@@ -6,14 +6,15 @@ import json
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 
 import accelerate
-from accelerate.checkpoint import disk, layout
+from accelerate.checkpoint import layout, stream
 from accelerate.checkpoint.disk import Entry
+from accelerate.checkpoint.files import explaining
 from accelerate.errors import CheckpointError
 
 _FORMAT = 1
@@ -32,6 +33,8 @@ class Manifest:
     files: dict[str, Entry]
     world_size: int
     strategy: str
+    # Which save it is of: the same on machines that share no disk.
+    save: str = ""
     versions: dict[str, str] = field(default_factory=_versions)
 
     def write(self, folder: Path) -> None:
@@ -39,16 +42,11 @@ class Manifest:
             "format": _FORMAT,
             "world_size": self.world_size,
             "strategy": self.strategy,
+            "save": self.save,
             "versions": self.versions,
             "files": {name: entry._asdict() for name, entry in sorted(self.files.items())},
         }
-        output = disk.Output(folder / layout.MANIFEST)
-        try:
-            output.write(json.dumps(content, indent=1).encode())
-        except BaseException:
-            output.abandon()
-            raise
-        output.close()
+        stream.write_file(folder / layout.MANIFEST, [json.dumps(content, indent=1).encode()])
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -62,7 +60,10 @@ class Manifest:
                     "use the version that wrote it, or a newer one."
                 )
             files = {str(name): Entry(int(e["size"]), list(e["crc32"])) for name, e in content["files"].items()}
-            return cls(files, int(content["world_size"]), str(content["strategy"]), dict(content["versions"]))
+            if outside := [name for name in files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]:
+                raise ValueError(f"{outside[0]} is not in its folder")
+            save = str(content.get("save", ""))
+            return cls(files, int(content["world_size"]), str(content["strategy"]), save, dict(content["versions"]))
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -85,8 +86,8 @@ class Manifest:
                     f"{path} has {size} bytes where {expected.size} were written: "
                     "copy the checkpoint again, or load another one."
                 )
-            if contents and disk.summed_up(path) != expected:
-                raise CheckpointError(
-                    f"{path} is damaged, its checksum is not the one it was written with: "
-                    "copy the checkpoint again, or load another one."
-                )
+            if contents and len(expected.crc32) != -(-expected.size // stream.BLOCK):
+                raise CheckpointError(f"{folder / layout.MANIFEST} is damaged: load another checkpoint.")
+            if contents:
+                with explaining(path):
+                    stream.read_file(path, entry=expected)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
+import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import commit, disk, layout
+from accelerate.checkpoint import commit, disk, layout, stream
 from accelerate.checkpoint.background import Background, Gather
 from accelerate.checkpoint.disk import Entry
-from accelerate.checkpoint.host import snapshot
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.state import Part, Run, own_parts, shared_parts, write_parts
+from accelerate.checkpoint.parts import Engine, Part, snapshot, write_parts
+from accelerate.checkpoint.state import Run, own_parts, shared_parts
 from accelerate.comm import current
 from accelerate.errors import CheckpointError
 
@@ -24,6 +26,7 @@ Hook = Callable[[list[Any], list[dict[str, Any]], str], Any]
 def save(
     run: Run,
     target: Path,
+    engine: Engine,
     weights: list[dict[str, Any]],
     *,
     hooks: Iterable[Hook] = (),
@@ -33,47 +36,62 @@ def save(
     everywhere: bool = False,
     keep: int | None = None,
     background: Background | None = None,
+    **kwargs: Any,
 ) -> None:
     """Write a checkpoint to `target`. Raises alike on every process, and leaves what was there as it was, if any fails.
 
+    engine: writes models and optimizers. kwargs: for it.
     hooks: called with the models, their weights, and the folder that becomes the checkpoint.
     local_main, everywhere: whether this is the first process of its machine, and whether each machine writes all files.
     keep: delete older automatically named checkpoints afterwards, down to this number.
     background: write from copies of everything, there, and return before that is done.
     """
-    staging, leads = _stage(target, local_main)
+    target = target.absolute()  # a script may go to another folder while this is written behind it
+    staging, leads, number = _stage(target, local_main)
+    alive = commit.Alive(staging) if leads else None
     failure: Exception | None = None
     parts: Iterable[Part] = ()
+
+    def clean_up() -> None:
+        if alive is not None:
+            alive.stop()
+            disk.remove_tree(staging)
+
     try:
         for hook in hooks:
             hook(list(run.models), weights, str(staging))
-        if run.rank == 0 or (leads and everywhere):
-            parts = shared_parts(run, weights, safe)
-        parts = chain(parts, own_parts(run, (run.progress or {}).get("step", 0)))
+        main = run.rank == 0 or (leads and everywhere)
+        # The engine first: what all processes write together must not wait for one that has failed before.
+        parts = engine.save(run, weights, safe=safe, main=main, **kwargs)
+        parts = chain(parts, shared_parts(run, main), own_parts(run, (run.progress or {}).get("step", 0)))
         if background is not None:
-            parts = snapshot(parts, run.device)
+            parts = snapshot(parts, background.memory)
     except Exception as error:
         failure = error
+    except BaseException:
+        clean_up()
+        raise
     try:
         agree(failure, run.rank)
     except BaseException:
-        if leads:
-            disk.remove_tree(staging)
+        clean_up()
         raise
 
-    def finish(gather: Gather) -> None:
-        entries = _written(parts, staging, run.rank, leads, gather)
-        failure: Exception | None = None
-        if leads:
-            try:
-                commit.publish(staging, target, Manifest(_all_files(staging, entries), run.ranks, strategy))
-                if keep is not None:
-                    # Only now that the new one is there.
-                    commit.prune(layout.automatic_folders(target.parent.parent), keep)
-            except Exception as error:
-                failure = error
-                disk.remove_tree(staging)
-        agree(failure, run.rank, gather=gather)
+    def finish(gather: Gather, group: Any = None) -> None:
+        try:
+            entries = _together(lambda: write_parts(parts, staging, group), gather)
+            known = {name: entry for others in entries for name, entry in others.items()} | entries[run.rank]
+            manifest = Manifest({}, run.ranks, strategy, number)
+            _together(
+                lambda: _publish(staging, target, manifest, known),
+                gather,
+                here=leads,
+                undo=lambda: commit.withdraw(target, number),
+            )
+            # It is there on all machines: now it may replace what was there before, and old ones may go.
+            _together(lambda: _replace(target, keep), gather, here=leads)
+        finally:
+            clean_up()
 
     if background is None:
         finish(current().gather_objects)
@@ -81,46 +99,74 @@ def save(
         background.start(finish)
 
 
-def _written(parts: Iterable[Part], staging: Path, rank: int, leads: bool, gather: Gather) -> dict[str, Entry]:
-    """Write this process's files and wait for the others; the entries of them all."""
-    entries: dict[str, Entry] = {}
+def _together(
+    work: Callable[[], Any], gather: Gather, *, here: bool = True, undo: Callable[[], None] | None = None
+) -> list[Any]:
+    """Do something on every process and wait for the others; what each has returned, or the error of one on all.
+
+    here: whether this process has anything to do. undo: what it does when one has failed, and all know of it.
+    """
     failure: Exception | None = None
+    value = None
     try:
-        entries = write_parts(parts, staging)
+        if here:
+            value = work()
     except Exception as error:
         failure = error
-    try:
-        written = agree(failure, rank, entries, gather=gather)
-    except BaseException:
-        if leads:
-            disk.remove_tree(staging)
-        raise
-    return {name: entry for others in written for name, entry in others.items()} | entries
+    return agree(failure, current().rank, value, gather=gather, undo=undo if here else None)
 
 
-def _stage(target: Path, local_main: bool) -> tuple[Path, bool]:
-    """The staging folder, and whether this process leads: the first one, and one on each machine that cannot see it."""
+def _publish(staging: Path, target: Path, manifest: Manifest, known: dict[str, Entry]) -> None:
+    commit.publish(staging, target, replace(manifest, files=_all_files(staging, known)))
+
+
+def _replace(target: Path, keep: int | None) -> None:
+    commit.settle(target, everywhere=True)
+    if keep is not None:
+        others = [folder for folder in layout.automatic_folders(target.parent.parent) if folder != target]
+        commit.prune(others, keep - 1)
+
+
+def settle(target: Path, local_main: bool) -> None:
+    """Finish, or take back, a replacement that was broken off; on all processes together.
+
+    One that is there on some machines only is taken back. The first process goes first: where the others share its
+    disk they find nothing left to do.
+    """
     communicator = current()
-    failure: Exception | None = None
-    answer: list[Any] = [None]
-    if communicator.rank == 0:
-        try:
-            answer = [str(commit.begin(target))]
-        except Exception as error:
-            failure = error
-    agree(failure, communicator.rank)
-    communicator.broadcast_objects(answer)
-    staging = Path(answer[0])
-    leads = communicator.rank == 0
+    gather, first = communicator.gather_objects, communicator.rank == 0
+    states = _together(lambda: (commit.current(target), commit.pending(target)), gather, here=local_main or first)
+    seen = [state for state in states if state is not None]
+    if all(waiting is None for _, waiting in seen):
+        return
+    everywhere = {save for save in seen[0] if save is not None and all(save in state for state in seen)}
+
+    def act() -> None:
+        commit.settle(target, everywhere=commit.pending(target) in everywhere)
+
+    _together(act, gather, here=first)
+    _together(act, gather, here=local_main and not first)
+
+
+def _stage(target: Path, local_main: bool) -> tuple[Path, bool, str]:
+    """The staging folder; whether this process leads (the first, and one on each machine that cannot see it); and the
+    number of this save."""
+    communicator = current()
+    gather, leads = communicator.gather_objects, communicator.rank == 0
+    settle(target, local_main)
+
+    def begin() -> tuple[str, str]:
+        staging = commit.staging_for(target)
+        commit.begin(staging)
+        return str(staging.relative_to(target.parent)), uuid.uuid4().hex
+
+    answer = _together(begin, gather, here=leads)[0]
+    staging, number = target.parent / answer[0], answer[1]
     if communicator.size > 1:
-        if local_main and not staging.is_dir():
-            leads = True
-            try:
-                disk.make_folder(staging)
-            except Exception as error:
-                failure = error
-        agree(failure, communicator.rank)
-    return staging, leads
+        elsewhere = local_main and not leads and not staging.is_dir()
+        _together(lambda: commit.begin(staging), gather, here=elsewhere)
+        leads = leads or elsewhere
+    return staging, leads, number
 
 
 def _all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:
@@ -134,15 +180,23 @@ def _all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:
             if name not in known:
                 with open(path, "rb") as file:
                     disk.sync(file.fileno())
-            found[name] = known[name] if name in known else disk.summed_up(path)
+            found[name] = known[name] if name in known else stream.summed_up(path)
     return found
 
 
-def agree(failure: Exception | None, rank: int, value: Any = None, gather: Gather | None = None) -> list[Any]:
-    """Wait for all processes and return their values; when one has failed, raise on all of them."""
+def agree(
+    failure: Exception | None,
+    rank: int,
+    value: Any = None,
+    gather: Gather | None = None,
+    undo: Callable[[], None] | None = None,
+) -> list[Any]:
+    """Wait for all processes and return their values; when one has failed, raise on all of them, after `undo`."""
     sentence = None if failure is None else explained(failure, rank)
     answers = (current().gather_objects if gather is None else gather)((sentence, value))
     sentences = [text for text, _ in answers if text is not None]
+    if sentences and undo is not None:
+        undo()
     if failure is not None:
         if isinstance(failure, OSError):
             raise CheckpointError(sentence) from failure

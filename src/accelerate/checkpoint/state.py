@@ -1,8 +1,8 @@
-"""What a checkpoint holds: the parts of a run, how each is written, and how each is read back."""
+"""What a checkpoint holds beside models and optimizers: how each part is written, and how it is read back."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,16 +10,10 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout, rng
-from accelerate.checkpoint.disk import Entry
-from accelerate.checkpoint.files import read_safetensors, read_torch, read_weights, write_safetensors, write_torch
-from accelerate.checkpoint.weights import with_tied
+from accelerate.checkpoint.files import read_torch
+from accelerate.checkpoint.parts import File
 from accelerate.devices import Device
-from accelerate.errors import CheckpointError
-from accelerate.files import clean_state_dict_for_safetensors
 from accelerate.unwrap import extract_model_from_parallel
-
-# The name of a file, what goes into it, and whether as safetensors.
-Part = tuple[str, Any, bool]
 
 
 @dataclass
@@ -36,46 +30,60 @@ class Run:
     custom: list[Any] = field(default_factory=list)
     scaler: Any = None
     progress: dict[str, Any] | None = None
-    # In the middle of a window: the gradients of this process, by parameter.
+    # In the middle of a window: the gradients of this process, by parameter (see `named_parameters`).
     gradients: dict[str, torch.Tensor] | None = None
+    # Which of how many processes of its machine this one is.
+    local: tuple[int, int] = (0, 1)
+    # When loading: how many processes wrote the checkpoint, and the models whose weights are not left to a hook.
+    saved_ranks: int = 0
+    without_hooks: list[torch.nn.Module] = field(default_factory=list)
 
 
-def shared_parts(run: Run, weights: list[dict[str, Any]], safe: bool) -> Iterator[Part]:
-    """What is the same on all processes."""
-    for number, state in enumerate(weights):
-        yield layout.model(number, safe), clean_state_dict_for_safetensors(state) if safe else state, safe
-    for number, optimizer in enumerate(run.optimizers):
-        yield layout.optimizer(number), optimizer.state_dict(), False
+def plain(model: torch.nn.Module) -> torch.nn.Module:
+    """The model from under its wrappers."""
+    found: torch.nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
+    return found
+
+
+def named_parameters(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    """Every parameter once, under the number of its model and its name there."""
+    named: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for number, model in enumerate(models):
+        for name, parameter in plain(model).named_parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                named[f"{number}.{name}"] = parameter
+    return named
+
+
+def shared_parts(run: Run, main: bool) -> Iterator[File]:
+    """What is the same on all processes. main: whether this one writes it."""
+    # Objects of the script's own are asked on all processes, since they may have to ask each other.
+    custom = (File(layout.custom(number), item.state_dict()) for number, item in enumerate(run.custom))
+    yield from (file for file in custom if main)
+    if not main:
+        return
     for number, scheduler in enumerate(run.schedulers):
-        yield layout.scheduler(number), scheduler.state_dict(), False
+        yield File(layout.scheduler(number), scheduler.state_dict())
     for number, loader in enumerate(run.loaders):
         if getattr(loader, "use_stateful_dataloader", False):
-            yield layout.stateful_loader(number), loader.state_dict(), False
+            yield File(layout.stateful_loader(number), loader.state_dict())
     if run.scaler is not None:
-        yield layout.scaler(), run.scaler.state_dict(), False
-    for number, item in enumerate(run.custom):
-        yield layout.custom(number), item.state_dict(), False
+        yield File(layout.scaler(), run.scaler.state_dict())
 
 
-def own_parts(run: Run, step: int = 0) -> Iterator[Part]:
+def own_parts(run: Run, step: int = 0) -> Iterator[File]:
     """What each process has of its own. step: how far an accumulation was, as older releases note it."""
-    yield layout.random_states(run.rank), {"step": step, **rng.capture(run.device)}, False
+    yield File(layout.random_states(run.rank), {"step": step, **rng.capture(run.device)})
     if run.progress is not None:
-        yield layout.progress(run.rank), run.progress, False
-    if run.gradients is not None:
-        yield layout.gradients(run.rank), run.gradients, True
-
-
-def write_parts(parts: Iterable[Part], folder: Path) -> dict[str, Entry]:
-    return {name: (write_safetensors if safe else write_torch)(content, folder / name) for name, content, safe in parts}
+        yield File(layout.progress(run.rank), run.progress)
 
 
 @dataclass
 class Loaded:
-    """Everything that was read for a run, checked against it, and not applied yet."""
+    """Everything that was read for a run beside models and optimizers, and not applied yet."""
 
-    models: list[dict[str, Any]]
-    optimizers: list[dict[str, Any]]
     schedulers: list[dict[str, Any]]
     loaders: dict[int, Any]
     scaler: dict[str, Any] | None
@@ -83,35 +91,19 @@ class Loaded:
     random_states: dict[str, Any] | None
     derived: bool
     progress: dict[str, Any] | None
-    gradients: dict[str, torch.Tensor] | None
-    strict: bool = True
 
 
-def read(run: Run, folder: Path, saved_ranks: int, strict: bool = True, **kwargs: Any) -> Loaded:
-    """Read a checkpoint and see that it fits. saved_ranks: how many processes wrote it."""
-    models = [_read_model(folder, number) for number in range(len(run.models))]
-    if strict:
-        models = [_fitting(m, w, folder) for m, w in zip(run.models, models, strict=True)]
-    # On its way to another device a file need not be in memory as a whole.
-    mapped = {"mmap": run.device.name != "cpu"} | kwargs
-    optimizers = [read_torch(folder / layout.optimizer(i), **mapped) for i in range(len(run.optimizers))]
-    for number, (optimizer, state) in enumerate(zip(run.optimizers, optimizers, strict=True)):
-        _check_groups(optimizer, state, folder / layout.optimizer(number))
+def read(run: Run, folder: Path, **kwargs: Any) -> Loaded:
+    """Read what there is. kwargs: for `torch.load`."""
     own = run.rank if (folder / layout.random_states(run.rank)).exists() else 0
-    states = _if_there(folder / layout.random_states(own))
-    progress = _if_there(folder / layout.progress(own))
     return Loaded(
-        models,
-        optimizers,
         [read_torch(folder / layout.scheduler(i), **kwargs) for i in range(len(run.schedulers))],
         {i: s for i in range(len(run.loaders)) if (s := _if_there(folder / layout.stateful_loader(i))) is not None},
         _if_there(folder / layout.scaler()) if run.scaler is not None else None,
         [read_torch(folder / layout.custom(i), **kwargs) for i in range(len(run.custom))],
-        states,
+        _if_there(folder / layout.random_states(own)),
         own != run.rank,
-        progress,
-        _read_gradients(run, folder, saved_ranks) if progress is not None and progress.get("gradients") else None,
-        strict,
+        _if_there(folder / layout.progress(own)),
     )
 
 
@@ -119,78 +111,13 @@ def _if_there(path: Path) -> Any:
     return read_torch(path) if path.exists() else None
 
 
-def _read_model(folder: Path, number: int) -> dict[str, Any]:
-    safe = folder / layout.model(number, True)
-    return read_weights(safe if safe.exists() else folder / layout.model(number, False))
+def apply_objects(loaded: Loaded, run: Run) -> None:
+    """Put what was read into the objects of a run. Those of the script's own come first.
 
-
-def _plain(model: torch.nn.Module) -> torch.nn.Module:
-    plain: torch.nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
-    return plain
-
-
-def _fitting(model: torch.nn.Module, weights: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The weights under the names of the model; raises before anything is copied where they are of another one."""
-    model = _plain(model)
-    weights = with_tied(model, weights)
-    if any(part._load_state_dict_pre_hooks for part in model.modules()) or _loads_by_itself(model):
-        return weights  # it renames or reshapes what it is given
-    state = model.state_dict()
-    missing, extra = sorted(state.keys() - weights.keys()), sorted(weights.keys() - state.keys())
-    shapes = [
-        f"{name} {tuple(weights[name].shape)} for {tuple(value.shape)}"
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor) and name in weights and weights[name].shape != value.shape
-    ]
-    if missing or extra or shapes:
-        raise CheckpointError(
-            f"The weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, "
-            f"unknown {extra[:5]}, other shapes {shapes[:5]}; create the model as it was when the checkpoint was saved."
-        )
-    return weights
-
-
-def _loads_by_itself(model: torch.nn.Module) -> bool:
-    return any(type(part).load_state_dict is not torch.nn.Module.load_state_dict for part in model.modules())
-
-
-def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
-    expected = [len(group["params"]) for group in optimizer.param_groups]
-    found = [len(group["params"]) for group in state["param_groups"]]
-    if expected != found:
-        raise CheckpointError(
-            f"{path} is of an optimizer with groups of {found} parameters, and this one has {expected}: "
-            "create it as it was when the checkpoint was saved."
-        )
-
-
-def _read_gradients(run: Run, folder: Path, saved_ranks: int) -> dict[str, torch.Tensor]:
-    """What this process had accumulated. On another number of processes each gets the mean: theirs is the same."""
-    if saved_ranks == run.ranks:
-        return read_safetensors(folder / layout.gradients(run.rank))
-    everyone = [read_safetensors(folder / layout.gradients(rank)) for rank in range(saved_ranks)]
-    names = {name for gradients in everyone for name in gradients}
-    return {name: sum(g[name] for g in everyone if name in g) / saved_ranks for name in names}  # type: ignore[misc]
-
-
-def _leave_file(optimizer: Any) -> None:
-    """What stays on the host must not go on lying in the file: that may be deleted, or its disk taken away."""
-    for values in optimizer.state.values():
-        for name, value in values.items() if isinstance(values, dict) else ():
-            if isinstance(value, torch.Tensor) and value.device.type == "cpu":
-                values[name] = value.clone()
-
-
-def apply(loaded: Loaded, run: Run) -> None:
-    """Put what was read into the run. What may object comes first, while everything is still as it was."""
+    All of them come before the models: they may object while the weights are still as they were.
+    """
     for item, state in zip(run.custom, loaded.custom, strict=True):
         item.load_state_dict(state)
-    for model, weights in zip(run.models, loaded.models, strict=True):
-        _plain(model).load_state_dict(weights, strict=loaded.strict)
-    for optimizer, state in zip(run.optimizers, loaded.optimizers, strict=True):
-        optimizer.load_state_dict(state)
-        if run.device.name != "cpu":
-            _leave_file(optimizer)
     for scheduler, state in zip(run.schedulers, loaded.schedulers, strict=True):
         scheduler.load_state_dict(state)
     if run.scaler is not None and loaded.scaler is not None:
@@ -198,6 +125,10 @@ def apply(loaded: Loaded, run: Run) -> None:
     for number, state in loaded.loaders.items():
         if getattr(run.loaders[number], "use_stateful_dataloader", False):
             run.loaders[number].load_state_dict(state)
+
+
+def apply_random_states(loaded: Loaded, run: Run) -> None:
+    """To come last, so that nothing is drawn from them meanwhile."""
     if loaded.random_states is not None:
         if loaded.derived:
             rng.derive(loaded.random_states, run.rank, run.device)

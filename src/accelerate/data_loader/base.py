@@ -10,7 +10,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.available import is_torchdata_stateful_dataloader_available
 from accelerate.comm.tree import ignorant_find_batch_size
-from accelerate.data_loader.iterable import without_first_samples
+from accelerate.data_loader.iterable import skips_samples, without_first_samples
 from accelerate.data_loader.position import Position
 from accelerate.data_loader.samplers import (
     SamplerShard,
@@ -95,7 +95,8 @@ class DataLoaderStateMixin:
     def _known_length(self) -> int | None:
         try:
             length = int(getattr(self, "total_dataset_length", None) or len(self.dataset))  # type: ignore[attr-defined]
-            return max(length - self._left_out_samples, 0)
+            # A dataset that leaves samples out by itself has told the length of the rest.
+            return length if skips_samples(self.dataset) else max(length - self._left_out_samples, 0)  # type: ignore[attr-defined]
         except (TypeError, NotImplementedError):  # a dataset without a length
             return None
 

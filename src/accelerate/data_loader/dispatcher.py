@@ -14,7 +14,7 @@ from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin,
 from accelerate.data_loader.dispatch import Handout, Part
 from accelerate.data_loader.pieces import batch_length, cut, join
 from accelerate.data_loader.transfer import transfer_to
-from accelerate.errors import NotYetSupported
+from accelerate.parallel.mesh import shares_of_ranks
 from accelerate.random import synchronize_rng_states
 from accelerate.state import PartialState
 
@@ -41,8 +41,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        if torch_device_mesh is not None:
-            raise NotYetSupported("A loader over a device mesh", "leave `torch_device_mesh` out.")
+        self.device_mesh = torch_device_mesh
         self.split_batches = split_batches
         self.skip_batches = skip_batches
         self._join_process()
@@ -55,6 +54,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def _join_process(self) -> None:
         super()._join_process()
         self.state = PartialState()
+        # Processes that share a layer or a sequence get the same part.
+        self._share_of_rank = shares_of_ranks(self.device_mesh, self.state.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
         if (rest := self.position.rest_of(self)) is not None:
@@ -101,7 +102,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             with handout.telling_errors():
                 self._note_position()
                 following = next(steps, None)
-                parts = self._parts(step, start, is_last=following is None)
+                shares = self._parts(step, start, is_last=following is None)
+                parts = [shares[share] for share in self._share_of_rank]
                 described = handout.describe(parts)
             handout.send(parts, described)
             yield parts[0]
@@ -119,7 +121,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def _parts(self, group: list[Any], start: list[Any], *, is_last: bool) -> list[Part]:
         """What each process gets of the batches of one step."""
         lengths = [batch_length(batch) for batch in group]
-        processes = self.state.num_processes
+        processes = self._shares
         if len(group) == processes and len(set(lengths)) == 1 and self.slice_fn is slice_tensors:
             return [Part(batch, None, is_last, processes * (lengths[0] or 1)) for batch in group]
         if None in lengths:
@@ -137,10 +139,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         lengths = [batch_length(batch) or 0 for batch in group]
         parts = [Part(batch, None, is_last, sum(lengths)) for batch in group]
         repeat = Part(group[-1], (0, lengths[-1]), is_last, sum(lengths))
-        return parts + [repeat] * (self.state.num_processes - len(parts))
+        return parts + [repeat] * (self._shares - len(parts))
 
     def _cut(self, batch: Any, start: list[Any], is_last: bool) -> list[Part]:
-        processes = self.state.num_processes
+        processes = self._shares
         total = batch_length(batch) or 0
         size = -(-total // processes)
         if size * processes != total:
@@ -175,13 +177,14 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             "split_batches": self.split_batches,
             "_drop_last": self._drop_last,
             "_non_blocking": self._non_blocking,
+            "torch_device_mesh": self.device_mesh,
             "slice_fn": self.slice_fn,
             "iteration": self.iteration,
         }
 
     @property
     def batches_per_step(self) -> int:
-        return 1 if self.split_batches else self.state.num_processes
+        return 1 if self.split_batches else self._shares
 
     def __len__(self) -> int:
         share, extras = divmod(len(self.base_dataloader), self.batches_per_step)
@@ -197,11 +200,11 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def total_batch_size(self) -> int:
         """The batch size over all processes."""
         size: int = self.base_dataloader.batch_size or getattr(self.batch_sampler, "batch_size", None) or 1
-        return size if self.split_batches else size * self.state.num_processes
+        return size if self.split_batches else size * self._shares
 
     @property
     def _shares(self) -> int:
-        return self.state.num_processes
+        return len(set(self._share_of_rank))
 
     @property
     def total_dataset_length(self) -> int:

@@ -102,6 +102,11 @@ def without_first_samples(dataset: Any, count: int) -> Any:
     return twin
 
 
+def skips_samples(dataset: Any) -> bool:
+    """Whether a dataset, or the one it is a share of, is for the rest of an epoch."""
+    return isinstance(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset, SkippedDataset)
+
+
 class Repeat:
     """A sample that only fills a batch; the collate function counts it and takes it out of its envelope."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
 
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler, SkipSampler, sampler_owner
@@ -58,15 +58,16 @@ class Position:
     # --- saving and loading -------------------------------------------------------------------------------------
 
     def state_dict(self, loader: Any) -> dict[str, Any]:
-        """Where the loop stands. An epoch whose last batch was handed out is over."""
-        inside = self.running and not self.finished
+        """Where the loop stands. inside: whether this process has batches left of the epoch, or else it is over."""
         sampler = _sampler(loader)
         return {
-            "epoch": loader.iteration + (self.running and self.finished),
-            "batches": self.batches if inside else 0,
-            "samples": self.samples if inside else 0,
-            "start": self.start if inside else None,
-            "dataset": self.dataset if inside else None,
+            "epoch": loader.iteration,
+            "running": self.running,
+            "inside": self.running and not self.finished,
+            "batches": self.batches,
+            "samples": self.samples,
+            "start": self.start,
+            "dataset": self.dataset,
             "generators": [generator.get_state() for generator in _generators(loader)],
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
             "batch": loader.total_batch_size,
@@ -76,6 +77,7 @@ class Position:
     def load_state_dict(self, state: dict[str, Any], loader: Any, *, skip: bool) -> None:
         """Have the next iteration follow the interrupted one; skip: and start where that one was."""
         vars(self).update(vars(Position()))
+        state = _settled(state)
         loader.iteration = state["epoch"]
         sampler = _sampler(loader)
         if isinstance(sampler, SeedableRandomSampler) and state["seed"] is not None:
@@ -131,6 +133,14 @@ class Position:
             _set_global_states(states)
 
 
+def _settled(state: dict[str, Any]) -> dict[str, Any]:
+    """A saved place, of which nothing but the next epoch is left when the one it was in is over."""
+    if state["inside"]:
+        return state
+    nothing = {"batches": 0, "samples": 0, "start": None, "dataset": None}
+    return {**state, **nothing, "epoch": state["epoch"] + state["running"]}
+
+
 def _telling_dataset(loader: Any) -> Any:
     """The iterable dataset of a loader, where this process reads it and it can tell its place and go there."""
     dataset = loader.dataset
@@ -148,13 +158,31 @@ def change(state: dict[str, Any], loader: Any) -> str | None:
     """What is different from when `state` was saved, in the middle of a sentence; None if nothing is."""
     if _same_batches(state, loader):
         return None
+    state = _settled(state)
     old, new = state["batch"], loader.total_batch_size
     text = f"{state['processes']} processes and {old} samples a step became {loader._shares} and {new}"
     length = loader._known_length()
-    if length is None:
-        return text
-    left = max(length - state["samples"] - state["batches"] * old, 0)
-    return f"{text}, so {-(-left // new)} steps are left of epoch {state['epoch']} instead of {-(-left // old)}"
+    if length is not None:
+        left = max(length - state["samples"] - state["batches"] * old, 0)
+        text += f", so {-(-left // new)} steps are left of epoch {state['epoch']} instead of {-(-left // old)}"
+    return text + _inexact(state, loader)
+
+
+def _inexact(state: dict[str, Any], loader: Any) -> str:
+    """A word of warning where some of the remaining samples may come twice or not at all."""
+    if isinstance(loader.dataset, IterableDataset):
+        if not loader.num_workers or loader.use_stateful_dataloader:
+            return ""
+        return " (worker processes read its dataset: the last samples before the checkpoint may come a second time)"
+    owner = sampler_owner(loader)
+    if owner is None or type(owner) is BatchSampler:
+        sampler = _sampler(loader)
+        if not isinstance(sampler, DistributedSampler) or type(sampler).__iter__ is DistributedSampler.__iter__:
+            return ""
+        return f" (only its {type(sampler).__name__} knows which samples were seen: some may come twice or not at all)"
+    if state["batch"] * loader._shares == loader.total_batch_size * state["processes"]:
+        return ""  # the same batches, given to more or fewer processes
+    return f" (its {type(owner).__name__} now makes other batches: some samples may come twice or not at all)"
 
 
 def _generator_of_one(start: dict[str, Any], sampler: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ from accelerate.data_loader.samplers import (
     sampler_owner,
 )
 from accelerate.data_loader.shard import DataLoaderShard
-from accelerate.errors import NotYetSupported
+from accelerate.parallel.mesh import data_share
 from accelerate.state import PartialState
 
 
@@ -55,10 +55,9 @@ def prepare_data_loader(
     split_batches: the batch size is that of all processes together. dispatch_batches: read on rank 0 only and hand
     out; by default for iterable datasets (when batches are put on the device). even_batches: repeat samples so that
     all processes get equally many. use_seedable_sampler, data_seed: shuffle by seed and epoch alone.
+    torch_device_mesh: its processes along `tp`, `cp` and `sp` get the same data.
     rng_types: random states that follow rank 0 at each start. slice_fn_for_dispatch: how a dispatched batch is cut.
     """
-    if torch_device_mesh is not None:
-        raise NotYetSupported("A loader over a device mesh", "leave `torch_device_mesh` out.")
     if isinstance(dataloader, (DataLoaderShard, DataLoaderDispatcher)):
         warnings.warn(
             "This loader was prepared before: it is kept as it is, since sharding it again would leave data out; "
@@ -69,6 +68,7 @@ def prepare_data_loader(
     state = PartialState()
     processes = state.num_processes if num_processes is None else num_processes
     index = state.process_index if process_index is None else process_index
+    processes, index = data_share(torch_device_mesh, processes, index)
     iterable = isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches is None:
         dispatch_batches = iterable and put_on_device
@@ -85,6 +85,7 @@ def prepare_data_loader(
         "use_stateful_dataloader": use_stateful_dataloader,
         "_drop_last": dataloader.drop_last,
         "_non_blocking": non_blocking,
+        "torch_device_mesh": torch_device_mesh,
     }
     dataset = dataloader.dataset
     if dispatch_batches:

@@ -285,6 +285,31 @@ class SkipSampler(Sampler[Any]):
             self.sampler.set_epoch(epoch)
 
 
+class RestOfDistributed(Sampler[Any]):
+    """What a DistributedSampler has after the first `count` samples of its order, dealt out anew."""
+
+    def __init__(self, distributed: Any, count: int) -> None:
+        self._distributed = distributed
+        self._count = count
+        self.num_replicas, self.rank = distributed.num_replicas, distributed.rank
+        self.dataset = range(max(len(distributed.dataset) - count, 0))
+
+    def __len__(self) -> int:
+        share, extra = divmod(len(self.dataset), self.num_replicas)
+        return share + (extra > 0 and not self._distributed.drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        everyone = copy.copy(self._distributed)
+        everyone.num_replicas, everyone.rank, everyone.drop_last = 1, 0, False
+        everyone.num_samples = everyone.total_size = len(everyone.dataset)
+        order = list(everyone)
+        dealt = itertools.chain(order[self._count :], itertools.cycle(order))
+        return itertools.islice(dealt, self.rank, len(self) * self.num_replicas, self.num_replicas)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._distributed.set_epoch(epoch)
+
+
 def without_samples(batches: Any, count: int) -> Any:
     """The batches of what follows the first `count` samples; `batches` may be sharded."""
     if isinstance(batches, SamplerShard):
@@ -295,9 +320,11 @@ def without_samples(batches: Any, count: int) -> Any:
         return twin
     if type(batches) is BatchSampler:
         return BatchSampler(SkipSampler(batches.sampler, count), batches.batch_size, batches.drop_last)
-    size = getattr(batches, "batch_size", None)
+    if isinstance(batches, KeptShard) and type(batches.batch_sampler) is BatchSampler:
+        rest: Any = RestOfDistributed(batches.sampler, count)
+        return KeptShard(BatchSampler(rest, batches.batch_size, batches.drop_last), rest)
     # A batch sampler of its own kind: whole batches, of the size it says they have.
-    return SkipBatchSampler(batches, count // size) if size else batches
+    return SkipBatchSampler(batches, count // (getattr(batches, "batch_size", None) or 1))
 
 
 class SkipBatchSampler(BatchSampler):

@@ -11,7 +11,6 @@ from torch.utils.data import IterableDataset
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, forward_epoch
 from accelerate.data_loader.iterable import IterableDatasetShard, PartlyRepeated
 from accelerate.data_loader.transfer import transfer_to
-from accelerate.errors import NotYetSupported
 from accelerate.random import synchronize_rng_states
 
 
@@ -40,8 +39,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        if torch_device_mesh is not None:
-            raise NotYetSupported("A loader over a device mesh", "leave `torch_device_mesh` out.")
+        self.device_mesh = torch_device_mesh
         self.device = device
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
@@ -124,6 +122,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             "synchronized_generator": self.synchronized_generator,
             "_drop_last": self._drop_last,
             "_non_blocking": self._non_blocking,
+            "torch_device_mesh": self.device_mesh,
             "iteration": self.iteration,
         }
 

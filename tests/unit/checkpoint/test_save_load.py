@@ -26,6 +26,8 @@ from accelerate.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from tests.unit.accelerator.toys import Net, loader, optimizer_values, weights
 
+WIDEST = torch.complex64
+
 
 class Counter:
     def __init__(self, value: int = 0) -> None:
@@ -132,6 +134,15 @@ def test_automatic_names(tmp_path: Path) -> None:
     assert other.state() == expected
     assert other.accelerator.save_state().endswith("checkpoint_3")
     other.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_2")
+
+
+def test_a_new_run_beside_checkpoints_of_an_older_one(tmp_path: Path) -> None:
+    config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=1, iteration=7)
+    run = Training(project_config=config)
+    run.accelerator.save_state()
+    config.iteration = 0
+    run.accelerator.save_state()
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_0"]  # what was just saved stays, whatever its number
 
 
 def test_ten_comes_after_nine(tmp_path: Path) -> None:
@@ -288,6 +299,100 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> Non
         single.load_state(tmp_path / "x")
 
 
+def test_names_may_differ_but_not_shapes(tmp_path: Path) -> None:
+    run = Training()
+    run.accelerator.save_state(tmp_path / "x")
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Net(seed=3))
+    model.extra = nn.Linear(2, 2)
+    model.last = nn.Linear(8, 7)
+    before = weights(model)
+    with pytest.raises(CheckpointError, match=r"missing \[\], unknown \[\], other shapes .*last.weight"):
+        accelerator.load_state(tmp_path / "x", strict=False)
+    assert torch.equal(weights(model), before)
+    del model.last
+    accelerator.load_state(tmp_path / "x", strict=False)
+    assert torch.equal(model.first.weight, run.model.first.weight)
+
+
+def test_a_hook_loads_nothing_where_another_file_is_damaged(tmp_path: Path) -> None:
+    run = Training()
+    run.step()
+    run.accelerator.save_state(tmp_path / "x")
+    called: list[Any] = []
+    run.accelerator.register_load_state_pre_hook(lambda models, folder: called.append(models.pop()))
+    for name in ("optimizer.bin", "scheduler.bin", "progress_0.bin"):
+        content = (tmp_path / "x" / name).read_bytes()
+        damage("flipped", tmp_path / "x" / name)
+        with pytest.raises(CheckpointError, match="damaged"):
+            run.accelerator.load_state(tmp_path / "x")
+        (tmp_path / "x" / name).write_bytes(content)
+    assert called == []
+    run.accelerator.load_state(tmp_path / "x")
+    assert called == [run.other]
+
+
+def test_a_scheduler_of_another_kind_leaves_the_weights(tmp_path: Path) -> None:
+    run = Training()
+    run.step()
+    run.accelerator.save_state(tmp_path / "x")
+    other = Training(seed=5)
+    chain = torch.optim.lr_scheduler.ChainedScheduler
+    other.accelerator._schedulers[0].scheduler = chain([other.scheduler.scheduler], other.optimizer.optimizer)
+    before = [weights(other.model), optimizer_values(other.optimizer)]
+    with pytest.raises(KeyError):
+        other.accelerator.load_state(tmp_path / "x")
+    after = [weights(other.model), optimizer_values(other.optimizer)]
+    assert all(torch.equal(one, two) for one, two in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("name", ["../mine", "/mine", "sub/../../mine", "link/mine"])
+def test_a_manifest_says_nothing_of_other_folders(tmp_path: Path, name: str) -> None:
+    """A replacement that was broken off deletes files of the older checkpoint: never any outside of it."""
+    run = Training()
+    folder = tmp_path / "x"
+    run.accelerator.save_state(folder)
+    run.accelerator.save_state(folder / ".accelerate-committed")
+    (tmp_path / "mine").write_text("")
+    (folder / "link").symlink_to(tmp_path)
+    name = name if name != "/mine" else str(tmp_path / "mine")
+    content = json.loads((folder / "accelerate_manifest.json").read_text())
+    content["files"][name] = {"size": 0, "crc32": []}
+    (folder / "accelerate_manifest.json").write_text(json.dumps(content))
+    for look in (run.accelerator.load_state, run.accelerator.save_state):
+        with pytest.raises(CheckpointError, match="mine is not in its folder|link leads out of the checkpoint"):
+            look(folder)
+    assert (tmp_path / "mine").exists()
+
+
+def test_numbers_and_arrays_of_numpy(tmp_path: Path) -> None:
+    run = Training()
+    values = [np.float64(0.5), np.float32(2), np.int64(3), np.bool_(True), np.arange(3), np.array(["a"]), np.ones(2)]
+    for value in values:
+        run.counter.value = value
+        run.accelerator.save_state(tmp_path)
+        run.counter.value = 0
+        run.accelerator.load_state(tmp_path)
+        assert type(run.counter.value) is type(value) and np.array_equal(run.counter.value, value)
+    run.counter.value = np.array([None])  # type: ignore[assignment]
+    run.accelerator.save_state(tmp_path)
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_0.pkl asks for numpy.*, which is neither"):
+        run.accelerator.load_state(tmp_path)
+
+
+def test_sparse_gradients(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Embedding(3, 2, sparse=True))
+    with accelerator.accumulate(model):
+        accelerator.backward(model(torch.tensor([1, 1])).sum())
+    for behind in (False, True):
+        accelerator.save_state(tmp_path, async_save=behind)
+        accelerator.wait_for_checkpoint()
+        accelerator.load_state(tmp_path)
+        assert model.weight.grad.tolist() == [[0, 0], [1, 1], [0, 0]]
+        accelerator.load_state(tmp_path)
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return os.system, ("touch evil",)
@@ -380,10 +485,12 @@ def test_a_model_saved_into_a_checkpoint(tmp_path: Path) -> None:
     run.accelerator.load_state(tmp_path)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
+)
 def test_all_kinds_of_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
-    from accelerate.checkpoint.disk import summed_up
     from accelerate.checkpoint.files import write_safetensors
+    from accelerate.checkpoint.stream import summed_up
 
     tensors = {
         "odd": torch.arange(3).to(torch.uint8),
@@ -396,7 +503,7 @@ def test_all_kinds_of_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
     assert entry == summed_up(tmp_path / "x.safetensors")
     assert all(stored[name].dtype == value.dtype for name, value in tensors.items())
     for name, value in tensors.items():
-        assert stored[name].shape == value.shape and stored[name].float().tolist() == value.float().tolist()
+        assert stored[name].shape == value.shape and stored[name].to(WIDEST).tolist() == value.to(WIDEST).tolist()
 
 
 def test_the_functions_of_the_module(tmp_path: Path) -> None:
@@ -417,15 +524,46 @@ def test_the_functions_of_the_module(tmp_path: Path) -> None:
         load_accelerator_state(folder, *lists, 0, map_location="gpu")
 
 
-def test_sums_are_of_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.checkpoint import disk
+def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a file is cut into pieces and blocks, it is the same, and the sums are those of its blocks."""
+    from accelerate.checkpoint import stream
 
-    monkeypatch.setattr(disk, "BLOCK", 10)
+    monkeypatch.setattr(stream, "BLOCK", 10)
     content = os.urandom(95)
     for cuts in ([95], [3, 95], [10, 20, 95], [1, 2, 12, 13, 30, 77, 95], [0, 5, 5, 95]):
-        output = disk.Output(tmp_path / "x")
-        for start, end in zip([0, *cuts[:-1]], cuts, strict=True):
-            output.write(content[start:end])
-        entry = output.close()
+        parts = [content[start:end] for start, end in zip([0, *cuts[:-1]], cuts, strict=True)]
+        pieces = [torch.frombuffer(bytearray(p), dtype=torch.uint8) if i % 2 and p else p for i, p in enumerate(parts)]
+        entry = stream.write_file(tmp_path / "x", pieces)
         assert (tmp_path / "x").read_bytes() == content
-        assert entry == disk.summed_up(tmp_path / "x") and len(entry.crc32) == 10
+        assert entry == stream.summed_up(tmp_path / "x") and len(entry.crc32) == 10
+        places = [(at, torch.zeros(size, dtype=torch.uint8)) for at, size in ((2, 5), (9, 24), (40, 10), (77, 18))]
+        stream.read_file(tmp_path / "x", places, entry)
+        assert all(bytes(found.tolist()) == content[at : at + len(found)] for at, found in places)
+    for place in range(95):
+        damaged = bytearray(content)
+        damaged[place] ^= 4
+        (tmp_path / "x").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="x is damaged"):
+            stream.read_file(tmp_path / "x", places, entry)
+        # Two that read it together compare half of it each.
+        found = 0
+        for rank in range(2):
+            try:
+                stream.read_file(tmp_path / "x", places, entry, (rank, 2))
+            except CheckpointError:
+                found += 1
+        assert found == 1
+
+
+def test_gradients_of_models_that_hooks_load(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    first, second = accelerator.prepare(nn.Linear(2, 1, bias=False), nn.Linear(2, 1, bias=False))
+    accelerator.register_save_state_pre_hook(lambda models, states, folder: states.pop(0))
+    accelerator.register_load_state_pre_hook(lambda models, folder: models.pop(0))
+    with accelerator.accumulate(first, second):
+        accelerator.backward((first(torch.ones(1, 2)) + 3 * second(torch.ones(1, 2))).sum())
+    accelerator.save_state(tmp_path)
+    expected = [model.weight.grad.tolist() for model in (first, second)]
+    first.weight.grad = second.weight.grad = None
+    accelerator.load_state(tmp_path)
+    assert [model.weight.grad.tolist() for model in (first, second)] == expected

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from accelerate.accumulation import Accumulation, ItemWindow, ItemWindows
-from accelerate.unwrap import extract_model_from_parallel
+from accelerate.checkpoint.state import named_parameters
 
 
 def capture(
@@ -32,21 +32,16 @@ def capture(
     if not inside:
         return progress, None
     return progress, {
-        name: parameter.grad.detach() for name, parameter in _named(models).items() if parameter.grad is not None
+        name: parameter.grad.detach().to_dense()
+        for name, parameter in named_parameters(models).items()
+        if parameter.grad is not None
     }
 
 
-def restore(
-    progress: dict[str, Any] | None,
-    gradients: dict[str, torch.Tensor] | None,
-    models: list[torch.nn.Module],
-    accumulation: Accumulation,
-) -> ItemWindows:
+def restore(progress: dict[str, Any] | None, models: list[torch.nn.Module], accumulation: Accumulation) -> ItemWindows:
     """Go on inside the window, or start a new one where nothing is known of it; returns the windows of items."""
-    items = ItemWindows()
+    items = ItemWindows(accumulation.strategy)
     accumulation.reset()
-    for parameter in _named(models).values():
-        parameter.grad = None
     if progress is None:
         return items
     for numbers, count in progress["counts"]:
@@ -58,19 +53,4 @@ def restore(
         window = ItemWindow()
         window.items, window.scale, window.closed = values
         items.windows.append(window)
-    for name, parameter in _named(models).items():
-        if gradients is not None and name in gradients:
-            parameter.grad = gradients[name].to(parameter.device, parameter.dtype, copy=True)
     return items
-
-
-def _named(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Every parameter once, under the number of its model and its name there."""
-    named: dict[str, torch.Tensor] = {}
-    seen: set[int] = set()
-    for number, model in enumerate(models):
-        for name, parameter in extract_model_from_parallel(model, keep_torch_compile=False).named_parameters():
-            if id(parameter) not in seen:
-                seen.add(id(parameter))
-                named[f"{number}.{name}"] = parameter
-    return named

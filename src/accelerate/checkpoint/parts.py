@@ -1,0 +1,76 @@
+"""What one process writes into a checkpoint, piece by piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from accelerate.checkpoint.disk import Entry
+from accelerate.checkpoint.files import write_safetensors, write_torch
+from accelerate.checkpoint.host import HostMemory
+from accelerate.checkpoint.reading import Reader
+
+
+class Part(Protocol):
+    """A file of one process, or its share of a folder that all processes write together."""
+
+    def copied(self, memory: HostMemory) -> Part:
+        """The same in host memory that training does not touch, for a save behind the training."""
+
+    def write(self, folder: Path, group: Any) -> dict[str, Entry]:
+        """Write it into the folder, flushed; returns an entry for each file that this process has written.
+
+        group: the process group for whatever the processes have to tell each other, None for that of the training.
+        """
+
+
+@dataclass
+class File:
+    """One file, written by one process."""
+
+    name: str
+    content: Any
+    safe: bool = False
+
+    def copied(self, memory: HostMemory) -> File:
+        return File(self.name, memory.copy(self.content), self.safe)
+
+    def write(self, folder: Path, group: Any = None) -> dict[str, Entry]:
+        return {self.name: (write_safetensors if self.safe else write_torch)(self.content, folder / self.name)}
+
+
+class Engine(Protocol):
+    """How models and optimizers get into a checkpoint and back; see `Strategy`, which is one."""
+
+    def save(self, run: Any, weights: list[dict[str, Any]], *, safe: bool, main: bool, **kwargs: Any) -> Iterable[Part]:
+        """What this process writes of models, optimizers and gradients."""
+
+    def load(self, run: Any, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Callable[[], None]:
+        """Read and check all of it; returns the function that puts it into the run."""
+
+
+def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, Entry]:
+    """Write parts: files side by side, since a file system lets one writer into each; others in their order."""
+    entries: dict[str, Entry] = {}
+    with ThreadPoolExecutor(_AT_ONCE) as threads:
+        files = []
+        for part in parts:
+            if isinstance(part, File):
+                files.append(threads.submit(part.write, folder))
+            else:
+                entries |= part.write(folder, group)
+        for file in files:
+            entries |= file.result()
+    return entries
+
+
+_AT_ONCE = 3
+
+
+def snapshot(parts: Iterable[Part], memory: HostMemory) -> list[Part]:
+    """The parts as they are now, in memory that training does not touch."""
+    with memory.one_save():
+        return [part.copied(memory) for part in parts]

@@ -1,0 +1,145 @@
+"""Folders of torch.distributed.checkpoint: each process writes what it holds, and any number of them reads it back."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from accelerate.checkpoint import disk
+from accelerate.checkpoint.disk import Entry
+from accelerate.checkpoint.host import HostMemory
+from accelerate.checkpoint.stream import summed_up
+from accelerate.errors import CheckpointError
+
+# Which tensor takes what is stored under these keys: given its size and dtype.
+Place = Callable[[tuple[Any, ...], torch.Size, torch.dtype], torch.Tensor]
+
+
+@dataclass
+class Shards:
+    """A folder that all processes write together.
+
+    name: of the folder. key: under which the content is stored. content: nested, with tensors whole or in pieces.
+    """
+
+    name: str
+    key: str
+    content: dict[str, Any]
+
+    def copied(self, memory: HostMemory) -> Shards:
+        # Tensors in pieces have to stay such, so the memory of files is of no use here.
+        return Shards(self.name, self.key, _copied(self.content))
+
+    def write(self, folder: Path, group: Any = None) -> dict[str, Entry]:
+        path = folder / self.name
+        writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.save({self.key: self.content}, storage_writer=writer, process_group=group, no_dist=not _several())
+        rank = dist.get_rank() if _several() else 0
+        own = [*path.glob(f"__{rank}_*"), *([path / ".metadata"] if rank == 0 else [])]
+        disk.sync_folder(path)
+        return {f"{self.name}/{file.name}": summed_up(file) for file in own}
+
+
+def read(folder: Path, place: Place) -> dict[str, Any]:
+    """What is in a folder, nested as it was saved, without the key that all is stored under.
+
+    place: gives the tensor that a stored one is read into, which may hold a piece only. Other processes are not asked.
+    """
+    reader = _Reader(folder)
+    metadata = reader.read_metadata()
+    paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in metadata.state_dict_metadata}
+    flat: dict[str, Any] = {}
+    for key, kind in metadata.state_dict_metadata.items():
+        flat[key] = None
+        if isinstance(kind, TensorStorageMetadata):
+            flat[key] = place(paths[key][1:], kind.size, kind.properties.dtype)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is used, which is the point
+        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        dcp.load(flat, storage_reader=reader, planner=planner, no_dist=True)
+    nested: Any = unflatten_state_dict(flat, paths)
+    (content,) = nested.values()
+    return content
+
+
+def whole(keys: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A place for all of a tensor, in host memory."""
+    return torch.empty(size, dtype=dtype)
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    return [_copied(item) for item in value] if isinstance(value, list) else value
+
+
+class _Planner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # Plain data, and nothing that is run.
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+
+class _Reader(dcp.FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with open(path, "rb") as file:
+                metadata: Metadata = _Unpickler(file).load()
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} is missing: this is no complete folder of shards; load another one."
+            ) from None
+        except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}): load another checkpoint.") from error
+        metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads descriptions of tensors and nothing else."""
+
+    _FROM = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.distributed.tensor.")
+    _PLAIN = {
+        "builtins": {"set", "frozenset", "list", "dict", "tuple", "int", "str", "bytes", "slice", "complex", "float"},
+        "collections": {"OrderedDict", "defaultdict"},
+        "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+        "torch.serialization": {"_get_layout"},
+        "torch._utils": {"_rebuild_device_tensor_from_numpy"},
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = None
+        if module.startswith(self._FROM):
+            found = super().find_class(module, name)
+            found = found if isinstance(found, type) else None
+        elif module == "torch":
+            found = getattr(torch, name, None)
+            plain = isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
+            found = found if plain or found in (torch.Size, torch.device) else None
+        elif name in self._PLAIN.get(module, ()):
+            found = super().find_class(module, name)
+        if found is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}")
+        return found

@@ -1,0 +1,276 @@
+"""Between tensors and a file: block by block, in several threads, each byte once.
+
+A thread takes one block: it copies it from the device or reads it from the disk, sums it up, and passes it on. So the
+bus, the checksums and the disk work at the same time, and no more than one block per thread is in memory besides the
+tensors themselves.
+"""
+
+from __future__ import annotations
+
+import bisect
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelerate.checkpoint import disk
+from accelerate.checkpoint.disk import Entry
+from accelerate.errors import CheckpointError
+
+try:
+    from isal.isal_zlib import crc32  # the same sums, seven times as fast
+except ImportError:
+    from zlib import crc32
+
+# Checksums are of blocks, so that several threads can take them.
+BLOCK = 1 << 22
+# A file system lets one writer into a file at a time, and all readers.
+WRITERS = min(6, os.cpu_count() or 1)
+READERS = min(16, os.cpu_count() or 1)
+
+# A piece of a file: bytes, or a flat tensor of uint8 on any device.
+Piece = bytes | torch.Tensor
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def write_file(path: Path, pieces: Sequence[Piece]) -> Entry:
+    """Write pieces one after the other to a new file, flushed to the disk; returns its size and checksums."""
+    ends = list(accumulate(len(piece) for piece in pieces))
+    size = ends[-1] if ends else 0
+    _settle(piece.device for piece in pieces if isinstance(piece, torch.Tensor))
+    lanes = _Lanes()
+    with _named(path):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+
+    def move(start: int) -> int:
+        end = min(start + BLOCK, size)
+        content = lanes.on_host([pieces[i][a:b] for i, a, b in _within(ends, start, end)])
+        total = _sum(content)
+        disk.write(descriptor, content, start)
+        if size > BLOCK:
+            disk.start_flush(descriptor, start, end - start)
+        return total
+
+    try:
+        with _named(path):
+            sums = _each_block(size, move, WRITERS)
+            disk.sync(descriptor)
+    finally:
+        os.close(descriptor)
+    return Entry(size, sums)
+
+
+def read_file(
+    path: Path,
+    places: Sequence[tuple[int, torch.Tensor]] = (),
+    entry: Entry | None = None,
+    share: tuple[int, int] = (0, 1),
+) -> None:
+    """Fill tensors with what a file has at their offsets, and compare its checksums on the way.
+
+    places: offsets with flat tensors of uint8, in their order. entry: what the manifest says of the file.
+    share: which of how many processes this one is that read the same file at once: each compares its part.
+    """
+    size = path.stat().st_size
+    starts = [offset for offset, _ in places]
+    _settle(tensor.device for _, tensor in places)
+    lanes = _Lanes()
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def move(start: int) -> int:
+        end = min(start + BLOCK, size)
+        checked = entry is not None and start // BLOCK % share[1] == share[0]
+        wanted = list(_overlapping(places, starts, start, end))
+        if not wanted and not checked:
+            return 0
+        # What stays on the host is read to its place, the rest of the block to a buffer.
+        away = [(at, tensor) for at, tensor in wanted if tensor.device.type != "cpu"]
+        here = [(at, tensor) for at, tensor in wanted if tensor.device.type == "cpu"]
+        buffer = lanes.buffer(any(tensor.device.type == "cuda" for _, tensor in away))
+        content = list(_filled_up(here, _view(buffer), start, end))
+        _read_into(descriptor, content, start, path)
+        if checked and _sum(content) != entry.crc32[start // BLOCK]:  # type: ignore[union-attr]
+            raise damaged(path)
+        lanes.copy([(tensor, buffer[at - start : at - start + len(tensor)]) for at, tensor in away])
+        return 0
+
+    try:
+        _each_block(size, move, READERS)
+    finally:
+        os.close(descriptor)
+
+
+def summed_up(path: Path) -> Entry:
+    """The entry of a file that is there already."""
+    size = path.stat().st_size
+    lanes = _Lanes()
+    descriptor = os.open(path, os.O_RDONLY)
+
+    def move(start: int) -> int:
+        content = _view(lanes.buffer(False))[: min(BLOCK, size - start)]
+        _read_into(descriptor, [content], start, path)
+        return crc32(content)
+
+    try:
+        return Entry(size, _each_block(size, move, READERS))
+    finally:
+        os.close(descriptor)
+
+
+def _view(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]
+
+
+def damaged(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is damaged, its checksum is not the one it was written with: "
+        "copy the checkpoint again, or load another one."
+    )
+
+
+class _Lanes:
+    """What each thread needs to move a block: a buffer of its own, and a way to the device."""
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+
+    def buffer(self, pinned: bool) -> torch.Tensor:
+        name = "pinned" if pinned else "plain"
+        found: torch.Tensor | None = getattr(self._own, name, None)
+        if found is None:
+            found = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pinned)
+            setattr(self._own, name, found)
+        return found
+
+    def _stream(self, device: torch.device) -> torch.cuda.Stream:
+        streams: dict[torch.device, torch.cuda.Stream] = self._own.__dict__.setdefault("streams", {})
+        if device not in streams:
+            torch.cuda.set_device(device)  # of this thread, which would else begin with the first one
+            streams[device] = torch.cuda.Stream(device)
+        return streams[device]
+
+    def on_host(self, pieces: list[Piece]) -> list[Any]:
+        """Views of the pieces of one block in host memory."""
+        away = [piece for piece in pieces if isinstance(piece, torch.Tensor) and piece.device.type != "cpu"]
+        buffer = self.buffer(any(piece.device.type == "cuda" for piece in away)) if away else torch.empty(0)
+        filled, views, copies = 0, list[Any](), []
+        for piece in pieces:
+            if isinstance(piece, torch.Tensor) and piece.device.type != "cpu":
+                place = buffer[filled : filled + len(piece)]
+                copies.append((place, piece))
+                views.append(_view(place))
+                filled += len(piece)
+            else:
+                views.append(piece if isinstance(piece, bytes) else _view(piece))
+        self.copy(copies)
+        return views
+
+    def copy(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Copy the second of each pair to the first; those from and to CUDA beside each other."""
+        used = set()
+        for target, source in copies:
+            device = target.device if target.device.type == "cuda" else source.device
+            if device.type != "cuda":
+                target.copy_(source)
+                continue
+            used.add(stream := self._stream(device))
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+        for stream in used:
+            stream.synchronize()
+
+
+def _each_block(size: int, move: Callable[[int], int], most: int) -> list[int]:
+    """Do something with the start of every block, in several threads when there are many."""
+    starts = range(0, size, BLOCK)
+    if len(starts) <= 1:
+        return [move(start) for start in starts]
+    with ThreadPoolExecutor(min(most, len(starts))) as threads:
+        futures = [threads.submit(move, start) for start in starts]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
+
+
+def _within(ends: list[int], start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Which pieces lie between two places of a file: the number of each, and its part from where to where."""
+    number = bisect.bisect_right(ends, start)
+    while number < len(ends):
+        first = ends[number - 1] if number else 0
+        if first >= end:
+            return
+        if ends[number] > first:
+            yield number, max(start - first, 0), min(end, ends[number]) - first
+        number += 1
+
+
+def _overlapping(
+    places: Sequence[tuple[int, torch.Tensor]], starts: list[int], start: int, end: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The parts of tensors whose places lie between two places of a file."""
+    number = max(bisect.bisect_right(starts, start) - 1, 0)
+    while number < len(places) and places[number][0] < end:
+        offset, tensor = places[number]
+        first, last = max(start, offset), min(end, offset + len(tensor))
+        if first < last:
+            yield first, tensor[first - offset : last - offset]
+        number += 1
+
+
+def _filled_up(
+    places: list[tuple[int, torch.Tensor]], buffer: memoryview, start: int, end: int
+) -> Iterator[memoryview]:
+    """Memory for a part of a file: that of tensors where they have their places, of a buffer elsewhere."""
+    at = start
+    for offset, tensor in places:
+        if at < offset:
+            yield buffer[at - start : offset - start]
+        yield _view(tensor)
+        at = offset + len(tensor)
+    if at < end:
+        yield buffer[at - start : end - start]
+
+
+def _sum(content: Sequence[Any]) -> int:
+    total = 0
+    for view in content:
+        total = crc32(view, total)
+    return total
+
+
+def _read_into(descriptor: int, content: Sequence[memoryview], offset: int, path: Path) -> None:
+    left = list(content)
+    while left:
+        count = os.preadv(descriptor, left[: disk.MOST_PIECES], offset)
+        if count == 0:
+            raise damaged(path)  # it has become shorter
+        offset += count
+        left = disk.without_first(left, count)
+
+
+def _settle(devices: Any) -> None:
+    """Wait for what the devices are doing: other streams are going to read and write their memory."""
+    for device in {device for device in devices if device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Errors of an open file do not say which one it is."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise

@@ -1,0 +1,165 @@
+"""Files of `torch.save`, written from wherever the tensors are and read to wherever they go, without a copy between.
+
+torch keeps a pickle and the memory of each tensor as uncompressed members of a zip archive. `pieces` plans such an
+archive. `opened` has torch read the pickle (with `weights_only`) and only notes where the memory of large tensors is.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import sys
+import zipfile
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelerate import files
+from accelerate.checkpoint.stream import Piece
+
+_ALIGNMENT = 64
+_LARGE = 1 << 20
+_NO_32_BITS = 0xFFFFFFFF
+
+
+def pieces(content: Any) -> list[Piece]:
+    """The file of `content`, piece by piece."""
+    pickled = io.BytesIO()
+    pickler = _Pickler(pickled)
+    pickler.dump(content)
+    archive = _Archive()
+    archive.add("data.pkl", pickled.getvalue())
+    archive.add("byteorder", sys.byteorder.encode())
+    for key, storage in enumerate(pickler.storages):
+        # By its memory and not by the tensor, which may be a part of it.
+        archive.add(f"data/{key}", torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+    archive.add("version", b"3\n")
+    return archive.finished()
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles as torch does: the memory of a tensor is a member of the archive, and the pickle has its number."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=2)
+        self.storages: list[torch.UntypedStorage] = []
+        self._numbers: dict[tuple[int, torch.dtype], int] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if isinstance(obj, torch.storage.TypedStorage):
+            storage, dtype, length = obj._untyped_storage, obj.dtype, obj._size()
+            kind = getattr(torch, obj._pickle_storage_type())
+        elif isinstance(obj, torch.UntypedStorage):
+            storage, dtype, length, kind = obj, torch.uint8, obj.nbytes(), torch.UntypedStorage
+        else:
+            return None
+        # torch refuses the same memory as two dtypes: a member has one. Here each gets a member of its own.
+        key = (storage._cdata, dtype)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.storages)
+            self.storages.append(storage)
+        # For the CPU, wherever it is: so it can be loaded anywhere.
+        return ("storage", kind, str(self._numbers[key]), "cpu", length)
+
+
+class _Archive:
+    """An uncompressed zip archive in the making. Members start at multiples of 64 bytes, so that they can be mapped."""
+
+    def __init__(self) -> None:
+        self._pieces: list[Piece] = []
+        self._size = 0
+        self._directory: list[bytes] = []
+
+    def add(self, name: str, content: Piece) -> None:
+        path = f"archive/{name}".encode()
+        # That of tensors is left out: taking it twice would cost more than all else, and torch does not look at it.
+        crc = zlib.crc32(content) if isinstance(content, bytes) else 0
+        size, start = len(content), self._size
+        large = size >= _NO_32_BITS
+        extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
+        padding = -(start + 30 + len(path) + len(extra) + 4) % _ALIGNMENT
+        extra += b"FB" + struct.pack("<H", padding) + bytes(padding)
+        short = _NO_32_BITS if large else size
+        common = struct.pack("<HHHHHLLL", 45, 0x800, 0, 0, 0x21, crc, short, short)
+        self._append(b"PK\x03\x04" + common + struct.pack("<HH", len(path), len(extra)) + path + extra)
+        self._append(content)
+        far = start >= _NO_32_BITS
+        long = struct.pack("<QQ", size, size) * large + struct.pack("<Q", start) * far
+        long = struct.pack("<HH", 1, len(long)) + long if long else b""
+        lengths = struct.pack("<HHHHHLL", len(path), len(long), 0, 0, 0, 0, _NO_32_BITS if far else start)
+        self._directory.append(b"PK\x01\x02" + struct.pack("<H", 45) + common + lengths + path + long)
+
+    def finished(self) -> list[Piece]:
+        start, count, directory = self._size, len(self._directory), b"".join(self._directory)
+        if start >= _NO_32_BITS or count >= 0xFFFF:
+            end = self._size + len(directory)
+            numbers = struct.pack("<QHHLLQQQQ", 44, 45, 45, 0, 0, count, count, len(directory), start)
+            directory += b"PK\x06\x06" + numbers + b"PK\x06\x07" + struct.pack("<LQL", 0, end, 1)
+            start, count = min(start, _NO_32_BITS), min(count, 0xFFFF)
+        length = min(len(b"".join(self._directory)), _NO_32_BITS)
+        self._append(directory + b"PK\x05\x06" + struct.pack("<HHHHLLH", 0, 0, count, count, length, start, 0))
+        return self._pieces
+
+    def _append(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self._size += len(piece)
+
+
+class Opened:
+    """A file of `torch.save` whose large tensors have memory but no contents yet.
+
+    content: what is in it. places: by the address of each such memory, where in the file its contents are, and itself.
+    """
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            self._file = file
+            self.places: dict[int, tuple[int, torch.Tensor]] = {}
+            self._records = _large_records(path)
+            self._next = -1
+            self.content = files.load(self, map_location="cpu")  # type: ignore[arg-type]
+        del self._file
+
+    # What torch asks of a file.
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size)
+
+    def readline(self) -> bytes:
+        return self._file.readline()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        at = self._file.tell()
+        size, self._next = self._next, self._records.get(at, -1)
+        # torch reads the header of a member, and then all of it into the memory of a tensor.
+        if len(buffer) == size and self._next < 0:
+            memory = torch.frombuffer(buffer, dtype=torch.uint8)
+            self.places[memory.data_ptr()] = (at, memory)
+            self._file.seek(size, os.SEEK_CUR)
+            return size
+        return self._file.readinto(buffer)
+
+
+def _large_records(path: Path) -> dict[int, int]:
+    """Where the headers of large tensors are in a file, with their sizes; nothing where contents are looked at."""
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        pickled = next((member for member in members if member.filename.endswith("/data.pkl")), None)
+        # Sparse tensors are checked by torch while they are made.
+        if pickled is None or b"sparse" in archive.read(pickled):
+            return {}
+        return {
+            member.header_offset: member.file_size
+            for member in members
+            if "/data/" in member.filename and member.file_size >= _LARGE and member.compress_type == zipfile.ZIP_STORED
+        }

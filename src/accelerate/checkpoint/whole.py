@@ -1,0 +1,150 @@
+"""Models and optimizers that every process has as a whole: one file each, written by one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelerate.checkpoint import layout
+from accelerate.checkpoint.files import read_safetensors, read_torch
+from accelerate.checkpoint.named import names_of, numbered
+from accelerate.checkpoint.parts import File
+from accelerate.checkpoint.reading import CPU, Device, Reader
+from accelerate.checkpoint.state import Run, named_parameters, plain
+from accelerate.checkpoint.weights import with_tied
+from accelerate.errors import CheckpointError
+from accelerate.files import clean_state_dict_for_safetensors
+
+
+def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> Iterator[File]:
+    """main: whether this process writes what is the same on all of them."""
+    if main:
+        for number, state in enumerate(weights):
+            content = clean_state_dict_for_safetensors(state) if safe else state
+            yield File(layout.model(number, safe), content, safe)
+        for number, optimizer in enumerate(run.optimizers):
+            yield File(layout.optimizer(number), optimizer.state_dict())
+    if run.gradients is not None:
+        yield File(layout.gradients(run.rank), run.gradients, True)
+
+
+def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Callable[[], None]:
+    """Read the files and see that they fit; returns the function that puts them into the run.
+
+    torch_load: arguments for `torch.load`, which then reads by itself. kwargs: for the `load_state_dict` of models.
+    """
+    folder = reader.folder
+    models = [_read_model(model, reader, number) for number, model in enumerate(run.without_hooks)]
+    strict = kwargs.get("strict", True)
+    models = [_fitting(m, w, folder, strict) for m, w in zip(run.without_hooks, models, strict=True)]
+    optimizers = []
+    for number, optimizer in enumerate(run.optimizers):
+        name = layout.optimizer(number)
+        if (folder / layout.optimizer_shards(number)).is_dir():
+            state = {"state": {}, **_put_together(folder / layout.optimizer_shards(number))}
+        else:
+            state = (
+                read_torch(folder / name, **torch_load) if torch_load else reader.content(name, _device_of(optimizer))
+            )
+        state = numbered(state, names_of(run.models, optimizer))  # as engines save that hold pieces
+        _check_groups(optimizer, state, folder / name)
+        optimizers.append(state)
+    gradients = read_gradients(run, folder)
+
+    def apply() -> None:
+        for model, weights in zip(run.without_hooks, models, strict=True):
+            plain(model).load_state_dict(weights, **kwargs)
+        for optimizer, state in zip(run.optimizers, optimizers, strict=True):
+            optimizer.load_state_dict(state)
+        for name, parameter in named_parameters(run.models).items():
+            gradient = gradients.get(name)
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
+
+    return apply
+
+
+def _read_model(model: torch.nn.Module, reader: Reader, number: int) -> dict[str, Any]:
+    if (reader.folder / layout.model_shards(number)).is_dir():
+        return _put_together(reader.folder / layout.model_shards(number))
+    names = [layout.model(number, True), layout.gathered_model(number)]
+    name = next((name for name in names if (reader.folder / name).exists()), layout.model(number, False))
+    state = plain(model).state_dict()
+    devices = {key: value.device for key, value in state.items() if isinstance(value, torch.Tensor)}
+    return reader.weights(name, devices)
+
+
+def _device_of(optimizer: Any) -> Device:
+    """Where the state of each parameter goes when an optimizer loads it."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+    def device(keys: tuple[Any, ...]) -> torch.device:
+        # Counts of steps may stay on the host: torch knows.
+        if len(keys) != 3 or keys[0] != "state" or keys[2] == "step" or not isinstance(keys[1], int):
+            return CPU
+        found: torch.device = parameters[keys[1]].device if keys[1] < len(parameters) else CPU
+        return found if found.type != "meta" else CPU
+
+    return device
+
+
+def _fitting(model: torch.nn.Module, weights: dict[str, Any], folder: Path, strict: bool) -> dict[str, Any]:
+    """The weights under the names of the model; raises before anything is copied where they are of another one.
+
+    strict: whether all names have to be the same; shapes have to be in any case.
+    """
+    model = plain(model)
+    weights = with_tied(model, weights)
+    if any(part._load_state_dict_pre_hooks for part in model.modules()) or _loads_by_itself(model):
+        return weights  # it renames or reshapes what it is given
+    state = model.state_dict()
+    missing, extra = sorted(state.keys() - weights.keys()), sorted(weights.keys() - state.keys())
+    if not strict:
+        missing, extra = [], []
+    shapes = [
+        f"{name} {tuple(weights[name].shape)} for {tuple(value.shape)}"
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and name in weights and weights[name].shape != value.shape
+    ]
+    if missing or extra or shapes:
+        raise CheckpointError(
+            f"The weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, "
+            f"unknown {extra[:5]}, other shapes {shapes[:5]}; create the model as it was when the checkpoint was saved."
+        )
+    return weights
+
+
+def _loads_by_itself(model: torch.nn.Module) -> bool:
+    return any(type(part).load_state_dict is not torch.nn.Module.load_state_dict for part in model.modules())
+
+
+def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
+    expected = [len(group["params"]) for group in optimizer.param_groups]
+    found = [len(group["params"]) for group in state["param_groups"]]
+    if expected != found:
+        raise CheckpointError(
+            f"{path} is of an optimizer with groups of {found} parameters, and this one has {expected}: "
+            "create it as it was when the checkpoint was saved."
+        )
+
+
+def read_gradients(run: Run, folder: Path) -> dict[str, torch.Tensor]:
+    """What this process had accumulated. On another number of processes each gets the mean: theirs is the same."""
+    if (folder / layout.gradient_shards()).is_dir():
+        return _put_together(folder / layout.gradient_shards())
+    if run.saved_ranks == run.ranks:
+        path = folder / layout.gradients(run.rank)
+        return read_safetensors(path) if path.exists() else {}
+    paths = [folder / layout.gradients(rank) for rank in range(run.saved_ranks)]
+    everyone = [read_safetensors(path) for path in paths if path.exists()]
+    names = {name for gradients in everyone for name in gradients}
+    return {name: sum(g[name] for g in everyone if name in g) / len(paths) for name in names}  # type: ignore[misc]
+
+
+def _put_together(folder: Path) -> dict[str, Any]:
+    """All of what several processes wrote in shards."""
+    from accelerate.checkpoint import shards  # brings in torch.distributed.checkpoint, which few runs need
+
+    return shards.read(folder, shards.whole)

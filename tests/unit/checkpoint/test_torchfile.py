@@ -1,0 +1,113 @@
+"""Files of `torch.save` that this package writes and reads by itself: torch must not see a difference."""
+
+from __future__ import annotations
+
+import collections
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.checkpoint import stream, torchfile
+from accelerate.checkpoint.files import write_torch
+from accelerate.checkpoint.reading import Reader
+from accelerate.errors import CheckpointError
+
+LARGE = 400_000  # of float32: what is read to its place
+
+
+def contents() -> dict[str, Any]:
+    big = torch.arange(LARGE, dtype=torch.float32)
+    return {
+        "big": big,
+        "part": big[5:10],
+        "turned": big[:6].reshape(2, 3).t(),
+        "as integers": big.view(torch.int32)[:3],
+        "half": torch.full((LARGE,), 2.5, dtype=torch.bfloat16),
+        "parameter": torch.nn.Parameter(torch.ones(3), requires_grad=False),
+        "nothing": torch.empty(0, 3),
+        "flags": torch.tensor([True, False]),
+        "plain": [1, "two", (3.0, None), collections.OrderedDict(a=torch.tensor(7))],
+    }
+
+
+def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
+    assert found["plain"][:3] == expected["plain"][:3] and found["plain"][3]["a"] == 7
+    assert found["part"].untyped_storage().data_ptr() == found["big"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_torch_reads_it(tmp_path: Path, mapped: bool) -> None:
+    write_torch(contents(), tmp_path / "x")
+    same(torch.load(tmp_path / "x", weights_only=True, mmap=mapped), contents())
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_it_is_read_to_its_place(tmp_path: Path, ours: bool) -> None:
+    expected = contents()
+    if ours:
+        write_torch(expected, tmp_path / "x")
+    else:
+        del expected["as integers"]  # torch refuses memory of two kinds
+        torch.save(expected, tmp_path / "x")
+    assert len(torchfile.Opened(tmp_path / "x").places) == 1 + ours
+    reader = Reader(tmp_path, {"x": stream.summed_up(tmp_path / "x")})
+    same(reader.content("x"), expected)
+    assert reader.unchecked == {}
+
+
+def test_damage_is_seen_while_reading(tmp_path: Path) -> None:
+    entry = write_torch(contents(), tmp_path / "x")
+    content = bytearray((tmp_path / "x").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(CheckpointError, match="x is damaged"):
+        Reader(tmp_path, {"x": entry}).content("x")
+
+
+def test_what_torch_looks_at_is_read_by_torch(tmp_path: Path) -> None:
+    places = torch.arange(LARGE).unsqueeze(0)
+    sparse = torch.sparse_coo_tensor(places, torch.ones(LARGE), (LARGE,), check_invariants=True)
+    torch.save({"sparse": sparse}, tmp_path / "sparse")
+    assert torchfile.Opened(tmp_path / "sparse").places == {}
+    assert torch.equal(Reader(tmp_path).content("sparse")["sparse"].to_dense(), torch.ones(LARGE))
+    torch.save({"big": torch.ones(LARGE)}, tmp_path / "old", _use_new_zipfile_serialization=False)
+    assert torch.equal(Reader(tmp_path).content("old")["big"], torch.ones(LARGE))
+
+
+def test_more_than_four_gigabytes(tmp_path: Path) -> None:
+    huge = torch.empty(5 << 30, dtype=torch.uint8)  # takes no memory while nobody touches it
+    pieces = torchfile.pieces({"huge": huge, "after": torch.arange(5), "count": list(range(3))})
+    at = 0
+    with open(tmp_path / "x", "wb") as file:
+        for piece in pieces:
+            if piece is not pieces[5] and len(piece) < 1 << 20:
+                file.seek(at)
+                file.write(piece if isinstance(piece, bytes) else bytes(piece.tolist()))
+            at += len(piece)
+        file.truncate(at)
+    found = torch.load(tmp_path / "x", weights_only=True, mmap=True)
+    assert found["huge"].shape == huge.shape and found["after"].tolist() == [0, 1, 2, 3, 4]
+    with zipfile.ZipFile(tmp_path / "x") as archive:
+        sizes = {member.filename: member.file_size for member in archive.infolist()}
+    assert sizes["archive/data/0"] == 5 << 30 and os.path.getsize(tmp_path / "x") == at
+    [(offset, memory)] = torchfile.Opened(tmp_path / "x").places.values()
+    assert offset % 64 == 0 and len(memory) == 5 << 30
+
+
+def test_many_members(tmp_path: Path) -> None:
+    count = 66_000  # more than two bytes can say
+    archive = torchfile._Archive()
+    for number in range(count):
+        archive.add(str(number), b"%d" % number)
+    archive.add("version", b"3\n")
+    stream.write_file(tmp_path / "x", archive.finished())
+    with zipfile.ZipFile(tmp_path / "x") as found:
+        assert len(found.namelist()) == count + 1 and found.read(f"archive/{count - 1}") == b"65999"
+    assert torch._C.PyTorchFileReader(str(tmp_path / "x")).get_record("65998") == b"65998"

@@ -1,0 +1,67 @@
+"""How much memory a save takes beyond what the run has already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator
+from tests.harness import run_world
+from tests.unit.accelerator.toys import ALONE
+
+MIB = 1 << 20
+TENSOR, MODEL, STATE = 4 * MIB, 32 * MIB, 96 * MIB
+
+
+def growth(work: Callable[[], Any]) -> int:
+    """By how many bytes the memory of this process grew at most meanwhile."""
+    Path("/proc/self/clear_refs").write_text("5")  # forget the most there was
+    before = _status("VmRSS")
+    work()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
+    return int(line.split()[1]) * 1024
+
+
+def _growths(folder: str) -> dict[str, int]:
+    accelerator = Accelerator(cpu=True)
+    net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(8)))
+    model, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    accelerator.backward(model(torch.ones(1, 1024)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.save_state(folder)  # what is imported and made once
+
+    def behind() -> None:
+        accelerator.save_state(folder, async_save=True)
+        accelerator.wait_for_checkpoint()
+
+    found = {"save": growth(lambda: accelerator.save_state(folder))}
+    found["torch files"] = growth(lambda: accelerator.save_state(folder, safe_serialization=False))
+    found["behind"] = growth(behind)
+    found["behind again"] = growth(behind)
+    found["load"] = growth(lambda: accelerator.load_state(folder))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the most memory there was")
+@pytest.mark.parametrize("processes", [1, 2])
+def test_one_copy_at_most(tmp_path: Path, processes: int) -> None:
+    env = ALONE if processes == 1 else None
+    found = run_world(_growths, processes, str(tmp_path / "x"), env=env)
+    for rank, sizes in enumerate(found):
+        assert sizes["save"] < TENSOR and sizes["torch files"] < TENSOR, sizes  # from where it is
+        if rank == 0:
+            assert STATE * 0.9 < sizes["behind"] < STATE + 2 * TENSOR, sizes
+        else:
+            assert sizes["behind"] < TENSOR  # it writes next to nothing
+        assert sizes["behind again"] < TENSOR  # the same memory
+        assert sizes["load"] < STATE + MODEL, sizes  # a new state of the optimizer, and the file of weights is mapped
