@@ -112,7 +112,8 @@ class ItemWindows:
     With several optimizers each has a window of its own. Whose parameters a loss has reached shows in the gradients.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, strategy: Strategy) -> None:
+        self._gradients = strategy.gradients
         self.windows: list[ItemWindow] = []
         self.factor = 1.0
         self.used = False
@@ -139,20 +140,20 @@ class ItemWindows:
             self.windows.append(ItemWindow())
         for window, group in zip(self.windows, groups, strict=False):
             # Cleared by other hands: a script may update its parameters itself.
-            if window.scale is not None and all(parameter.grad is None for parameter in group):
+            if window.scale is not None and not self._gradients(group):
                 window.begin()
         if all(window.scale is None for window in self.windows):
             self.factor = self._next_factor
         for window, group in zip(self.windows, groups, strict=False):
             if window.closed:
-                window.rescale(_gradients(group), self.factor)
-        self._before = [_marks(group) for group in groups] if len(groups) > 1 else []
+                window.rescale(self._gradients(group), self.factor)
+        self._before = [self._marks(group) for group in groups] if len(groups) > 1 else []
         return self.factor
 
     def add(self, num_items: float, groups: list[list[torch.Tensor]], *, last: bool) -> None:
         """After that backward: count the items where it has left gradients. last: whether those windows close."""
         for index, group in enumerate(groups):
-            if not self._before or _marks(group) != self._before[index]:
+            if not self._before or self._marks(group) != self._before[index]:
                 window = self.windows[index]
                 window.items += num_items
                 window.scale = self.factor
@@ -176,8 +177,12 @@ class ItemWindows:
             wanted = communicator.size / items
             if window.scale is None:  # its items are all on other ranks
                 window.scale = self.factor
-            window.rescale(_gradients(group), wanted)
+            window.rescale(self._gradients(group), wanted)
             self._next_factor = 2.0 ** round(math.log2(wanted))
+
+    def _marks(self, parameters: list[torch.Tensor]) -> list[Any]:
+        """Something that changes with every gradient."""
+        return [(id(gradient), gradient._version) for gradient in self._gradients(parameters)]
 
 
 def item_count(num_items: Any) -> float:
@@ -191,12 +196,3 @@ def item_count(num_items: Any) -> float:
             f"num_items is {num_items} on rank {current().rank}: give the number of items that the loss is a sum over."
         )
     return count
-
-
-def _gradients(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-
-def _marks(parameters: list[torch.Tensor]) -> list[Any]:
-    """Something that changes with every gradient."""
-    return [None if p.grad is None else (id(p.grad), p.grad._version) for p in parameters]

@@ -45,6 +45,17 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     return compiled
 
 
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
+    """Compiles each repeated block in place, so that the hooks of a sharded model stay where they are.
+
+    A model without repeated blocks is compiled as a whole, in place.
+    """
+    blocks = [block for part in module.modules() if is_repeated_blocks(part) for block in part.children()]
+    for block in blocks or [module]:
+        block.compile(**compile_kwargs)
+    return module
+
+
 def _compile(module: nn.Module, compile_kwargs: dict[str, Any], done: dict[nn.Module, nn.Module]) -> nn.Module:
     # A module that is used in two places stays one module.
     if module not in done:

@@ -59,6 +59,9 @@ class Accelerator(Preparing, Stepping, Collecting, Saving, Reporting):
         step_scheduler_with_optimizer: step schedulers only when the optimizer stepped, once per process.
         kwargs_handlers: arguments for DDP, the process group, autocast, the gradient scaler and the profiler.
         dynamo_backend, dynamo_plugin: compile models with `torch.compile`.
-        deepspeed_plugin, deepspeed_plugins, fsdp_plugin, torch_tp_plugin, megatron_lm_plugin, parallelism_config:
-            engines that are not part of this version; giving one is an error.
+        fsdp_plugin: shard models over the processes with FSDP.
+        parallelism_config: the axes of a device mesh: copies, shards, split layers, cut sequences.
+        torch_tp_plugin: split layers only; `parallelism_config` says the same.
+        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin: engines that are not part of this version; giving one
+            is an error.
     """

@@ -24,7 +24,10 @@ from accelerate.config.handlers import (
     ProfileKwargs,
 )
 from accelerate.config.project import ProjectConfiguration
+from accelerate.errors import NotYetSupported
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.parallel.mesh import axis_rank
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.state.processes import ProcessControl
@@ -103,17 +106,21 @@ class AcceleratorBase(ProcessControl):
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self.rng_types: list[Any] = ["generator"] if rng_types is None else rng_types
 
+        self._strategy = strategies.create(self.state, self.ddp_handler)
         self._precision = precision.create(
-            self.state.mixed_precision, self.state.device_kind, self.autocast_handler, self.scaler_handler
+            self.state.mixed_precision,
+            self.state.device_kind,
+            self.autocast_handler,
+            self.scaler_handler,
+            self._strategy.scaler_kind,
         )
         self.native_amp = self._precision.casts
         self.scaler: torch.amp.GradScaler | None = self._precision.scaler
-        self._strategy = strategies.create(self.state, self.ddp_handler)
 
         plugin = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.gradient_state = GradientState.owned_by(self, plugin)
         self._accumulation = Accumulation(self.gradient_state, self._strategy)
-        self._items = ItemWindows()
+        self._items = ItemWindows(self._strategy)
         # What the windows are about, and for how many models and parameter groups that was found out.
         self._item_groups: tuple[tuple[int, ...], list[list[torch.Tensor]]] | None = None
 
@@ -187,6 +194,51 @@ class AcceleratorBase(ProcessControl):
     def deepspeed_plugin(self) -> None:
         """None: DeepSpeed is not the engine."""
         return None
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The axes of the device mesh; None where there is none."""
+        return self.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> Any:
+        """The device mesh that a `ParallelismConfig` describes; None where there is none."""
+        return self.state.device_mesh
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether the engine can be combined with other axes of a mesh."""
+        return self.is_fsdp2
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """The place of this process among those that share each layer."""
+        return self._axis_rank("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """The place of this process among those that share each sequence."""
+        return self._axis_rank("cp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which part of the data this process gets."""
+        return self._axis_rank("dp_replicate", "dp_shard")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The place of this process among those that share one copy of the model."""
+        return self._axis_rank("dp_shard")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """There is no pipeline axis for training."""
+        raise NotYetSupported("A pipeline axis", "use dp_shard_size, tp_size or cp_size to spread a model.")
+
+    def _axis_rank(self, *axes: str) -> int:
+        if self.parallelism_config is None:
+            raise RuntimeError("There is no device mesh: pass `parallelism_config=ParallelismConfig(...)`.")
+        return axis_rank(self.torch_device_mesh, *axes)
 
     @property
     def is_fsdp2(self) -> bool:

@@ -31,6 +31,8 @@ class Collecting(AcceleratorBase):
         real = None if loader is None else loader.real_samples
         if self.num_processes == 1 and real is None:
             return input_data
+        if self.parallelism_config is not None and self.parallelism_config.tp_enabled:
+            input_data = _only_first_copy(input_data, self.tensor_parallel_rank)
         if use_gather_object:
             return ops.gather_object(input_data if real is None else input_data[: _kept(len(input_data), loader)])
         # Before the cut, which may leave a rank with an empty list: every rank must decide alike.
@@ -58,6 +60,18 @@ class Collecting(AcceleratorBase):
         if raised:
             self.flag_tensor = None
         return raised
+
+
+def _only_first_copy(data: Any, rank: int) -> Any:
+    """Of processes that work on the same samples, only the first one has anything to give."""
+    if isinstance(data, (list, tuple)) and not _holds_tensors(data):
+        return data if rank == 0 else type(data)()
+
+    def cut(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
+        return tensor if rank == 0 else tensor[:0]
+
+    return recursively_apply(cut, data)
 
 
 def _kept(length: int, loader: Any) -> int:

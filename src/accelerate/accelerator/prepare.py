@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
 from accelerate.accumulation import ItemWindows
-from accelerate.compilation import compile_regions, has_compiled_regions, is_compiled_module
+from accelerate.compilation import has_compiled_regions, is_compiled_module
 from accelerate.config.enums import DynamoBackend
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader, skip_first_batches
 from accelerate.memory import release_memory
@@ -70,7 +70,7 @@ class Preparing(AcceleratorBase):
                 f"{self.num_processes} processes: load it without `device_map`, or start one process."
             )
         placed = device_placement and not spread and not _is_quantized(model)
-        if placed:
+        if placed and (evaluation_mode or not self._strategy.places_models):
             model = model.to(self.device)
         if self.native_amp and self._precision.casts:
             model = self._precision.wrap_forward(model)
@@ -81,6 +81,8 @@ class Preparing(AcceleratorBase):
             watch_forwards(self, model)
         _mark(model)
         self._models.append(model)
+        for optimizer in self._optimizers:
+            self._strategy.rebind(optimizer.optimizer)
         return model
 
     def _compile(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -90,7 +92,8 @@ class Preparing(AcceleratorBase):
         if has_compiled_regions(model):
             return model
         compile_whole: Callable[..., Any] = torch.compile
-        return (compile_regions if plugin.use_regional_compilation else compile_whole)(model, **plugin.to_kwargs())
+        chosen = self._strategy.compile_regions if plugin.use_regional_compilation else compile_whole
+        return chosen(model, **plugin.to_kwargs())
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
@@ -102,6 +105,7 @@ class Preparing(AcceleratorBase):
             return optimizer
         if device_placement is None:
             device_placement = self.device_placement
+        self._strategy.rebind(optimizer)
         prepared = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=self.scaler)
         prepared.gradient_state = self.gradient_state
         prepared.on_sync = functools.partial(self._begin_window, len(self._optimizers))
@@ -138,6 +142,8 @@ class Preparing(AcceleratorBase):
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
+        if self.parallelism_config is not None and not self.split_batches:
+            prepared._steps_each_time = self.parallelism_config.data_parallel_size
         prepared.gradient_state = self.gradient_state
         self._check_horizon(scheduler)
         _mark(prepared)
@@ -194,9 +200,15 @@ class Preparing(AcceleratorBase):
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
+            torch_device_mesh=self.torch_device_mesh,
         )
         prepared.gradient_state = self.gradient_state
         prepared.position.follows_dataset = config.exact_resume
+        if self._strategy.needs_even_batches and _ends_unevenly(prepared):
+            raise ValueError(
+                "even_batches=False leaves some processes with a batch less than others here, and a sharded model has "
+                "to be called equally often on all of them: use even_batches=True, or drop_last=True in the loader."
+            )
         if isinstance(prepared, DataLoaderShard) and self.num_processes > 1 and not config.even_batches:
             prepared.on_uneven_end = UnevenEnd(self)
             if not self._watches_forwards:
@@ -226,7 +238,7 @@ class Preparing(AcceleratorBase):
         self._models.clear()
         self._dataloaders.clear()
         self._accumulation.reset()
-        self._items = ItemWindows()
+        self._items = ItemWindows(self._strategy)
         self._item_groups = None
         if self._precision.scaler is not None:
             self._precision.scaler.optimizers.clear()
@@ -235,6 +247,19 @@ class Preparing(AcceleratorBase):
     def clear(self, *objects: Any) -> list[None]:
         """The same as `free_memory`."""
         return self.free_memory(*objects)
+
+
+def _ends_unevenly(loader: Any) -> bool:
+    """Whether the first process gets more batches than the last one."""
+    shard = loader.batch_sampler if isinstance(loader, DataLoaderShard) else None
+    if not isinstance(shard, BatchSamplerShard) or shard.even_batches:
+        return False
+    processes = shard.num_processes
+    lengths = {
+        len(BatchSamplerShard(shard.batch_sampler, processes, index, shard.split_batches, even_batches=False))
+        for index in (0, processes - 1)
+    }
+    return len(lengths) > 1
 
 
 def _is_scheduler(item: Any) -> bool:

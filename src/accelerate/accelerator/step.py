@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -16,7 +17,8 @@ from accelerate.available import is_lomo_available
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.strategies.ddp import sync_in_backward
+from accelerate.parallel.context import sharded_sequences
+from accelerate.strategies import sync_in_backward
 
 
 class Stepping(AcceleratorBase):
@@ -30,7 +32,7 @@ class Stepping(AcceleratorBase):
         kwargs: passed on to `Tensor.backward`; but `learning_rate` makes it a `lomo_backward`.
         """
         state = self.gradient_state
-        if num_items is not None or "learning_rate" in kwargs:
+        if num_items is not None or (kwargs and "learning_rate" in kwargs):
             self._special_backward(loss, num_items, kwargs)
             state.backwards += 1
             return
@@ -111,7 +113,13 @@ class Stepping(AcceleratorBase):
         joinables: the prepared models (and other `torch.distributed.algorithms.Joinable` objects).
         even_batches: replaces the setting of all prepared loaders inside the block.
         """
-        if self.num_processes == 1:
+        if self._strategy.needs_even_batches:
+            warnings.warn(
+                "No process can leave a sharded model while others go on, so `join_uneven_inputs` does nothing here: "
+                "prepare loaders with even_batches=True.",
+                stacklevel=3,
+            )
+        if self.num_processes == 1 or self._strategy.needs_even_batches:
             yield
             return
         shards = [loader.batch_sampler for loader in self._dataloaders]
@@ -135,6 +143,25 @@ class Stepping(AcceleratorBase):
         """Compute in the mixed precision of this Accelerator inside the block; the model does so by itself."""
         casting = self._precision.autocast(autocast_handler or self.autocast_handler)
         with casting if self.native_amp else nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> Iterator[None]:
+        """Cut sequences over the processes of the context axis, if there is one: around forward and backward.
+
+        buffers: the tensors that have a sequence (inputs, labels, positions). buffer_seq_dims: along which of their
+        dimensions it goes. no_restore_buffers: those that need not be whole again afterwards.
+        """
+        config = self.parallelism_config
+        if config is None or not config.cp_enabled:
+            yield
+            return
+        with sharded_sequences(config, self.torch_device_mesh, buffers, buffer_seq_dims, no_restore_buffers):
             yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -178,7 +205,7 @@ class Stepping(AcceleratorBase):
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.scaler is not None:
             self._unscale_owners(listed)
-        torch.nn.utils.clip_grad_value_(listed, clip_value)
+        self._strategy.clip_grad_value_(listed, clip_value)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

@@ -29,10 +29,14 @@ PRECISIONS: dict[str, type[Precision]] = {kind.mode: kind for kind in (Precision
 
 
 def create(
-    mode: str, device: Device, autocast: AutocastKwargs | None = None, scaler: GradScalerKwargs | None = None
+    mode: str,
+    device: Device,
+    autocast: AutocastKwargs | None = None,
+    scaler: GradScalerKwargs | None = None,
+    scaler_kind: type[Scaler] = Scaler,
 ) -> Precision:
-    """The precision called `mode` ("no", "bf16", "fp16") on this hardware."""
-    return PRECISIONS[mode](device, autocast or AutocastKwargs(), scaler or GradScalerKwargs())
+    """The precision called `mode` ("no", "bf16", "fp16") on this hardware. scaler_kind: what scales losses, if any."""
+    return PRECISIONS[mode](device, autocast or AutocastKwargs(), scaler or GradScalerKwargs(), scaler_kind)
 
 
 def get_mixed_precision_context_manager(

@@ -14,7 +14,13 @@ from accelerate.precision.scaler import Scaler
 class Precision:
     mode = "no"
 
-    def __init__(self, device: Device, autocast: AutocastKwargs, scaler: GradScalerKwargs) -> None:
+    def __init__(
+        self,
+        device: Device,
+        autocast: AutocastKwargs,
+        scaler: GradScalerKwargs,
+        scaler_kind: type[Scaler] = Scaler,
+    ) -> None:
         self.device = device
         self.handler = autocast
         self.scaler: Scaler | None = None

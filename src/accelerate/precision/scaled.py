@@ -14,6 +14,12 @@ class Scaled(Autocast):
     mode = "fp16"
     dtype = torch.float16
 
-    def __init__(self, device: Device, autocast: AutocastKwargs, scaler: GradScalerKwargs) -> None:
-        super().__init__(device, autocast, scaler)
-        self.scaler = Scaler(device.name, **scaler.to_kwargs())
+    def __init__(
+        self,
+        device: Device,
+        autocast: AutocastKwargs,
+        scaler: GradScalerKwargs,
+        scaler_kind: type[Scaler] = Scaler,
+    ) -> None:
+        super().__init__(device, autocast, scaler, scaler_kind)
+        self.scaler = scaler_kind(device.name, **scaler.to_kwargs())

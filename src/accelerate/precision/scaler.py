@@ -35,15 +35,13 @@ class Scaler(torch.amp.GradScaler):
         assert self._scale is not None
         before = self._scale.clone()
         self.update()
-        gradients = [
-            parameter.grad
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
+        gradients = [gradient for optimizer in self.optimizers for gradient in self.gradients(optimizer)]
         if gradients:
             torch._foreach_mul_(gradients, self._scale / before)
+
+    def gradients(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """What this process holds of the gradients of an optimizer's parameters."""
+        return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
     def scale(self, outputs: Any) -> Any:
         self.flush()

@@ -6,9 +6,12 @@ import os
 from typing import Any
 
 from accelerate.config.dynamo import TorchDynamoPlugin
-from accelerate.config.enums import PrecisionType
+from accelerate.config.enums import DistributedType, PrecisionType
 from accelerate.config.environment import parse_flag_from_env
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.errors import NotYetSupported
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import engines
 from accelerate.state.partial import PartialState
 from accelerate.state.shared import ThreadLocalSharedDict
 
@@ -19,6 +22,10 @@ class AcceleratorState(PartialState):
     _shared_state: Any = ThreadLocalSharedDict()
 
     dynamo_plugin: TorchDynamoPlugin | None
+    # There only where FSDP is the engine: that is how scripts ask.
+    fsdp_plugin: FullyShardedDataParallelPlugin
+    parallelism_config: ParallelismConfig | None
+    device_mesh: Any
 
     def __init__(
         self,
@@ -40,17 +47,19 @@ class AcceleratorState(PartialState):
             return
         if not _from_accelerator:
             raise ValueError("There is no AcceleratorState yet: create an `Accelerator()` first, then read its state.")
-        _refuse_engines(
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
-        )
+        _refuse_engines(deepspeed_plugin=deepspeed_plugin, megatron_lm_plugin=megatron_lm_plugin)
         # Everything that may fail comes first: a half-made state would pass for a finished one.
         mixed_precision = mixed_precision or _checked_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+        parallelism_config = engines.mesh_config(parallelism_config, torch_tp_plugin)
+        fsdp_plugin = engines.fsdp_plugin(fsdp_plugin, parallelism_config, str(mixed_precision))
         partial = PartialState(cpu, **kwargs)
+        mesh = engines.mesh(parallelism_config, fsdp_plugin, partial)
         self.__dict__.update(partial.__dict__)
+        self.parallelism_config = parallelism_config
+        self.device_mesh = mesh
+        if engines.fsdp_is_on(fsdp_plugin, partial):
+            self.fsdp_plugin = fsdp_plugin
+            self.distributed_type = DistributedType.FSDP
         self._mixed_precision = mixed_precision
         self.dynamo_plugin = dynamo_plugin
 
@@ -77,7 +86,8 @@ class AcceleratorState(PartialState):
     @property
     def is_fsdp2(self) -> bool:
         """Whether FSDP version 2 is the engine."""
-        return False
+        plugin: Any = self.__dict__.get("fsdp_plugin")
+        return plugin is not None and plugin.fsdp_version == 2
 
     def _check_unchanged(self, mixed_precision: str | None, cpu: bool) -> None:
         what = None
@@ -97,7 +107,8 @@ def _checked_precision(mode: str | None) -> str | None:
         return None
     mode = str(mode).lower()
     if mode not in PrecisionType:
-        raise ValueError(f"mixed_precision is {mode!r}: choose one of {', '.join(PrecisionType.list())}.")
+        choices = ", ".join(choice for choice in PrecisionType.list() if choice != "fp8")
+        raise ValueError(f"mixed_precision is {mode!r}: choose one of {choices}.")
     if mode == "fp8":
         raise NotYetSupported("mixed_precision='fp8'", "use 'bf16', which every current GPU supports.")
     return mode
@@ -105,10 +116,7 @@ def _checked_precision(mode: str | None) -> str | None:
 
 _ENGINES = {
     "deepspeed_plugin": ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"),
-    "fsdp_plugin": ("FSDP", "ACCELERATE_USE_FSDP"),
-    "torch_tp_plugin": ("Tensor parallelism", None),
     "megatron_lm_plugin": ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM"),
-    "parallelism_config": ("A parallelism config", "ACCELERATE_USE_PARALLELISM_CONFIG"),
 }
 
 

@@ -17,6 +17,7 @@ from accelerate.comm.torch_dist import TorchDistributed
 from accelerate.config.enums import DistributedType
 from accelerate.config.environment import override_numa_affinity, parse_flag_from_env
 from accelerate.environments import World
+from accelerate.state import lost
 from accelerate.state.processes import ProcessControl
 from accelerate.state.shared import ThreadLocalSharedDict
 
@@ -128,6 +129,8 @@ class PartialState(ProcessControl):
         backend = _join_group(world, choice.device, kwargs) if distributed else None
         device = _select(choice, world) if distributed else _single(choice)
         communicator: Any = TorchDistributed(device) if distributed else Communicator()
+        if distributed and world.local_size < world.size:
+            lost.watch(world, communicator)
 
         self._cpu = cpu or choice.device.name == "cpu"
         self.debug = debug
@@ -162,6 +165,8 @@ def _join_group(world: World, device: devices.Device, kwargs: dict[str, Any]) ->
     if "init_method" in kwargs:
         # Only env:// finds these by itself.
         kwargs = {"rank": world.rank, "world_size": world.size, **kwargs}
+    elif (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+        kwargs = {**_store_of_attempt(attempt, world), **kwargs}
     if world.started_by != "torchrun":
         # The script's other libraries read these too, as they would under torchrun.
         os.environ.update(world.variables())
@@ -179,6 +184,15 @@ def _join_group(world: World, device: devices.Device, kwargs: dict[str, Any]) ->
             "reachable, or give them longer with `InitProcessGroupKwargs(timeout=...)`."
         ) from error
     return str(backend)
+
+
+def _store_of_attempt(attempt: str, world: World) -> dict[str, Any]:
+    """Arguments for joining after torch elastic has started all ranks again.
+
+    Its static rendezvous keeps the store of the attempt before, and in it the addresses of processes that are gone.
+    """
+    store, rank, size = next(dist.rendezvous("env://", world.rank, world.size))
+    return {"store": dist.PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": size}
 
 
 def _select(choice: devices.Choice, world: World) -> torch.device:

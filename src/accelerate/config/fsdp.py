@@ -1,0 +1,395 @@
+"""How FSDP spreads a model: the settings of both versions, and the variables that stand in for those left out."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from accelerate.config.environment import parse_flag_from_env, str_to_bool
+from accelerate.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed import fsdp
+
+PREFIX = "FSDP_"
+RAM_EFFICIENT_LOADING = PREFIX + "CPU_RAM_EFFICIENT_LOADING"
+
+# What each short name of a precision computes in; weights of fp8 models are kept and exchanged in bf16.
+_DTYPES = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+
+def enable_fsdp_ram_efficient_loading() -> None:
+    """Ask loaders of pretrained models to read weights on the first process only."""
+    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
+    os.environ[RAM_EFFICIENT_LOADING] = "True"
+
+
+def disable_fsdp_ram_efficient_loading() -> None:
+    """Have every process read weights by itself again."""
+    os.environ[RAM_EFFICIENT_LOADING] = "False"
+
+
+@dataclass
+class FullyShardedDataParallelPlugin:
+    """Train with FSDP: every process holds a part of each parameter, of its gradient and of its optimizer state.
+
+    What is not given is read from the `FSDP_*` variables, which the launcher sets.
+    """
+
+    fsdp_version: int = field(default=None, metadata={"help": "1, or 2 for `fully_shard`."})  # type: ignore[assignment]
+    sharding_strategy: str | fsdp.ShardingStrategy | None = field(
+        default=None, metadata={"help": "Version 1: what is sharded, and over which processes."}
+    )
+    reshard_after_forward: str | fsdp.ShardingStrategy | bool | None = field(
+        default=None,
+        metadata={"help": "Free whole parameters between forward and backward; version 1 takes a sharding strategy."},
+    )
+    backward_prefetch: str | fsdp.BackwardPrefetch | None = field(
+        default=None, metadata={"help": "Version 1: when the parameters of the next layer are fetched in backward."}
+    )
+    mixed_precision_policy: dict[str, Any] | str | fsdp.MixedPrecision | fsdp.MixedPrecisionPolicy | None = field(
+        default=None, metadata={"help": "The dtypes of parameters and of gradients on their way; a name or a policy."}
+    )
+    auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = (
+        field(default=None, metadata={"help": "Which parts of a model are gathered one at a time."})
+    )
+    cpu_offload: bool | fsdp.CPUOffload | fsdp.CPUOffloadPolicy | None = field(
+        default=None, metadata={"help": "Keep parameters on the host, and fetch them for forward and backward."}
+    )
+    ignored_modules: Iterable[nn.Module] | str | None = field(
+        default=None, metadata={"help": "Parts that are left whole: modules, or a regular expression for their names."}
+    )
+    state_dict_type: str | fsdp.StateDictType | None = field(
+        default=None, metadata={"help": "How checkpoints hold the weights: in one file, or one part per process."}
+    )
+    state_dict_config: fsdp.FullStateDictConfig | fsdp.ShardedStateDictConfig | None = field(
+        default=None, metadata={"help": "Version 1: how a state dict is put together."}
+    )
+    optim_state_dict_config: fsdp.FullOptimStateDictConfig | fsdp.ShardedOptimStateDictConfig | None = field(
+        default=None, metadata={"help": "Version 1: how the state dict of an optimizer is put together."}
+    )
+    limit_all_gathers: bool = field(
+        default=True, metadata={"help": "Version 1: do not fetch parameters far ahead of the computation."}
+    )
+    use_orig_params: bool | None = field(
+        default=None, metadata={"help": "Version 1: keep the model's own parameters; version 2 always does."}
+    )
+    param_init_fn: Callable[[nn.Module], None] | None = field(
+        default=None, metadata={"help": "Version 1: how to give a module on the meta device its memory."}
+    )
+    sync_module_states: bool | None = field(
+        default=None, metadata={"help": "Version 1: start from the first process's weights on all of them."}
+    )
+    forward_prefetch: bool = field(
+        default=None,  # type: ignore[assignment]
+        metadata={"help": "Version 1: fetch the next layer's parameters before this one computes."},
+    )
+    activation_checkpointing: bool = field(
+        default=None,  # type: ignore[assignment]
+        metadata={"help": "Compute the activations of each wrapped part again in backward instead of keeping them."},
+    )
+    activation_checkpointing_offload: bool = field(
+        default=None,  # type: ignore[assignment]
+        metadata={"help": "Version 2: keep what checkpointing keeps on the host."},
+    )
+    cpu_ram_efficient_loading: bool = field(
+        default=None,  # type: ignore[assignment]
+        metadata={"help": "Read pretrained weights on the first process only, and hand out the parts."},
+    )
+    transformer_cls_names_to_wrap: list[str] | None = field(
+        default=None, metadata={"help": "The classes of the layers that `transformer_based_wrap` gathers."}
+    )
+    min_num_params: int | None = field(
+        default=None, metadata={"help": "From how many parameters on `size_based_wrap` gathers a part by itself."}
+    )
+
+    def __post_init__(self) -> None:
+        self.fsdp_version = _version(self.fsdp_version)
+        if self.fsdp_version == 1:
+            self._set_sharding()
+            self._set_prefetch()
+        else:
+            self._set_reshard()
+            self._drop_version_1()
+        self._set_wrap_policy()
+        self._set_flags()
+        self.set_cpu_offload()
+        self.validate_cpu_offload()
+        self.set_state_dict_type()
+        if self.ignored_modules is None:
+            self.ignored_modules = os.environ.get(PREFIX + "IGNORED_MODULES")
+        if self.mixed_precision_policy is not None:
+            if isinstance(self.mixed_precision_policy, (str, dict)):
+                self.set_mixed_precision(self.mixed_precision_policy, override=True)
+            self.validate_mixed_precision_policy()
+
+    # --- what is sharded ----------------------------------------------------------------------------------------
+
+    def _set_sharding(self) -> None:
+        from torch.distributed.fsdp import ShardingStrategy
+
+        asked = self.sharding_strategy
+        if asked is None:
+            asked = os.environ.get(PREFIX + "SHARDING_STRATEGY", "FULL_SHARD")
+        self.sharding_strategy = _member(ShardingStrategy, asked, "sharding_strategy")
+        reshard = self.reshard_after_forward
+        if reshard is None:
+            return
+        if isinstance(reshard, bool):
+            raise ValueError(
+                f"reshard_after_forward={reshard} is for FSDP version 2; with version 1 give a sharding strategy "
+                "('FULL_SHARD', 'SHARD_GRAD_OP', ...), or pass fsdp_version=2."
+            )
+        self.reshard_after_forward = _member(ShardingStrategy, reshard, "reshard_after_forward")
+
+    @property
+    def _sharding(self) -> Any:
+        """Version 1: the strategy asked for, under its newer or its older name."""
+        return self.sharding_strategy if self.reshard_after_forward is None else self.reshard_after_forward
+
+    def _set_reshard(self) -> None:
+        if self.sharding_strategy is not None:
+            raise ValueError(
+                f"sharding_strategy={self.sharding_strategy!r} is for FSDP version 1; with version 2 pass "
+                "reshard_after_forward=True (as FULL_SHARD) or False (as SHARD_GRAD_OP)."
+            )
+        reshard = self.reshard_after_forward
+        if reshard is None:
+            reshard = os.environ.get(PREFIX + "RESHARD_AFTER_FORWARD", "true")
+        if isinstance(reshard, str):
+            try:
+                reshard = bool(str_to_bool(reshard))
+            except ValueError as error:
+                raise ValueError(f"reshard_after_forward of FSDP version 2 cannot be read: {error}") from None
+        if not isinstance(reshard, bool):
+            raise ValueError(f"reshard_after_forward is {reshard!r}: FSDP version 2 takes True or False.")
+        self.reshard_after_forward = reshard
+
+    def _set_prefetch(self) -> None:
+        from torch.distributed.fsdp import BackwardPrefetch
+
+        asked: Any = self.backward_prefetch
+        if asked is None:
+            asked = os.environ.get(PREFIX + "BACKWARD_PREFETCH", "NO_PREFETCH")
+        none = isinstance(asked, str) and asked.upper() == "NO_PREFETCH"
+        self.backward_prefetch = None if none else _member(BackwardPrefetch, asked, "backward_prefetch")
+
+    def _drop_version_1(self) -> None:
+        """Version 2 fetches by itself, always uses the model's parameters, and needs no copy from rank 0."""
+        for name in ("backward_prefetch", "forward_prefetch", "use_orig_params", "sync_module_states", "param_init_fn"):
+            if getattr(self, name) is not None:
+                warnings.warn(
+                    f"`{name}` is a setting of FSDP version 1 and does nothing in version 2: leave it out.",
+                    stacklevel=4,
+                )
+                setattr(self, name, None)
+
+    def _set_flags(self) -> None:
+        flags = ["activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"]
+        if self.cpu_ram_efficient_loading is not None:
+            # Those who load pretrained models look there.
+            os.environ[RAM_EFFICIENT_LOADING] = str(bool(self.cpu_ram_efficient_loading))
+        if self.fsdp_version == 1:
+            flags += ["use_orig_params", "sync_module_states", "forward_prefetch"]
+        for name in flags:
+            if getattr(self, name) is None:
+                setattr(self, name, parse_flag_from_env(PREFIX + name.upper()))
+        if self.activation_checkpointing_offload and not self.activation_checkpointing:
+            raise ValueError(
+                "activation_checkpointing_offload=True has nothing to keep on the host: "
+                "pass activation_checkpointing=True as well."
+            )
+        if self.activation_checkpointing_offload and self.fsdp_version == 1:
+            raise ValueError("activation_checkpointing_offload=True is for FSDP version 2: pass fsdp_version=2.")
+        if self.fsdp_version == 1 and self.cpu_ram_efficient_loading and not self.sync_module_states:
+            # Only the first process has the weights.
+            self.sync_module_states = True
+
+    # --- which parts of a model are gathered at a time ----------------------------------------------------------
+
+    def _set_wrap_policy(self) -> None:
+        policy: Any = self.auto_wrap_policy
+        if policy is None:
+            policy = os.environ.get(PREFIX + "AUTO_WRAP_POLICY", "NO_WRAP")
+        if not isinstance(policy, str):
+            return
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+        kind = policy.upper()
+        if kind not in FSDP_AUTO_WRAP_POLICY:
+            known = ", ".join(name.lower() for name in FSDP_AUTO_WRAP_POLICY)
+            raise ValueError(f"auto_wrap_policy is {policy!r}: choose one of {known}, or pass a function.")
+        self.auto_wrap_policy = None
+        if kind == "TRANSFORMER_BASED_WRAP":
+            self.auto_wrap_policy = transformer_auto_wrap_policy
+            names: Any = self.transformer_cls_names_to_wrap
+            if names is None:
+                names = os.environ.get(PREFIX + "TRANSFORMER_CLS_TO_WRAP")
+            if isinstance(names, str):
+                names = [name.strip() for name in names.split(",") if name.strip()]
+            self.transformer_cls_names_to_wrap = names
+        elif kind == "SIZE_BASED_WRAP":
+            self.auto_wrap_policy = size_based_auto_wrap_policy
+            if self.min_num_params is None:
+                self.min_num_params = int(os.environ.get(PREFIX + "MIN_NUM_PARAMS", 0))
+
+    def set_auto_wrap_policy(self, model: nn.Module) -> None:
+        """Make the policy one for this model: look up its layer classes, put in the number of parameters."""
+        import functools
+
+        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
+
+        if self.auto_wrap_policy == transformer_auto_wrap_policy:
+            names = self.transformer_cls_names_to_wrap
+            if names is None:
+                names = list(getattr(model, "_no_split_modules", None) or [])
+            classes = {type(part).__name__: type(part) for part in model.modules()}
+            unknown = [name for name in names if name not in classes]
+            if unknown:
+                raise ValueError(
+                    f"transformer_cls_names_to_wrap names {', '.join(unknown)}, which no part of this "
+                    f"{type(model).__name__} is: its parts are {', '.join(sorted(classes))}."
+                )
+            self.auto_wrap_policy = functools.partial(
+                transformer_auto_wrap_policy, transformer_layer_cls={classes[name] for name in names}
+            )
+        elif self.auto_wrap_policy == size_based_auto_wrap_policy:
+            self.auto_wrap_policy = (
+                functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params)
+                if self.min_num_params
+                else None
+            )
+
+    # --- where and how numbers are kept -------------------------------------------------------------------------
+
+    def set_cpu_offload(self) -> None:
+        """Turn yes or no into the policy object of the version."""
+        from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
+
+        if self.cpu_offload is None:
+            self.cpu_offload = parse_flag_from_env(PREFIX + "OFFLOAD_PARAMS")
+        if not isinstance(self.cpu_offload, bool):
+            return
+        if self.fsdp_version == 1:
+            self.cpu_offload = CPUOffload(offload_params=self.cpu_offload)
+        else:
+            self.cpu_offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()  # type: ignore[assignment]
+
+    def validate_cpu_offload(self) -> None:
+        """Raise where the policy object is one of the other version."""
+        from torch.distributed.fsdp import CPUOffload, OffloadPolicy
+
+        wanted = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
+        if not isinstance(self.cpu_offload, wanted):
+            raise ValueError(
+                f"cpu_offload is {self.cpu_offload!r}, but FSDP version {self.fsdp_version} takes True, False or a "
+                f"`torch.distributed.fsdp.{wanted.__name__}`."
+            )
+
+    def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
+        """Keep and exchange parameters in this precision ("bf16", "fp16", "fp32" or a dict of dtypes).
+
+        buffer_autocast: leave buffers in fp32. override: replace a policy that is set already.
+        """
+        if self.mixed_precision_policy is not None and not override:
+            return
+        import torch
+        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+        kind: Any = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+        last = "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"
+        if isinstance(mixed_precision, dict):
+            unknown = sorted(mixed_precision.keys() - {"param_dtype", "reduce_dtype", last})
+            if unknown:
+                raise ValueError(
+                    f"mixed_precision_policy has {', '.join(unknown)}: FSDP version {self.fsdp_version} knows "
+                    f"param_dtype, reduce_dtype and {last}."
+                )
+            dtypes = {name: _dtype(value) for name, value in mixed_precision.items()}
+        else:
+            dtype = _dtype(mixed_precision)
+            dtypes = {"param_dtype": dtype, "reduce_dtype": dtype, last: dtype}
+        if self.fsdp_version == 1 and buffer_autocast:
+            dtypes["buffer_dtype"] = torch.float32
+        self.mixed_precision_policy = kind(**dtypes)
+
+    def validate_mixed_precision_policy(self) -> None:
+        """Raise where the policy object is one of the other version."""
+        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+        wanted = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
+        if not isinstance(self.mixed_precision_policy, wanted):
+            raise ValueError(
+                f"mixed_precision_policy is {self.mixed_precision_policy!r}, but FSDP version {self.fsdp_version} "
+                f"takes a name ({', '.join(_DTYPES)}), a dict or a `torch.distributed.fsdp.{wanted.__name__}`."
+            )
+
+    def set_state_dict_type(self, state_dict_type: Any = None) -> None:
+        """Choose how checkpoints hold the weights: "FULL_STATE_DICT" or "SHARDED_STATE_DICT"."""
+        from torch.distributed.fsdp import (
+            FullOptimStateDictConfig,
+            FullStateDictConfig,
+            ShardedOptimStateDictConfig,
+            ShardedStateDictConfig,
+            StateDictType,
+        )
+
+        asked: Any = self.state_dict_type if state_dict_type is None else state_dict_type
+        if asked is None:
+            default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
+            asked = os.environ.get(PREFIX + "STATE_DICT_TYPE", default)
+        kind = _member(StateDictType, asked, "state_dict_type")
+        if self.fsdp_version == 2 and kind.name not in FSDP2_STATE_DICT_TYPE:
+            raise ValueError(
+                f"state_dict_type is {kind.name}: FSDP version 2 knows {' and '.join(FSDP2_STATE_DICT_TYPE)}."
+            )
+        changed = state_dict_type is not None and kind != self.state_dict_type
+        self.state_dict_type = kind
+        if kind == StateDictType.FULL_STATE_DICT:
+            model, optimizer = FullStateDictConfig, FullOptimStateDictConfig
+            arguments = {"offload_to_cpu": True, "rank0_only": True}
+        elif kind == StateDictType.SHARDED_STATE_DICT:
+            model, optimizer = ShardedStateDictConfig, ShardedOptimStateDictConfig  # type: ignore[assignment]
+            arguments = {"offload_to_cpu": True}
+        else:
+            return
+        if self.state_dict_config is None or changed:
+            self.state_dict_config = model(**arguments)
+        if self.optim_state_dict_config is None or changed:
+            self.optim_state_dict_config = optimizer(**arguments)
+
+
+def _version(asked: Any) -> int:
+    asked = os.environ.get(PREFIX + "VERSION", "1") if asked is None else asked
+    if str(asked) not in ("1", "2"):
+        raise ValueError(f"fsdp_version is {asked!r}: it is 1 or 2.")
+    return int(asked)
+
+
+def _member(kind: Any, asked: Any, argument: str) -> Any:
+    """A member of an enum by itself, its name, or its number."""
+    if isinstance(asked, kind):
+        return asked
+    name = str(asked).upper()
+    for member in kind:
+        if name in (member.name, member.name.removeprefix("_"), str(member.value)):
+            return member
+    known = ", ".join(member.name.removeprefix("_") for member in kind)
+    raise ValueError(f"{argument} is {asked!r}: choose one of {known}.")
+
+
+def _dtype(asked: Any) -> torch.dtype | None:
+    import torch
+
+    if asked is None or isinstance(asked, torch.dtype):
+        return asked
+    name = str(asked).removeprefix("torch.")
+    dtype: Any = getattr(torch, _DTYPES.get(name, name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"The mixed precision is {asked!r}: choose one of {', '.join(_DTYPES)}.")
+    return dtype

@@ -1,0 +1,84 @@
+"""Settings of the single axes of a device mesh."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accelerate.config.environment import parse_flag_from_env
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+PREFIX = "PARALLELISM_CONFIG_"
+
+
+@dataclass
+class TorchTensorParallelPlugin:
+    """Train with tensor parallelism alone; `ParallelismConfig(tp_size=...)` says the same and combines with others."""
+
+    tp_size: int = field(default=1, metadata={"help": "Over how many processes each layer is split."})
+    torch_device_mesh: DeviceMesh | None = field(
+        default=None, metadata={"help": "The mesh whose axis `tp` the model is split over."}
+    )
+
+
+@dataclass
+class TorchTensorParallelConfig:
+    """The tensor axis."""
+
+    enable_async_tp: bool = field(default=False, metadata={"help": "Not available; accepted and left out."})
+    plan: Mapping[str, Any] | None = field(
+        default=None,
+        metadata={"help": "How each part of a model is split, by name: 'colwise', 'rowwise', 'sequence', an object."},
+    )
+
+    def __post_init__(self) -> None:
+        if self.enable_async_tp:
+            warnings.warn("`enable_async_tp` is not available and does nothing: leave it out.", stacklevel=3)
+
+
+@dataclass
+class TorchContextParallelConfig:
+    """The context axis: a sequence cut into pieces, attention over all of them."""
+
+    cp_comm_strategy: str | None = field(
+        default=None, metadata={"help": "How keys and values travel: 'allgather' (default) or 'alltoall'."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.cp_comm_strategy is None:
+            self.cp_comm_strategy = os.environ.get(PREFIX + "CP_COMM_STRATEGY", "allgather")
+        if self.cp_comm_strategy not in ("allgather", "alltoall"):
+            raise ValueError(f"cp_comm_strategy is {self.cp_comm_strategy!r}: choose 'allgather' or 'alltoall'.")
+
+
+@dataclass
+class DeepSpeedSequenceParallelConfig:
+    """The sequence axis of DeepSpeed (ALST / Ulysses)."""
+
+    sp_seq_length: int | None = field(default=None, metadata={"help": "The length of all sequences, if it is one."})
+    sp_seq_length_is_variable: bool | None = field(
+        default=None, metadata={"help": "Whether batches come in different lengths (default: yes)."}
+    )
+    sp_attn_implementation: str | None = field(
+        default=None, metadata={"help": "The attention of the model: 'flash_attention_2', '..._3', or 'sdpa'."}
+    )
+
+    def __post_init__(self) -> None:
+        if self.sp_seq_length is None and PREFIX + "SP_SEQ_LENGTH" in os.environ:
+            self.sp_seq_length = int(os.environ[PREFIX + "SP_SEQ_LENGTH"])
+        if self.sp_seq_length_is_variable is None:
+            self.sp_seq_length_is_variable = parse_flag_from_env(PREFIX + "SP_SEQ_LENGTH_IS_VARIABLE", True)
+        if self.sp_attn_implementation is None:
+            self.sp_attn_implementation = os.environ.get(PREFIX + "SP_ATTN_IMPLEMENTATION")
+        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
+            raise ValueError("sp_seq_length_is_variable=False needs the length of the sequences: pass sp_seq_length.")
+        if self.sp_attn_implementation in ("eager", "flex_attention"):
+            raise ValueError(
+                f"sp_attn_implementation is {self.sp_attn_implementation!r}, which cannot be cut along the sequence: "
+                "choose 'flash_attention_2', 'flash_attention_3' or 'sdpa'."
+            )

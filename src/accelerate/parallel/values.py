@@ -1,0 +1,129 @@
+"""Giving a model that is spread over processes the weights that one of them has."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate.parallel.shards import local, piece_of
+
+
+def take(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    """Leave the model with parameters that have no memory, and return their values: on rank 0, nothing elsewhere.
+
+    dtype: what the parameters that are trained have afterwards, if they are less precise.
+    """
+    values: dict[str, torch.Tensor] = {}
+    first = dist.get_rank() == 0
+    made: dict[int, nn.Parameter] = {}  # a parameter with two names stays one
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                trained = parameter.requires_grad and parameter.is_floating_point()
+                kept = torch.promote_types(parameter.dtype, dtype) if trained and dtype else parameter.dtype
+                empty = torch.empty_like(parameter, device="meta", dtype=kept)
+                made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                made[id(parameter)].__dict__.update(parameter.__dict__)
+                if first:
+                    values[f"{prefix}.{key}" if prefix else key] = parameter.detach()
+            module._parameters[key] = made[id(parameter)]
+    return values
+
+
+def give(
+    model: nn.Module, values: dict[str, torch.Tensor], device: torch.device, shards_on: torch.device | None = None
+) -> None:
+    """Hand out the values of rank 0, tensor by tensor, each process keeping its piece.
+
+    shards_on: where pieces lie, if not on the device.
+    """
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return tensor.to(device)
+        return torch.empty_like(tensor, device=(shards_on or device) if isinstance(tensor, DTensor) else device)
+
+    with torch.no_grad():
+        model._apply(allocate)
+        for name, parameter in model.named_parameters():
+            full = _from_rank_0(parameter, values.pop(name, None), device)
+            local(parameter).copy_(piece_of(full, parameter))
+        for buffer in model.buffers():
+            dist.broadcast(buffer, 0)
+
+
+def _from_rank_0(like: torch.Tensor, value: torch.Tensor | None, device: torch.device) -> torch.Tensor:
+    """The value that rank 0 has, on all processes; whatever memory holds, where it has none either."""
+    full = torch.empty(like.shape, dtype=like.dtype, device=device)
+    if value is not None and not value.is_meta:
+        full.copy_(value)
+    dist.broadcast(full, 0)
+    return full
+
+
+class Filling:
+    """Gives modules their values, one at a time: called with each of a model's, in the same order on all processes."""
+
+    def __init__(self, model: nn.Module, values: dict[str, torch.Tensor], device: torch.device) -> None:
+        self._device = device
+        self._values = values
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # Not kept alive: a whole parameter shall go as soon as it is cut into pieces.
+        self._filled: dict[int, weakref.ref[nn.Parameter]] = {}
+        self._empty = list(model.parameters())
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None:
+                    here = None if buffer.is_meta else buffer
+                    module._buffers[key] = _from_rank_0(buffer, here, device)
+
+    def __call__(self, module: nn.Module) -> None:
+        for key, parameter in module._parameters.items():
+            if parameter is None or not parameter.is_meta:
+                continue
+            name = self._names[id(parameter)]
+            filled = self._filled[id(parameter)]() if id(parameter) in self._filled else None
+            if filled is None:
+                with torch.no_grad():
+                    full = _from_rank_0(parameter, self._values.pop(name, None), self._device)
+                filled = nn.Parameter(full, requires_grad=parameter.requires_grad)
+                filled.__dict__.update(parameter.__dict__)
+                self._filled[id(parameter)] = weakref.ref(filled)
+            module._parameters[key] = filled
+
+
+def follow_rank_0(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
+    """The weights of rank 0, whole, on all processes; what is spread already stays as it is.
+
+    dtype: what the parameters that are trained have afterwards, if they are less precise.
+    """
+
+    def allocate(tensor: torch.Tensor) -> torch.Tensor:
+        if dtype and tensor.requires_grad and tensor.is_floating_point() and not isinstance(tensor, DTensor):
+            tensor = tensor.to(torch.promote_types(tensor.dtype, dtype))
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    with torch.no_grad():
+        model._apply(allocate)
+        tensors: list[Any] = [*model.parameters(), *model.buffers()]
+        for tensor in tensors:
+            if not isinstance(tensor, DTensor):
+                dist.broadcast(tensor.data, 0)
+
+
+def copy_rank_0(model: nn.Module, device: torch.device) -> None:
+    """The weights of rank 0 on all processes, without moving the model to the device."""
+    with torch.no_grad():
+        tensors: list[Any] = [*model.parameters(), *model.buffers()]
+        for tensor in tensors:
+            copy = tensor.data.to(device)
+            dist.broadcast(copy, 0)
+            if copy is not tensor.data:
+                tensor.data.copy_(copy)

@@ -1,0 +1,209 @@
+"""ParallelismConfig: over how many processes each axis goes, and the device mesh they form."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from accelerate.config.parallel import (
+    PREFIX,
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+# From the outside in: neighbours on the last axis are neighbours on the machine, and talk most.
+MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+
+_AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+_BACKENDS = {"cp": "torch", "sp": "deepspeed"}
+
+
+@dataclass
+class ParallelismConfig:
+    """The axes of a device mesh; an axis of size 1 is not there. What is not given is read from the
+    `PARALLELISM_CONFIG_*` variables.
+
+    dp_replicate_size: copies of the model. dp_shard_size: processes that share one copy (FSDP).
+    tp_size: processes that share each layer. cp_size, sp_size: processes that share each sequence.
+    cp_backend, sp_backend: "torch", "deepspeed". tp_handler, cp_handler, sp_handler: finer settings of an axis.
+    """
+
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    tp_size: int | None = None
+    cp_size: int | None = None
+    cp_backend: Literal["torch"] = None  # type: ignore[assignment]
+    sp_size: int | None = None
+    sp_backend: Literal["deepspeed"] = None  # type: ignore[assignment]
+
+    tp_handler: TorchTensorParallelConfig | None = None
+    cp_handler: TorchContextParallelConfig | None = None
+    sp_handler: DeepSpeedSequenceParallelConfig | None = None
+
+    device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for axis in _AXES:
+            setattr(self, f"{axis}_size", _size(axis, getattr(self, f"{axis}_size")))
+        for axis, only in _BACKENDS.items():
+            name = f"{axis}_backend"
+            value = getattr(self, name) or os.environ.get(PREFIX + name.upper(), only)
+            if value != only:
+                raise ValueError(f"{name} is {value!r}: there is only {only!r}.")
+            setattr(self, name, value)
+        if self.tp_enabled and self.tp_handler is None:
+            self.tp_handler = TorchTensorParallelConfig()
+        if self.cp_enabled and self.cp_handler is None:
+            self.cp_handler = TorchContextParallelConfig()
+        if self.sp_enabled and self.sp_handler is None:
+            self.sp_handler = DeepSpeedSequenceParallelConfig()
+        self._check_combination()
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}_size={self._sizes[axis]}" for axis in _AXES)
+        return f"ParallelismConfig({sizes}, total_size={self.total_size})"
+
+    def _check_combination(self) -> None:
+        sizes = self._sizes
+        if sizes["cp"] > 1 and sizes["sp"] > 1:
+            raise ValueError(
+                f"cp_size={sizes['cp']} and sp_size={sizes['sp']} both cut the sequence: leave one of them at 1."
+            )
+        split = [f"{axis}_size={sizes[axis]}" for axis in ("tp", "cp") if sizes[axis] > 1]
+        if split and sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1:
+            raise ValueError(
+                f"{' and '.join(split)} cannot be combined with whole copies of the model "
+                f"(dp_replicate_size={sizes['dp_replicate']}, dp_shard_size=1): share each copy with dp_shard_size of "
+                "2 or more, or leave dp_replicate_size at 1."
+            )
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        # Read each time: sizes are assigned to by scripts that learn them from a model.
+        return {axis: getattr(self, f"{axis}_size") for axis in _AXES}
+
+    # --- which axes there are -----------------------------------------------------------------------------------
+
+    def _present(self, *axes: str) -> list[str]:
+        return [axis for axis in axes if self._sizes[axis] > 1]
+
+    @property
+    def active_mesh_dims(self) -> list[str]:
+        """The axes that are larger than 1."""
+        return self.dp_dim_names + self.non_dp_dim_names
+
+    @property
+    def dp_dim_names(self) -> list[str]:
+        """The axes along which processes get different data."""
+        return self._present("dp_replicate", "dp_shard")
+
+    @property
+    def non_dp_dim_names(self) -> list[str]:
+        """The axes along which processes work on the same data."""
+        return self._present("tp", "cp", "sp")
+
+    @property
+    def dp_shard_cp_dim_names(self) -> list[str]:
+        """The axes that parameters are sharded over, which `dp_shard_cp` joins."""
+        return self._present("dp_shard", "cp")
+
+    @property
+    def dp_cp_dim_names(self) -> list[str]:
+        """The axes that a loss is averaged over, which `dp_cp` joins."""
+        return self._present("dp_replicate", "dp_shard", "cp")
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        """The axes that FSDP is given: copies, if there are any, and shards."""
+        return [*self._present("dp_replicate"), "dp_shard_cp"]
+
+    # --- how large ----------------------------------------------------------------------------------------------
+
+    @property
+    def total_size(self) -> int:
+        """How many processes the mesh has."""
+        return math.prod(self._sizes.values())
+
+    @property
+    def data_parallel_size(self) -> int:
+        """How many processes (or groups of them) get different data."""
+        return self._sizes["dp_replicate"] * self._sizes["dp_shard"]
+
+    @property
+    def non_data_parallel_size(self) -> int:
+        """How many processes work on the same data."""
+        return self._sizes["tp"] * self._sizes["cp"] * self._sizes["sp"]
+
+    @property
+    def dp_replicate_enabled(self) -> bool:
+        return self._sizes["dp_replicate"] > 1
+
+    @property
+    def dp_shard_enabled(self) -> bool:
+        return self._sizes["dp_shard"] > 1
+
+    @property
+    def tp_enabled(self) -> bool:
+        return self._sizes["tp"] > 1
+
+    @property
+    def cp_enabled(self) -> bool:
+        return self._sizes["cp"] > 1
+
+    @property
+    def sp_enabled(self) -> bool:
+        return self._sizes["sp"] > 1
+
+    # --- the mesh -----------------------------------------------------------------------------------------------
+
+    def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
+        """A mesh of these axes, with the joined ones (`dp`, `dp_shard_cp`, `dp_cp`) in it; None where there is none."""
+        axes = [axis for axis in MESH_ORDER if self._sizes[axis] > 1]
+        if not axes:
+            return None
+        from torch.distributed.device_mesh import init_device_mesh
+
+        mesh = init_device_mesh(device_type, tuple(self._sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+        joined = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
+        for name, parts in joined.items():
+            if parts:
+                mesh[tuple(parts)]._flatten(name)
+        return mesh
+
+    def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
+        """The mesh, built on the first call, which needs to know the kind of device."""
+        if self.device_mesh is None:
+            if device_type is None:
+                raise ValueError("The device mesh is not built yet: pass the kind of device, as in 'cuda' or 'cpu'.")
+            self.device_mesh = self.build_device_mesh(device_type)
+        return self.device_mesh
+
+    def to_json(self) -> Any:
+        """The settings as plain data."""
+        handlers = {name: getattr(self, name) for name in ("tp_handler", "cp_handler", "sp_handler")}
+        return {
+            **{f"{axis}_size": size for axis, size in self._sizes.items()},
+            "cp_backend": self.cp_backend,
+            "sp_backend": self.sp_backend,
+            **{name: None if value is None else dict(vars(value)) for name, value in handlers.items()},
+        }
+
+
+def _size(axis: str, asked: Any) -> int:
+    name = f"{axis}_size"
+    variable = PREFIX + name.upper()
+    value = os.environ.get(variable, "1") if asked is None else asked
+    try:
+        size = int(str(value))
+    except ValueError:
+        size = 0
+    if size < 1:
+        where = variable if asked is None else name
+        raise ValueError(f"{where} is {value!r}: give the number of processes along this axis, at least 1.")
+    return size

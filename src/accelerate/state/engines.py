@@ -1,0 +1,89 @@
+"""Which engine was asked for: by arguments, by the launcher's variables, or by one of them for the other."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from accelerate.config.environment import parse_flag_from_env
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.parallel import TorchTensorParallelPlugin
+from accelerate.errors import NotYetSupported
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state.partial import PartialState
+
+logger = logging.getLogger(__name__)
+
+
+def mesh_config(
+    config: ParallelismConfig | None, tensor_parallel: TorchTensorParallelPlugin | None
+) -> ParallelismConfig | None:
+    """The axes of the mesh, if there shall be one."""
+    if config is not None and not isinstance(config, ParallelismConfig):
+        raise TypeError(f"parallelism_config is a {type(config).__name__}: pass a ParallelismConfig.")
+    if config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        config = ParallelismConfig()
+    if tensor_parallel is not None:
+        if config is not None:
+            raise ValueError(
+                "Pass either `torch_tp_plugin` or `parallelism_config`, not both: ParallelismConfig has tp_size."
+            )
+        config = ParallelismConfig(tp_size=tensor_parallel.tp_size)
+        config.device_mesh = tensor_parallel.torch_device_mesh
+    return config
+
+
+def fsdp_plugin(
+    plugin: FullyShardedDataParallelPlugin | None, config: ParallelismConfig | None, mixed_precision: str
+) -> FullyShardedDataParallelPlugin | None:
+    """The settings of FSDP, where it was asked for, or is needed for an axis of the mesh."""
+    if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
+        raise TypeError(f"fsdp_plugin is a {type(plugin).__name__}: pass a FullyShardedDataParallelPlugin.")
+    if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        plugin = FullyShardedDataParallelPlugin()
+    if config is not None and (config.dp_shard_enabled or config.cp_enabled):
+        if plugin is None:
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+        if plugin.fsdp_version != 2:
+            raise ValueError(
+                f"{config!r} needs FSDP version 2, but the plugin is for version {plugin.fsdp_version}: "
+                "pass FullyShardedDataParallelPlugin(fsdp_version=2)."
+            )
+    if plugin is not None and mixed_precision != "no":
+        plugin.set_mixed_precision(mixed_precision)
+    return plugin
+
+
+def fsdp_is_on(plugin: FullyShardedDataParallelPlugin | None, state: PartialState) -> bool:
+    """Whether FSDP is the engine: where it was asked for, and there is somebody to share the model with."""
+    if plugin is None:
+        return False
+    if state.backend is None:
+        logger.warning(
+            "FSDP was asked for, but this process is alone, so its models stay whole: start the script with "
+            "`accelerate launch` or `torchrun`."
+        )
+        return False
+    # Libraries that load pretrained models look there.
+    os.environ["ACCELERATE_USE_FSDP"] = "true"
+    return True
+
+
+def mesh(config: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None, state: PartialState) -> Any:
+    """The device mesh, as large as the run; None where one is not asked for."""
+    if config is None:
+        return None
+    if config.total_size == 1:
+        # Only that there is a mesh was asked for: the axis is that of the engine.
+        axis = "dp_replicate" if plugin is None else "dp_shard"
+        setattr(config, f"{axis}_size", state.num_processes)
+    if config.sp_enabled:
+        raise NotYetSupported(f"sp_size={config.sp_size}", "use cp_size for long sequences.")
+    if config.total_size != state.num_processes:
+        sizes = " x ".join(f"{axis}_size={config._sizes[axis]}" for axis in config.active_mesh_dims)
+        raise ValueError(
+            f"The ParallelismConfig is for {config.total_size} processes ({sizes}), but there are "
+            f"{state.num_processes}: make the product of its sizes the number of processes."
+        )
+    return config.get_device_mesh(state.device.type)

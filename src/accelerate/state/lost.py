@@ -1,0 +1,143 @@
+"""When a run over several machines breaks, say which machine is missing and which rank failed first.
+
+What torch raises then is about the connection ("timed out", "connection reset"), on every rank that is still there. So
+each rank that ends with an error leaves a note in the store through which the ranks met, and one whose error is about
+the connection reads the notes of the others and adds a line to its traceback.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from accelerate.comm import Communicator
+from accelerate.environments import World
+
+ROLL_CALL_SECONDS = 3.0
+
+# How the errors of a broken connection read, in gloo, NCCL and torch's store.
+_SIGNS = (
+    "Connection closed by peer",
+    "reset by peer",
+    "Broken pipe",
+    "Timed out waiting",
+    "Read error",
+    "NCCL",
+    "Socket",
+)
+
+
+@dataclass
+class Watch:
+    rank: int
+    machines: list[str]  # of each rank
+    store: Any
+    notes: dict[int, str] = field(default_factory=dict)
+    asking: bool = False  # a question to the store is under way, or has failed
+
+    def leave_note(self, text: str) -> None:
+        self.asking = True
+        self.store.set(f"accelerate/note/{self.rank}", json.dumps([time.time(), text]))
+
+    def read_notes(self) -> None:
+        """Collect the notes of the others, until all are there or time is up."""
+        limit = time.monotonic() + ROLL_CALL_SECONDS
+        waiting = [rank for rank in range(len(self.machines)) if rank != self.rank]
+        while waiting and time.monotonic() < limit:
+            for rank in list(waiting):
+                self.asking = True
+                if self.store.check([f"accelerate/note/{rank}"]):
+                    self.notes[rank] = self.store.get(f"accelerate/note/{rank}").decode()
+                    waiting.remove(rank)
+                self.asking = False
+            time.sleep(0.1)
+
+
+_watch: Watch | None = None
+
+
+def watch(world: World, communicator: Communicator) -> None:
+    """Have an error that ends this process say who is missing. Called on all ranks at once."""
+    global _watch
+    machines = communicator.gather_objects(_name_of_this_machine(world))
+    if _watch is None:
+        _chain(sys.excepthook)
+    _watch = Watch(world.rank, machines, dist.distributed_c10d._get_default_store())
+
+
+def _chain(previous: Any) -> None:
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        line = explain(_watch, error) if _watch is not None and not interrupted else None
+        if line and sys.version_info >= (3, 11):
+            error.add_note(line)  # wherever the traceback is shown or written, the line is its last
+        previous(kind, error, trace)
+        if line and sys.version_info < (3, 11):
+            print(line, file=sys.stderr, flush=True)
+
+    sys.excepthook = hook
+
+
+def explain(watch: Watch, error: BaseException) -> str | None:
+    """Tell the others of this error; if it is about the connection to them, one sentence about who broke it."""
+    about_others = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+    def call_the_roll() -> None:
+        watch.leave_note("" if about_others else f"{type(error).__name__}: {error}".splitlines()[0])
+        if about_others:
+            watch.read_notes()
+
+    # In a thread that is given up if it does not come back: over a cut cable the store answers with silence.
+    thread = threading.Thread(target=_quietly, args=(call_the_roll,), daemon=True)
+    thread.start()
+    thread.join(ROLL_CALL_SECONDS + 0.5)
+    return _sentence(watch) if about_others else None
+
+
+def _quietly(function: Any) -> None:
+    try:
+        function()
+    except (RuntimeError, OSError):
+        return  # the store is gone: what has been collected so far is all there is
+
+
+def _sentence(watch: Watch) -> str | None:
+    here = f"Rank {watch.rank} on {watch.machines[watch.rank]}"
+    notes = {rank: json.loads(note) for rank, note in watch.notes.items()}
+    causes = sorted((when, rank, text) for rank, (when, text) in notes.items() if text)
+    if causes:
+        _, rank, text = causes[0]
+        return f"{here} was stopped by an error of rank {rank} on {watch.machines[rank]}, which reads: {text}"
+    missing = [rank for rank in range(len(watch.machines)) if rank != watch.rank and rank not in notes]
+    if watch.asking:
+        # The store is gone, and rank 0 with it: nothing can be said about the others.
+        missing = [rank for rank in missing if watch.machines[rank] == watch.machines[0]]
+    if not missing:
+        return None
+    where: dict[str, list[str]] = {}
+    for rank in missing:
+        where.setdefault(watch.machines[rank], []).append(str(rank))
+    lost = "; ".join(f"{machine} (rank {', '.join(ranks)})" for machine, ranks in where.items())
+    return (
+        f"{here} has lost contact with {lost}: look there for a process that was killed, a machine that went down or a "
+        "broken network; the error above is only the consequence."
+    )
+
+
+def _name_of_this_machine(world: World) -> str:
+    """Its name, and the address from which it reaches the place where the ranks meet."""
+    name = socket.gethostname()
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((world.address, world.port))  # sends nothing
+            return f"{name} ({probe.getsockname()[0]})"
+    except OSError:
+        return name

@@ -1,0 +1,110 @@
+"""What the engines share whose parameters are DTensors: they know themselves how they are spread."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from accelerate.checkpoint.named import Names, named, names_of, numbered
+from accelerate.compilation import compile_regions_fsdp2
+from accelerate.config.handlers import DistributedDataParallelKwargs
+from accelerate.parallel.shards import complete, is_first_copy, local, scale_down, total_norm, whole
+from accelerate.strategies.rebind import Moved
+from accelerate.strategies.sharded import Sharded, names_of_each
+from accelerate.unwrap import extract_model_from_parallel
+
+
+class DTensors(Sharded):
+    def __init__(self, device: torch.device, ddp: DistributedDataParallelKwargs) -> None:
+        super().__init__(device, ddp)
+        self.moved = Moved()
+        # The place of this process on the tensor axis, along which what is not split is the same.
+        self.tensor_rank = 0
+
+    def note_moved(self, before: dict[str, torch.Tensor], model: nn.Module) -> None:
+        """Remember which parameter became which. before: those that the model had, by name."""
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            self.moved.note(before[name], parameter)
+
+    def compile_regions(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        return compile_regions_fsdp2(model, **kwargs)
+
+    def rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        self.moved.rebind(optimizer)
+
+    # --- stepping -----------------------------------------------------------------------------------------------
+
+    def gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+    def clip_grad_value_(self, parameters: list[torch.Tensor], clip_value: float) -> None:
+        for gradient in self._complete(parameters):
+            local(gradient).clamp_(-clip_value, clip_value)
+
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        gradients = self._complete(parameters)
+        total = total_norm(gradients, float(norm_type), self.device, self._counts)
+        scale_down(gradients, total, max_norm)
+        return total
+
+    def _counts(self, gradient: torch.Tensor) -> bool:
+        """Whether this process counts its piece, of those that are the same."""
+        split = isinstance(gradient, DTensor) and "tp" in (gradient.device_mesh.mesh_dim_names or ())
+        return is_first_copy(gradient) and (split or self.tensor_rank == 0)
+
+    def _complete(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        gradients = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = complete(parameter.grad)
+                gradients.append(parameter.grad)
+        return gradients
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict on the first process, put together tensor by tensor; nothing on the others."""
+        model = _plain(model) if unwrap else model
+        twins = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+        first = dist.get_rank() == 0
+        done: dict[int, Any] = {}
+        state: dict[str, Any] = {}
+        for name, value in model.state_dict().items():
+            twin = twins.get(name)
+            if twin in done:
+                value = done[twin]
+            elif isinstance(value, torch.Tensor):
+                full = whole(value)
+                value = full.cpu() if first else None
+            if twin is not None:
+                done[twin] = value
+            if first:
+                state[name] = value
+        return state
+
+    def pieces(self, model: nn.Module) -> dict[str, Any]:
+        return _plain(model).state_dict()
+
+    def put_pieces(self, model: nn.Module, pieces: dict[str, Any]) -> None:
+        _plain(model).load_state_dict(pieces, strict=False)
+
+    def same(self, model: nn.Module) -> list[set[str]]:
+        return names_of_each(_plain(model))
+
+    def names(self, models: list[nn.Module], optimizer: Any) -> Names:
+        return names_of(models, optimizer)
+
+    def optimizer_pieces(self, models: list[nn.Module], optimizer: Any) -> dict[str, Any]:
+        return named(optimizer.state_dict(), self.names(models, optimizer))
+
+    def put_optimizer_pieces(self, models: list[nn.Module], optimizer: Any, content: dict[str, Any]) -> None:
+        optimizer.load_state_dict(numbered(content, self.names(models, optimizer)))
+
+
+def _plain(model: nn.Module) -> nn.Module:
+    found: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
+    return found

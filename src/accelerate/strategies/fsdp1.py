@@ -1,0 +1,249 @@
+"""FSDP version 1, `FullyShardedDataParallel`: the parameters of each part flattened into one, and cut into pieces."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffload,
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    ShardingStrategy,
+    StateDictType,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from accelerate.checkpoint.named import Names
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.handlers import DistributedDataParallelKwargs
+from accelerate.errors import CheckpointError
+from accelerate.parallel import values
+from accelerate.parallel.shards import scale_down, total_norm
+from accelerate.strategies.flat import Flat
+from accelerate.strategies.rebind import Moved
+from accelerate.strategies.sharded import Sharded, names_of_each
+from accelerate.strategies.wrapping import average_gradients, compute_twice, ignored_modules, parts
+
+_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+class FSDP1(Sharded):
+    def __init__(
+        self,
+        device: torch.device,
+        ddp: DistributedDataParallelKwargs,
+        plugin: FullyShardedDataParallelPlugin,
+        mesh: tuple[DeviceMesh, DeviceMesh | None],
+    ) -> None:
+        """mesh: that of shards, and that of copies and shards for the hybrid strategies."""
+        super().__init__(device, ddp)
+        self.plugin = plugin
+        self.mesh = mesh
+        self.moved = Moved()
+        self._flats: weakref.WeakSet[Flat] = weakref.WeakSet()
+
+    # --- preparing ----------------------------------------------------------------------------------------------
+
+    def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
+        inner: Any = getattr(model, "_orig_mod", model)
+        if any(isinstance(module, Wrapper) for module in inner.modules()):
+            return model  # whoever made it has wrapped it
+        plugin: Any = self.plugin
+        ignored = ignored_modules(plugin, inner)
+        chosen = parts(plugin, inner, ignored)
+        if plugin.activation_checkpointing:
+            for part in chosen or [inner]:
+                compute_twice(part)
+        before = {
+            (id(module), name): parameter
+            for module in inner.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        }
+        order = {id(parameter): name for name, parameter in inner.named_parameters()}
+        same = names_of_each(inner)
+        fill = self._fill(inner)
+        if isinstance(fill, values.Filling):
+            for part in (part for root in ignored for part in root.modules()):
+                fill(part)
+        wrapped = Wrapper(
+            model,
+            auto_wrap_policy=CustomPolicy(lambda module: module in chosen) if chosen else None,
+            ignored_modules=ignored or None,
+            param_init_fn=fill,
+            **self._settings(),
+        )
+        whole = dict.fromkeys(part for module in ignored for part in module.modules())
+        for part in whole:
+            for name, parameter in part._parameters.items():
+                if parameter is not None:
+                    self.moved.note(before[id(part), name], parameter)
+        average_gradients({p for part in whole for p in part.parameters()}, lambda: wrapped._sync_gradients)
+        flat = Flat(wrapped, before, order)
+        wrapped._accelerate_flat = flat  # type: ignore[assignment]
+        wrapped._accelerate_same = same  # type: ignore[assignment]
+        self._flats.add(flat)
+        return wrapped
+
+    def _settings(self) -> dict[str, Any]:
+        plugin: Any = self.plugin
+        strategy = plugin._sharding
+        on_cpu = self.device.type == "cpu"
+        return {
+            "sharding_strategy": strategy,
+            "device_mesh": self.mesh[strategy in _HYBRID],
+            # On the CPU they are where offloading would put them.
+            "cpu_offload": CPUOffload(offload_params=False) if on_cpu else plugin.cpu_offload,
+            "backward_prefetch": plugin.backward_prefetch,
+            "mixed_precision": plugin.mixed_precision_policy,
+            "device_id": self.device,
+            "forward_prefetch": plugin.forward_prefetch,
+            "limit_all_gathers": plugin.limit_all_gathers,
+            "use_orig_params": plugin.use_orig_params,
+        }
+
+    def _fill(self, model: nn.Module) -> Callable[[nn.Module], None] | None:
+        """What gives modules their values while they are wrapped: those of rank 0, unless the plugin has its way."""
+        plugin = self.plugin
+        if plugin.param_init_fn is not None:
+            return plugin.param_init_fn
+        if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
+            values.copy_rank_0(model, self.device)  # quantized: they cannot be taken out and put back
+            return None
+        dtype = torch.float32 if plugin.mixed_precision_policy is not None else None
+        return values.Filling(model, values.take(model, dtype), self.device)
+
+    def rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        self.moved.rebind(optimizer)
+        for flat in self._flats:
+            flat.rebind(optimizer)
+
+    # --- stepping -----------------------------------------------------------------------------------------------
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        wrapped = _find(model)
+        return nullcontext() if wrapped is None else wrapped.no_sync()
+
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        gradients = {id(p.grad): p for p in parameters if p.grad is not None}
+        # A piece is counted once; what is whole on every process is counted on the first one.
+        counted = {gradient for gradient, parameter in gradients.items() if self._counts(parameter)}
+        own = [parameter.grad for parameter in gradients.values() if parameter.grad is not None]
+        total = total_norm(own, float(norm_type), self.device, lambda gradient: id(gradient) in counted)
+        scale_down(own, total, max_norm)
+        return total
+
+    def _counts(self, parameter: torch.Tensor) -> bool:
+        for flat in self._flats:
+            if (counts := flat.counts(parameter)) is not None:
+                return counts
+        return dist.get_rank() == 0
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict on the first process; nothing on the others."""
+        wrapped = _find(model)
+        if wrapped is None:
+            return super().state_dict(model, unwrap=unwrap)
+        with self._type(wrapped, StateDictType.FULL_STATE_DICT):
+            state: dict[str, Any] = wrapped.state_dict()
+        # With copies, the first process of each has one.
+        return state if dist.get_rank() == 0 else {}
+
+    def _pieces(self, wrapped: Any) -> AbstractContextManager[None]:
+        """A context in which state dicts hold pieces; whole tensors, where every process has all."""
+        kept_whole = wrapped.sharding_strategy == ShardingStrategy.NO_SHARD
+        kind = StateDictType.FULL_STATE_DICT if kept_whole else StateDictType.SHARDED_STATE_DICT
+        return self._type(wrapped, kind, rank0_only=False)
+
+    @contextmanager
+    def _type(self, wrapped: Any, kind: StateDictType, rank0_only: bool = True) -> Iterator[None]:
+        """A context in which state dicts are whole, or in pieces."""
+        # On the CPU torch would not copy them, and then take their memory away.
+        moves = {"offload_to_cpu": self.device.type != "cpu"}
+        configs: tuple[Any, Any] = (ShardedStateDictConfig(**moves), ShardedOptimStateDictConfig(**moves))
+        if kind == StateDictType.FULL_STATE_DICT:
+            moves["rank0_only"] = rank0_only
+            configs = FullStateDictConfig(**moves), FullOptimStateDictConfig(**moves)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # there is nothing else for this engine
+            with Wrapper.state_dict_type(wrapped, kind, *configs):
+                yield
+
+    def pieces(self, model: nn.Module) -> dict[str, Any]:
+        wrapped = _find(model)
+        with self._pieces(wrapped):
+            state: dict[str, Any] = wrapped.state_dict()
+        return state
+
+    def put_pieces(self, model: nn.Module, pieces: dict[str, Any]) -> None:
+        wrapped = _find(model)
+        with self._pieces(wrapped):
+            wrapped.load_state_dict({**wrapped.state_dict(), **pieces})
+
+    def same(self, model: nn.Module) -> list[set[str]]:
+        names: list[set[str]] = _find(model)._accelerate_same
+        return names
+
+    def names(self, models: list[nn.Module], optimizer: Any) -> Names:
+        flat = self._flat_of(models, optimizer)[1]
+        return [flat.names(group["params"]) for group in optimizer.param_groups]
+
+    def _flat_of(self, models: list[nn.Module], optimizer: Any) -> tuple[Any, Flat]:
+        """The model whose parameters an optimizer has."""
+        own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for model in models:
+            wrapped = _find(model)
+            if wrapped is not None and any(wrapped._accelerate_flat.counts(p) is not None for p in own):
+                return wrapped, wrapped._accelerate_flat
+        raise CheckpointError(
+            "This optimizer has no parameter of a prepared model: prepare it together with its model."
+        )
+
+    def optimizer_pieces(self, models: list[nn.Module], optimizer: Any) -> dict[str, Any]:
+        wrapped, _ = self._flat_of(models, optimizer)
+        with self._pieces(wrapped):
+            return Wrapper.optim_state_dict(wrapped, optimizer)
+
+    def put_optimizer_pieces(self, models: list[nn.Module], optimizer: Any, content: dict[str, Any]) -> None:
+        wrapped, _ = self._flat_of(models, optimizer)
+        with self._pieces(wrapped):
+            optimizer.load_state_dict(Wrapper.optim_state_dict_to_load(wrapped, optimizer, content))
+
+
+def _find(model: nn.Module) -> Any:
+    """The wrapper, also underneath torch.compile."""
+    if not isinstance(model, Wrapper):
+        model = getattr(model, "_orig_mod", model)
+    return model if isinstance(model, Wrapper) else None
+
+
+def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any] | None:
+    """A context in which the next backward exchanges gradients; None where this is not the model's engine."""
+    wrapped = _find(model)
+    return None if wrapped is None else _syncing(wrapped)
+
+
+@contextmanager
+def _syncing(wrapped: Any) -> Iterator[None]:
+    modules: list[Any] = Wrapper.fsdp_modules(wrapped)
+    before = [module._sync_gradients for module in modules]
+    for module in modules:
+        module._sync_gradients = True
+    try:
+        yield
+    finally:
+        for module, syncs in zip(modules, before, strict=True):
+            module._sync_gradients = syncs

@@ -1,0 +1,217 @@
+"""Saving and loading one sharded model, or one optimizer, by itself: for scripts that lay out their own folders."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelerate.checkpoint import layout
+from accelerate.checkpoint.parts import Part, write_parts
+from accelerate.checkpoint.reading import Reader
+from accelerate.checkpoint.save import agree
+from accelerate.errors import CheckpointError
+from accelerate.modules import is_peft_model
+from accelerate.parallel.shards import local
+from accelerate.strategies.sharded import Sharded
+from accelerate.unwrap import extract_model_from_parallel
+
+Folder = str | os.PathLike[str]
+
+
+def save_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: torch.nn.Module,
+    output_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Write a sharded model into a folder, as the plugin's `state_dict_type` says. Call it on all processes.
+
+    model_index: its number, if there are several. adapter_only: of a model of `peft`, the adapter alone.
+    use_dcp: False writes one file per process, with no word to the others; only as many processes, sharding in the
+    same way, can load it.
+    """
+    engine = _engine(accelerator)
+    gathers = _gathers(fsdp_plugin)
+    adapter = adapter_only and is_peft_model(model)
+    keep: Callable[[dict[str, Any]], dict[str, Any]] = _adapter_of(model) if adapter else dict
+    if gathers or use_dcp:
+        _write(accelerator, engine.model_parts(model, model_index, gathers=gathers, keep=keep), output_dir)
+    else:
+        _save_own(
+            accelerator, keep(engine.pieces(model)), layout.own_model(model_index, _rank(accelerator)), output_dir
+        )
+
+
+def load_fsdp_model(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    model: torch.nn.Module,
+    input_dir: Folder,
+    model_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Read what `save_fsdp_model` wrote, or a model that was saved as a whole, into a sharded model."""
+    engine = _engine(accelerator)
+    adapter = adapter_only and is_peft_model(model)
+    own_file = Path(input_dir) / layout.own_model(model_index, _rank(accelerator))
+
+    def read() -> dict[str, Any]:
+        if not use_dcp and not _gathers(fsdp_plugin):
+            return _load_own(own_file, engine.pieces(model))
+        names = _adapter_names(model, engine.pieces(model)) if adapter else None
+        return engine.read_model(model, Reader(Path(input_dir)), model_index, names=names)
+
+    engine.put_pieces(model, _agreed(accelerator, read))
+
+
+def save_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: torch.nn.Module,
+    output_dir: Folder,
+    optimizer_index: int = 0,
+    use_dcp: bool = True,
+) -> None:
+    """Write the state of a sharded model's optimizer into a folder. Call it on all processes; see `save_fsdp_model`."""
+    engine = _engine(accelerator)
+    gathers = _gathers(fsdp_plugin)
+    if gathers or use_dcp:
+        parts = engine.optimizer_parts([model], optimizer, optimizer_index, gathers=gathers)
+        _write(accelerator, parts, output_dir)
+    else:
+        content = getattr(optimizer, "optimizer", optimizer).state_dict()
+        _save_own(accelerator, content, layout.own_optimizer(optimizer_index, _rank(accelerator)), output_dir)
+
+
+def load_fsdp_optimizer(
+    fsdp_plugin: Any,
+    accelerator: Any,
+    optimizer: Any,
+    model: torch.nn.Module,
+    input_dir: Folder,
+    optimizer_index: int = 0,
+    adapter_only: bool = False,
+    use_dcp: bool = True,
+) -> None:
+    """Read what `save_fsdp_optimizer` wrote, or the file of an optimizer that was saved as a whole."""
+    engine = _engine(accelerator)
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not use_dcp and not _gathers(fsdp_plugin):
+        own_file = Path(input_dir) / layout.own_optimizer(optimizer_index, _rank(accelerator))
+        content = _agreed(accelerator, lambda: _load_own(own_file, inner.state_dict()))
+        inner.load_state_dict(content)
+        return
+    content = _agreed(
+        accelerator, lambda: engine.read_optimizer([model], optimizer, Reader(Path(input_dir)), optimizer_index)
+    )
+    engine.put_optimizer_pieces([model], inner, content)
+
+
+def _engine(accelerator: Any) -> Sharded:
+    engine = accelerator._strategy
+    if not isinstance(engine, Sharded):
+        raise ValueError(
+            "This run does not use FSDP, so nothing is sharded: use `accelerator.save_state` and `load_state`, or pass "
+            "a FullyShardedDataParallelPlugin to the Accelerator."
+        )
+    return engine
+
+
+def _rank(accelerator: Any) -> int:
+    return int(accelerator.process_index)
+
+
+def _gathers(plugin: Any) -> bool:
+    return "FULL_STATE_DICT" in str(plugin.state_dict_type)
+
+
+def _write(accelerator: Any, parts: Iterable[Part], folder: Folder) -> None:
+    def write() -> None:
+        os.makedirs(folder, exist_ok=True)
+        write_parts(parts, Path(folder))
+
+    _agreed(accelerator, write)
+
+
+def _agreed(accelerator: Any, work: Callable[[], Any]) -> Any:
+    """The result of something that all processes do; raises on all of them where one fails."""
+    failure: Exception | None = None
+    result = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    agree(failure, _rank(accelerator))
+    return result
+
+
+# --- one file per process ---------------------------------------------------------------------------------------
+
+
+def _save_own(accelerator: Any, content: dict[str, Any], name: str, folder: Folder) -> None:
+    def write() -> None:
+        os.makedirs(folder, exist_ok=True)
+        torch.save(_as_pieces(content), Path(folder) / name)
+
+    _agreed(accelerator, write)
+
+
+def _as_pieces(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return local(value.detach())
+    if isinstance(value, dict):
+        return {key: _as_pieces(item) for key, item in value.items()}
+    return [_as_pieces(item) for item in value] if isinstance(value, list) else value
+
+
+def _load_own(path: Path, like: dict[str, Any]) -> dict[str, Any]:
+    if not path.exists():
+        raise CheckpointError(
+            f"{path} is missing: a model that was saved with use_dcp=False can be loaded on as many processes only."
+        )
+    content: dict[str, Any] = _filled(torch.load(path, map_location="cpu", weights_only=True), like)
+    return content
+
+
+def _filled(value: Any, like: Any) -> Any:
+    """What was read, with tensors spread as in `like`."""
+    if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor):
+        twin = torch.empty_like(like)
+        if local(twin).shape != value.shape:
+            raise CheckpointError(f"A piece of {tuple(value.shape)} does not fit where {tuple(local(twin).shape)} is.")
+        local(twin).copy_(value)
+        return twin
+    if isinstance(value, dict):
+        known = like if isinstance(like, dict) else {}
+        return {key: _filled(item, known.get(key)) for key, item in value.items()}
+    return value
+
+
+# --- adapters ---------------------------------------------------------------------------------------------------
+
+
+def _adapter_of(model: torch.nn.Module) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    peft = importlib.import_module("peft")
+    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+
+    def keep(state: dict[str, Any]) -> dict[str, Any]:
+        adapter = inner.active_adapter
+        found: dict[str, Any] = peft.get_peft_model_state_dict(inner, state_dict=state, adapter_name=adapter)
+        return found
+
+    return keep
+
+
+def _adapter_names(model: torch.nn.Module, own: Iterable[str]) -> dict[str, str]:
+    """The name of each weight of the adapter in a file -> its name in the model."""
+    return _adapter_of(model)({name: name for name in own})

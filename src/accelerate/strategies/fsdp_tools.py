@@ -1,0 +1,116 @@
+"""The steps of FSDP version 2, one by one: for scripts that shard a model by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.parallel import values
+from accelerate.precision.sharded import ShardedScaler
+from accelerate.state import PartialState
+from accelerate.strategies.rebind import Moved
+from accelerate.strategies.wrapping import compute_twice, ignored_modules, matching, parts
+
+_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device
+) -> set[nn.Parameter]:
+    """The parameters of modules, which are moved to the device.
+
+    modules: a list, or a regular expression for whole names in the model; None for none.
+    """
+    if modules is None:
+        return set()
+    found = matching(modules, model) if isinstance(modules, str) else list(modules)
+    return {parameter for module in found for parameter in module.to(device).parameters()}
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Names without what `torch.compile` and checkpointing of activations put into them."""
+    clean = {}
+    for name, value in named_params.items():
+        for prefix in _PREFIXES:
+            name = name.replace(prefix, "")
+        clean[name] = value
+    return clean
+
+
+def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
+    """A function that says which parts of this model are sharded by themselves; None where none is."""
+    chosen = parts(fsdp2_plugin, model, ignored_modules(fsdp2_plugin, model))
+    return (lambda module: module in chosen) if chosen else None
+
+
+def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Have the parts of a model that the plugin's policy chooses compute their activations again in the backward."""
+    plugin = accelerator.state.fsdp_plugin
+    for part in parts(plugin, model, ignored_modules(plugin, model)) or [model]:
+        compute_twice(part, offload=bool(plugin.activation_checkpointing_offload))
+    return model
+
+
+def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
+    """Shard a model, in place, as the plugin says."""
+    prepared: nn.Module = accelerator._strategy.wrap(model, placed=True)
+    return prepared
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
+) -> None:
+    """Hand out a whole state dict, of which only the first process needs to have any, to a sharded model.
+
+    cpu_offload: leave the pieces in host memory.
+    """
+    first = accelerator.is_main_process
+    values.give(model, dict(full_sd) if first else {}, accelerator.device, torch.device("cpu") if cpu_offload else None)
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[int, nn.Parameter]) -> None:
+    """Give an optimizer new parameters, with the groups and the state of the old ones.
+
+    mapping: from the `data_ptr()` of an old parameter to the new one.
+    """
+    moved = Moved()
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.data_ptr() not in mapping:
+                raise KeyError(
+                    f"The mapping has no new parameter for one of shape {tuple(parameter.shape)} of this "
+                    f"{type(optimizer).__name__}, which would go on without being trained: give one for each."
+                )
+            moved.note(parameter, mapping[parameter.data_ptr()])
+    moved.rebind(optimizer)
+
+
+def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+    """A gradient scaler whose processes agree on which steps are skipped."""
+    return ShardedScaler(**{"device": PartialState().device.type, **kwargs})
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], None], model: nn.Module, device: torch.device
+) -> Callable[[nn.Module], None]:
+    """A function that gives modules their memory as `param_init_fn` does, and leaves shared parameters shared."""
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append((module, name))
+    shared = [places for places in owners.values() if len(places) > 1]
+    first: dict[int, nn.Parameter] = {}
+
+    def initialise(module: nn.Module) -> None:
+        param_init_fn(module)
+        for number, places in enumerate(shared):
+            for owner, name in places:
+                if owner is module:
+                    made: Any = module._parameters[name]
+                    module._parameters[name] = first.setdefault(number, made)
+
+    return initialise if shared else param_init_fn

@@ -1,0 +1,239 @@
+"""What the engines share that hold pieces of parameters: checkpoints in shards, and as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accelerate.checkpoint import layout
+from accelerate.checkpoint.named import Names, named
+from accelerate.checkpoint.parts import File, Part
+from accelerate.checkpoint.reading import Reader
+from accelerate.checkpoint.shards import Shards, read
+from accelerate.checkpoint.state import Run, named_parameters
+from accelerate.checkpoint.whole import read_gradients
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.errors import CheckpointError
+from accelerate.parallel.shards import spread_as, whole
+from accelerate.precision.sharded import ShardedScaler
+from accelerate.strategies.base import Strategy
+
+
+class Sharded(Strategy):
+    """An engine overrides how the pieces of a model and of an optimizer are got and put back."""
+
+    places_models = True
+    needs_even_batches = True
+    scaler_kind = ShardedScaler
+    plugin: FullyShardedDataParallelPlugin
+
+    def pieces(self, model: nn.Module) -> dict[str, Any]:
+        """The state dict of a model, with tensors that know which piece this process has."""
+        raise NotImplementedError
+
+    def put_pieces(self, model: nn.Module, pieces: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def same(self, model: nn.Module) -> list[set[str]]:
+        """The names of each parameter of a model."""
+        raise NotImplementedError
+
+    def names(self, models: list[nn.Module], optimizer: Any) -> Names:
+        """The names of an optimizer's parameters."""
+        raise NotImplementedError
+
+    def optimizer_pieces(self, models: list[nn.Module], optimizer: Any) -> dict[str, Any]:
+        """The state dict of an optimizer, by the names of parameters, with pieces."""
+        raise NotImplementedError
+
+    def put_optimizer_pieces(self, models: list[nn.Module], optimizer: Any, content: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    # --- saving -------------------------------------------------------------------------------------------------
+
+    def weights(self, models: list[nn.Module]) -> list[dict[str, Any]]:
+        return []
+
+    def save(self, run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool, **kwargs: Any) -> Iterator[Part]:
+        for number, model in enumerate(run.models):
+            yield from self.model_parts(model, number, gathers=self.gathers)
+        for number, optimizer in enumerate(run.optimizers):
+            yield from self.optimizer_parts(run.models, optimizer, number, gathers=self.gathers)
+        if run.gradients is not None:
+            yield Shards(layout.gradient_shards(), "gradients", self.window_gradients(run.models))
+
+    def window_gradients(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
+        """In the middle of a window: the mean over all processes of what they have accumulated, in pieces."""
+        raise CheckpointError(
+            f"{type(self).__name__} cannot save in the middle of a window of accumulation, where gradients are not "
+            "exchanged yet: call save_state when `accelerator.sync_gradients`."
+        )
+
+    @property
+    def gathers(self) -> bool:
+        """Whether checkpoints hold whole models, put together on the first process."""
+        return "FULL_STATE_DICT" in str(self.plugin.state_dict_type)
+
+    def model_parts(
+        self,
+        model: nn.Module,
+        number: int,
+        *,
+        gathers: bool,
+        keep: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    ) -> Iterator[Part]:
+        """The parts of a checkpoint for one model. keep: takes what shall be saved out of its state dict."""
+        if not gathers:
+            yield Shards(layout.model_shards(number), "model", keep(self.pieces(model)))
+            return
+        content = self.state_dict(model)
+        if dist.get_rank() == 0:
+            yield File(layout.gathered_model(number), keep(content))
+
+    def optimizer_parts(self, models: list[nn.Module], optimizer: Any, number: int, *, gathers: bool) -> Iterator[Part]:
+        """The parts of a checkpoint for one optimizer."""
+        content = self.optimizer_pieces(models, _inner(optimizer))
+        if not gathers:
+            yield Shards(layout.optimizer_shards(number), "optimizer", content)
+            return
+        content = _gathered(content, dist.get_rank() == 0)
+        if dist.get_rank() == 0:
+            yield File(layout.optimizer(number), content)
+
+    # --- loading ------------------------------------------------------------------------------------------------
+
+    def load(self, run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Callable[[], None]:
+        strict = kwargs.get("strict", True)
+        models = [self.read_model(model, reader, number, strict) for number, model in enumerate(run.without_hooks)]
+        optimizers = [
+            self.read_optimizer(run.models, optimizer, reader, number)
+            for number, optimizer in enumerate(run.optimizers)
+        ]
+        gradients = read_gradients(run, reader.folder)
+
+        def apply() -> None:
+            for model, pieces in zip(run.without_hooks, models, strict=True):
+                self.put_pieces(model, pieces)
+            for name, parameter in named_parameters(run.models).items():
+                # Added to what the exchange at the end of the window brings.
+                mean = gradients.get(name)
+                parameter.grad = None if mean is None else spread_as(mean.to(parameter.dtype), parameter)
+            for optimizer, content in zip(run.optimizers, optimizers, strict=True):
+                self.put_optimizer_pieces(run.models, _inner(optimizer), content)
+
+        return apply
+
+    def read_model(
+        self,
+        model: nn.Module,
+        reader: Reader,
+        number: int,
+        strict: bool = True,
+        names: dict[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """The pieces of a model, from whatever a checkpoint has of it; none of the model's is touched.
+
+        names: where they are stored under other names, and only some of them: the name of each in the model.
+        """
+        everything = self.pieces(model)
+        own = everything if names is None else {stored: everything[name] for stored, name in names.items()}
+        folder = reader.folder / layout.model_shards(number)
+        if folder.is_dir():
+            found = read(folder, lambda keys, size, dtype: _place(own.get(".".join(keys)), size, dtype))
+        else:
+            stored = reader.weights(_model_file(reader.folder, number), {})
+            found = {name: _cut(value, own.get(name)) for name, value in stored.items()}
+        for twins in self.same(model):  # one name may be all that was stored
+            stored_as = next((name for name in twins if name in found), None)
+            if stored_as is not None:
+                found |= {name: found[stored_as] for name in twins if name not in found}
+        if strict:
+            _check_fit(model, own, found, reader.folder)
+        return {(names or {}).get(name, name): value for name, value in found.items() if name in own}
+
+    def read_optimizer(self, models: list[nn.Module], optimizer: Any, reader: Reader, number: int) -> dict[str, Any]:
+        """The pieces of an optimizer's state, by names, from whatever a checkpoint has of it."""
+        likes = {}
+        for index, model in enumerate(models):
+            for name, value in self.pieces(model).items():
+                likes[f"{index}.{name}"] = value
+                likes.setdefault(name, value)
+
+        def like(keys: tuple[Any, ...]) -> Any:
+            return likes.get(keys[1]) if keys[0] == "state" else None
+
+        folder = reader.folder / layout.optimizer_shards(number)
+        if folder.is_dir():
+            content = read(folder, lambda keys, size, dtype: _place(like(keys), size, dtype))
+            return {"state": {}, **content}
+        content = named(reader.content(layout.optimizer(number)), self.names(models, _inner(optimizer)))
+        state = {
+            name: {key: _cut(value, likes.get(name)) for key, value in values.items()}
+            for name, values in content["state"].items()
+        }
+        return {**content, "state": state}
+
+
+def names_of_each(model: nn.Module) -> list[set[str]]:
+    """The names of each parameter of a model that has its own."""
+    found: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), set()).add(name)
+    return list(found.values())
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _gathered(value: Any, keep: bool) -> Any:
+    """Nested pieces put together, tensor by tensor; keep: on this process."""
+    if isinstance(value, torch.Tensor):
+        full = whole(value)
+        return full.cpu() if keep else None
+    if isinstance(value, dict):
+        return {key: _gathered(item, keep) for key, item in value.items()}
+    return [_gathered(item, keep) for item in value] if isinstance(value, list) else value
+
+
+def _place(like: Any, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    if isinstance(like, torch.Tensor) and like.shape == size:
+        return torch.empty_like(like, dtype=dtype)
+    return torch.empty(size, dtype=dtype)
+
+
+def _cut(value: Any, like: Any) -> Any:
+    """A stored tensor, of which this process needs a piece."""
+    if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor) and value.shape == like.shape:
+        return spread_as(value, like)
+    return value
+
+
+def _model_file(folder: Path, number: int) -> str:
+    names = [layout.gathered_model(number), layout.model(number, True), layout.model(number, False)]
+    found = next((name for name in names if (folder / name).exists()), None)
+    if found is None:
+        raise CheckpointError(
+            f"{folder} has no model number {number} (neither the folder {layout.model_shards(number)} nor any of "
+            f"{', '.join(names)}): load a checkpoint of as many models."
+        )
+    return found
+
+
+def _check_fit(model: nn.Module, own: dict[str, Any], found: dict[str, Any], folder: Path) -> None:
+    missing, extra = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
+    shapes = [
+        f"{name} {tuple(found[name].shape)} for {tuple(value.shape)}"
+        for name, value in own.items()
+        if isinstance(value, torch.Tensor) and name in found and found[name].shape != value.shape
+    ]
+    if missing or extra or shapes:
+        raise CheckpointError(
+            f"The weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, "
+            f"unknown {extra[:5]}, other shapes {shapes[:5]}; create the model as it was when the checkpoint was saved."
+        )

@@ -1,0 +1,42 @@
+"""Tensor parallelism alone: every process sees the same data, and computes its part of each layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from accelerate.config.handlers import DistributedDataParallelKwargs
+from accelerate.modules import model_has_dtensor
+from accelerate.parallel import tensor, values
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.strategies.dtensors import DTensors
+
+
+class TensorParallel(DTensors):
+    def __init__(
+        self,
+        device: torch.device,
+        ddp: DistributedDataParallelKwargs,
+        config: ParallelismConfig,
+        mesh: DeviceMesh,
+    ) -> None:
+        super().__init__(device, ddp)
+        self.config = config
+        self.mesh = mesh
+
+    @property
+    def gathers(self) -> bool:
+        return False
+
+    def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
+        inner: Any = getattr(model, "_orig_mod", model)
+        if model_has_dtensor(inner):
+            return model  # it came split
+        before = dict(inner.named_parameters(remove_duplicate=False))
+        values.follow_rank_0(inner, self.device)
+        tensor.split(inner, self.mesh["tp"], self.config)
+        self.note_moved(before, inner)
+        return model

@@ -1,0 +1,118 @@
+"""Which parts of a model an engine treats one at a time, which it leaves alone, and which compute twice."""
+
+from __future__ import annotations
+
+import functools
+import re
+import types
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+
+
+def ignored_modules(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn.Module]:
+    """The parts that are not sharded: as listed, or those whose name matches the expression."""
+    asked = plugin.ignored_modules
+    if asked is None:
+        return []
+    if not isinstance(asked, str):
+        return list(asked)
+    found = matching(asked, model)
+    if not found:
+        raise ValueError(
+            f"ignored_modules is {asked!r}, which is the name of no part of this {type(model).__name__}: "
+            "give a regular expression for whole names, as in 'model.vision.*'."
+        )
+    return found
+
+
+def matching(expression: str, model: nn.Module) -> list[nn.Module]:
+    """The parts of a model whose whole name matches a regular expression."""
+    return [module for name, module in model.named_modules() if name and re.fullmatch(expression, name)]
+
+
+def parts(plugin: FullyShardedDataParallelPlugin, model: nn.Module, ignored: list[nn.Module]) -> list[nn.Module]:
+    """The parts that the policy chooses, inner ones first; the model itself is not among them."""
+    plugin.set_auto_wrap_policy(model)
+    policy: Any = plugin.auto_wrap_policy
+    if policy is None:
+        return []
+    if hasattr(policy, "_run_policy"):  # torch's policies that are objects
+        chosen = set(policy._run_policy(model, set(ignored), {}))
+    else:
+        chosen = set()
+        _choose(model, policy, {id(m) for root in ignored for m in root.modules()}, chosen)
+    chosen.discard(model)
+    chosen = {module for module in chosen if _owns_its_parameters(module, model)}
+    return [module for module in reversed(list(model.modules())) if module in chosen]
+
+
+def _choose(module: nn.Module, policy: Callable[..., bool], ignored: set[int], chosen: set[nn.Module]) -> int:
+    """Ask the policy, as FSDP does, whether to look inside, and then about what is left. Returns how much was taken."""
+    if id(module) in ignored or isinstance(module, (nn.ParameterList, nn.ParameterDict)):
+        return 0
+    size = sum(parameter.numel() for parameter in module.parameters())
+    if not policy(module=module, recurse=True, nonwrapped_numel=size):
+        return 0
+    taken = sum(_choose(child, policy, ignored, chosen) for child in module.children())
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):  # never called, so never gathered
+        return taken
+    if size > taken and policy(module=module, recurse=False, nonwrapped_numel=size - taken):
+        chosen.add(module)
+        return size
+    return taken
+
+
+def _owns_its_parameters(module: nn.Module, model: nn.Module) -> bool:
+    """Whether no part outside has one of its parameters: shared ones have to be gathered together."""
+    inside = set(module.modules())
+    own = {id(parameter) for parameter in module.parameters()}
+    outside = (p for other in model.modules() if other not in inside for p in other._parameters.values())
+    return not any(id(parameter) in own for parameter in outside if parameter is not None)
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], syncing: Callable[[], bool]) -> None:
+    """Keep parameters that are whole on every process the same there: no engine exchanges their gradients.
+
+    syncing: asked after each backward, whether gradients are exchanged at it.
+    """
+
+    def average(parameter: torch.Tensor) -> None:
+        if syncing() and parameter.grad is not None:
+            # Divided by hand: gloo has learnt to average only lately.
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(dist.get_world_size())
+
+    for parameter in parameters:
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(average)
+
+
+def compute_twice(module: nn.Module, *, offload: bool = False) -> None:
+    """Have a module keep only its inputs for the backward, and compute the rest again there.
+
+    offload: keep the inputs on the host.
+    """
+    original = module.forward
+    function = getattr(original, "__func__", None)
+    if function is None:
+        module.forward = _checkpointed(original, offload)
+    else:
+        module.forward = types.MethodType(_checkpointed(function, offload), module)
+
+
+def _checkpointed(forward: Callable[..., Any], offload: bool) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
+        keeping = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext()
+        with keeping:
+            return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return checkpointed_forward

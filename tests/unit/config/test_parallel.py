@@ -1,0 +1,116 @@
+"""ParallelismConfig and the settings of its axes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from accelerate import ParallelismConfig
+from accelerate.utils import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "active", "data", "shards", "loss", "fsdp", "total"),
+    [
+        ({}, [], [], [], [], ["dp_shard_cp"], 1),
+        (
+            {"dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 2, "cp_size": 2},
+            ["dp_replicate", "dp_shard", "tp", "cp"],
+            ["dp_replicate", "dp_shard"],
+            ["dp_shard", "cp"],
+            ["dp_replicate", "dp_shard", "cp"],
+            ["dp_replicate", "dp_shard_cp"],
+            16,
+        ),
+        ({"tp_size": 2}, ["tp"], [], [], [], ["dp_shard_cp"], 2),
+        ({"cp_size": 4}, ["cp"], [], ["cp"], ["cp"], ["dp_shard_cp"], 4),
+        ({"sp_size": 2}, ["sp"], [], [], [], ["dp_shard_cp"], 2),
+    ],
+)
+def test_axes(
+    sizes: dict[str, int],
+    active: list[str],
+    data: list[str],
+    shards: list[str],
+    loss: list[str],
+    fsdp: list[str],
+    total: int,
+) -> None:
+    config = ParallelismConfig(**sizes)
+    assert config.active_mesh_dims == active
+    assert config.dp_dim_names == data
+    assert config.dp_shard_cp_dim_names == shards
+    assert config.dp_cp_dim_names == loss
+    assert config.fsdp_dim_names == fsdp
+    assert config.total_size == total
+    assert config.data_parallel_size * config.non_data_parallel_size == total
+    assert config.non_dp_dim_names == [axis for axis in active if axis in ("tp", "cp", "sp")]
+    for axis in ("dp_replicate", "dp_shard", "tp", "cp", "sp"):
+        assert getattr(config, f"{axis}_enabled") == (axis in active)
+    assert (config.tp_handler is not None) == ("tp" in active)
+    assert (config.cp_handler is not None) == ("cp" in active)
+    assert (config.sp_handler is not None) == ("sp" in active)
+    assert f"total_size={total}" in repr(config)
+    assert config.to_json()["tp_size"] == config.tp_size
+
+
+def test_sizes_may_be_assigned() -> None:
+    config = ParallelismConfig()
+    config.tp_size = 2
+    assert config.tp_enabled and config.total_size == 2
+
+
+def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "DP_REPLICATE_SIZE": "2",
+        "DP_SHARD_SIZE": "3",
+        "TP_SIZE": "4",
+        "CP_SIZE": "5",
+        "CP_COMM_STRATEGY": "alltoall",
+        "SP_SEQ_LENGTH": "64",
+        "SP_SEQ_LENGTH_IS_VARIABLE": "false",
+        "SP_ATTN_IMPLEMENTATION": "sdpa",
+    }.items():
+        monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}", value)
+    config = ParallelismConfig(tp_size=1)
+    assert config._sizes == {"dp_replicate": 2, "dp_shard": 3, "tp": 1, "cp": 5, "sp": 1}
+    assert config.cp_handler == TorchContextParallelConfig(cp_comm_strategy="alltoall")
+    assert DeepSpeedSequenceParallelConfig() == DeepSpeedSequenceParallelConfig(64, False, "sdpa")
+
+
+@pytest.mark.parametrize(
+    ("kind", "given", "text"),
+    [
+        (ParallelismConfig, {"dp_shard_size": 0}, "dp_shard_size is 0"),
+        (ParallelismConfig, {"tp_size": "two"}, "tp_size is 'two'"),
+        (ParallelismConfig, {"cp_size": 2, "sp_size": 2}, "both cut the sequence"),
+        (ParallelismConfig, {"dp_replicate_size": 2, "tp_size": 2}, "tp_size=2 cannot be combined with whole copies"),
+        (ParallelismConfig, {"cp_size": 2, "cp_backend": "x"}, "cp_backend is 'x'"),
+        (ParallelismConfig, {"sp_size": 2, "sp_backend": "x"}, "sp_backend is 'x'"),
+        (TorchContextParallelConfig, {"cp_comm_strategy": "x"}, "cp_comm_strategy is 'x'"),
+        (DeepSpeedSequenceParallelConfig, {"sp_attn_implementation": "eager"}, "cannot be cut along the sequence"),
+        (DeepSpeedSequenceParallelConfig, {"sp_seq_length_is_variable": False}, "pass sp_seq_length"),
+    ],
+)
+def test_refuses(kind: Any, given: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text) as caught:
+        kind(**given)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_mesh_wants_to_know_the_device() -> None:
+    assert ParallelismConfig().build_device_mesh("cpu") is None
+    with pytest.raises(ValueError, match="pass the kind of device"):
+        ParallelismConfig(tp_size=2).get_device_mesh()
+
+
+def test_small_ones() -> None:
+    assert TorchTensorParallelPlugin() == TorchTensorParallelPlugin(tp_size=1, torch_device_mesh=None)
+    with pytest.warns(UserWarning, match="enable_async_tp"):
+        TorchTensorParallelConfig(enable_async_tp=True)

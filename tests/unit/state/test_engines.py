@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.state import AcceleratorState
+
+
+@pytest.mark.parametrize("asked", [{"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}, {}])
+def test_fsdp_needs_company(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not asked:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "yes")
+    before = dict(os.environ)
+    accelerator = Accelerator(cpu=True, **asked)
+    assert accelerator.distributed_type == DistributedType.NO
+    # How scripts ask whether FSDP is on.
+    assert getattr(accelerator.state, "fsdp_plugin", None) is None
+    assert not accelerator.is_fsdp2 and not AcceleratorState().is_fsdp2
+    assert "this process is alone" in caplog.text
+    assert dict(os.environ) == before
+
+
+def test_a_mesh_needs_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"for 2 processes \(tp_size=2\), but there are 1"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    with pytest.raises(NotImplementedError, match="sp_size=2"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.parallelism_config is not None and accelerator.torch_device_mesh is None
+    assert accelerator.data_parallel_rank == accelerator.tensor_parallel_rank == 0
+
+
+@pytest.mark.parametrize("name", ["fsdp_plugin", "parallelism_config"])
+def test_other_objects(name: str) -> None:
+    with pytest.raises(TypeError, match=f"{name} is a str"):
+        Accelerator(cpu=True, **{name: "yes"})  # type: ignore[arg-type]
