@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 from torch import nn
@@ -31,9 +32,9 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Says whether a parameter of the model is spread over a device mesh."""
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    # Where nobody has imported them there are none, and importing them takes a second.
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: Any) -> int | None:

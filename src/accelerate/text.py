@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import MutableMapping
 from functools import reduce
 from typing import Any
+
+_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def convert_bytes(size: float) -> str:
@@ -14,6 +17,21 @@ def convert_bytes(size: float) -> str:
             return f"{round(size, 2)} {unit}"
         size /= 1024.0
     return f"{round(size, 2)} PB"
+
+
+def convert_file_size_to_int(size: int | str) -> int:
+    """Returns the bytes of `"10GB"` and its likes (GB: a thousand millions, GiB: 1024 to the third, Gb: bits)."""
+    if isinstance(size, int):
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]+)\s*", str(size))
+    if match is None or match.group(2).upper() not in _UNITS:
+        raise ValueError(
+            f"The size {size!r} cannot be read: give a number of bytes, or a number and a unit as in '5GB'."
+        )
+    unit = match.group(2)
+    amount = int(float(match.group(1)) * _UNITS[unit.upper()])
+    bits = unit.endswith("b") and not unit.upper().endswith("IB")
+    return amount // 8 if bits else amount
 
 
 def get_pretty_name(obj: Any) -> str:

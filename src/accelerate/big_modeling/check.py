@@ -1,0 +1,72 @@
+"""Device maps: whether they fit a model, and in how few entries they can be said."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torch.device]) -> None:
+    """Raises where a device map leaves out a tensor of the model, and warns of names that the model has not."""
+    tensors = list(model.state_dict())
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(tensors)
+    unknown = [name for name in device_map if name not in known]
+    if unknown:
+        warnings.warn(
+            f"The device map names {', '.join(unknown)}, which this {type(model).__name__} does not have: correct "
+            "or remove these names.",
+            stacklevel=2,
+        )
+    gaps = [name for name in tensors if not is_covered(name, device_map)]
+    if gaps:
+        raise ValueError(
+            f"The device map has no device for {', '.join(gaps)} of this {type(model).__name__}: add them, a module "
+            "that contains them, or '' for all the rest."
+        )
+
+
+def is_covered(name: str, device_map: Mapping[str, Any]) -> bool:
+    """Says whether a device map has an entry for a tensor, or for a module that contains it."""
+    while name:
+        if name in device_map:
+            return True
+        name = name.rpartition(".")[0]
+    return "" in device_map
+
+
+def clean_device_map(device_map: MutableMapping[str, Any], module_name: str = "") -> MutableMapping[str, Any]:
+    """Writes one entry for a module where there was one for each of its parts, and all had the same device.
+
+    The map itself is changed, and returned. module_name: do so below this module only.
+    """
+    start = f"{module_name}." if module_name else ""
+    below: dict[str, list[str]] = {}
+    for name in device_map:
+        if name.startswith(start) and name != module_name:
+            for parent in _parents(name, module_name):
+                below.setdefault(parent, []).append(name)
+    # The outermost first: what is left below it is then looked at no more.
+    for parent in sorted(below, key=lambda name: name.count(".") + 1 if name else 0):
+        names = [name for name in below[parent] if name in device_map]
+        devices = {device_map[name] for name in names}
+        if parent in device_map:
+            devices.add(device_map[parent])
+            names.append(parent)
+        if len(names) > 1 and len(devices) == 1:
+            for name in names:
+                del device_map[name]
+            device_map[parent] = devices.pop()
+    return device_map
+
+
+def _parents(name: str, top: str) -> list[str]:
+    """The modules that contain a name, from the innermost up to `top`."""
+    parents = []
+    while name != top:
+        name = name.rpartition(".")[0]
+        parents.append(name)
+    return parents

@@ -1,0 +1,194 @@
+"""Bringing offloaded weights to an NVIDIA or AMD GPU behind the compute."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import weakref
+from typing import Any
+
+import torch
+
+from accelerate.big_modeling.pagelock import SMALL, LockedCopies, PageLocks
+from accelerate.big_modeling.placeholder import Slot
+from accelerate.big_modeling.staging import Job, Stager
+from accelerate.big_modeling.store import FileRange
+
+_PORTABLE = 1  # cudaHostRegisterPortable: locked for every GPU
+
+
+# A refusal stays behind as the last error of the calling thread, and the next launch of a kernel there would raise it:
+# so both are only ever called by threads that do nothing else.
+
+
+def _lock(device: torch.device, address: int, size: int) -> bool:
+    with torch.cuda.device(device):
+        return int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
+
+
+def _unlock(device: torch.device, address: int) -> None:
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(address)
+
+
+def _is_locked(address: int) -> bool:
+    # A tensor's own is_pinned looks at the first byte of its storage alone.
+    return torch.frombuffer((ctypes.c_uint8 * 1).from_address(address), dtype=torch.uint8).is_pinned()
+
+
+class CudaLane:
+    """Copies on a stream of their own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stream = torch.cuda.Stream(device)
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.device)
+        torch.cuda.set_stream(self.stream)
+
+    def buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def send(self, out: torch.Tensor, buffer: torch.Tensor, mark: torch.cuda.Event) -> None:
+        """Only for threads that have entered: their stream is this one."""
+        out.copy_(buffer, non_blocking=True)
+        mark.record(self.stream)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # who waits sleeps: the cores are needed to read
+        event.record(self.stream)
+        return event
+
+
+class CudaCopier:
+    """Copies on a side stream, directly from locked host memory or through buffers.
+
+    The memory on the device belongs to the stream that computes: it is taken and given back in the order of that
+    stream, so that whatever the forward keeps of a weight (a view of it, or the graph of gradients) stays valid. The
+    side stream waits until the memory is free, and the computing stream until the copy is there.
+    """
+
+    lookahead = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self._lane = CudaLane(self.device)
+        self._stager_lane = CudaLane(self.device)
+        self._stager = Stager(self._stager_lane)
+        self._locks = PageLocks(
+            functools.partial(_lock, self.device), functools.partial(_unlock, self.device), _is_locked
+        )
+        self._copies = LockedCopies(self._lane.buffer)
+        # When the process ends the memory goes anyway.
+        weakref.finalize(self, _close, self._stager, self._lane, self._locks).atexit = False
+
+    def prepare(self, slots: list[Slot]) -> None:
+        sources = [slot.source() for slot in slots]
+        in_memory = [source for source in sources if isinstance(source, torch.Tensor) and source.device.type == "cpu"]
+        self._copies.add(in_memory)
+        self._locks.add(in_memory)
+
+    def start(self, slots: list[Slot]) -> _CudaCopy:
+        with torch.cuda.device(self.device), torch.inference_mode(False), torch.no_grad():
+            return self._start(slots)
+
+    def _start(self, slots: list[Slot]) -> _CudaCopy:
+        tensors: list[torch.Tensor] = []
+        direct: list[tuple[torch.Tensor, torch.Tensor]] = []
+        staged: list[tuple[torch.Tensor | FileRange, torch.Tensor]] = []
+        known: dict[Any, torch.Tensor] = {}
+        for slot in slots:
+            source = slot.source()
+            if isinstance(source, torch.Tensor):
+                if source.device.type != "cpu":
+                    tensors.append(source.detach().to(self.device))
+                    continue
+                source = self._small(source) if source.nbytes < SMALL else source.detach()
+            key = _identity(source)
+            if key not in known:
+                known[key] = out = self._room_for(source)
+                if isinstance(source, torch.Tensor) and self._is_direct(source):
+                    direct.append((source, out))
+                else:
+                    staged.append((source, out))
+            tensors.append(known[key])
+        stream = torch.cuda.current_stream()
+        free = stream.record_event()
+        arrived = None
+        if direct:
+            with torch.cuda.stream(self._lane.stream):
+                self._lane.stream.wait_event(free)
+                for source, out in direct:
+                    out.copy_(source, non_blocking=True)
+                arrived = self._lane.stream.record_event()
+        job = None
+        if staged:
+            self._stager_lane.stream.wait_event(free)
+            job = self._stager.bring(staged)
+        return _CudaCopy(tensors, stream, arrived, job)
+
+    def _small(self, source: torch.Tensor) -> torch.Tensor:
+        copied = self._copies.find(source)
+        return source.detach() if copied is None else copied
+
+    def _room_for(self, source: torch.Tensor | FileRange) -> torch.Tensor:
+        if isinstance(source, FileRange):
+            return torch.empty(source.shape, dtype=source.dtype, device=self.device)
+        return torch.empty_like(source, device=self.device)
+
+    def _is_direct(self, source: torch.Tensor) -> bool:
+        return self._locks.covers(source) or source.nbytes < SMALL or not source.is_contiguous()
+
+
+def _identity(source: torch.Tensor | FileRange) -> Any:
+    """The same for tensors that are one."""
+    if isinstance(source, FileRange):
+        return source
+    return source.data_ptr(), source.shape, source.stride(), source.dtype
+
+
+class _CudaCopy:
+    def __init__(
+        self,
+        tensors: list[torch.Tensor],
+        stream: torch.cuda.Stream,
+        arrived: torch.cuda.Event | None,
+        job: Job | None,
+    ) -> None:
+        self._tensors = tensors
+        self._stream = stream
+        self._arrived = arrived
+        self._job = job
+
+    def wait(self) -> list[torch.Tensor]:
+        stream = torch.cuda.current_stream(self._stream.device)
+        self._join(stream)
+        if self._job is not None and self._job.error is not None:
+            raise self._job.error
+        if stream != self._stream:
+            for tensor in self._tensors:
+                tensor.record_stream(stream)
+        return self._tensors
+
+    def cancel(self) -> None:
+        """The memory may be used for something else only when nothing is written to it any more."""
+        if self._job is not None:
+            self._job.cancelled = True
+        self._join(self._stream)
+
+    def _join(self, stream: torch.cuda.Stream) -> None:
+        if self._arrived is not None:
+            stream.wait_event(self._arrived)
+        if self._job is not None:
+            self._job.over.wait()
+            if self._job.mark is not None:
+                stream.wait_event(self._job.mark)
+
+
+def _close(stager: Stager, lane: CudaLane, locks: PageLocks) -> None:
+    stager.close()
+    try:
+        lane.stream.synchronize()  # copies read the locked memory
+    finally:
+        locks.close()

@@ -1,0 +1,314 @@
+"""Which part of a model goes on which device."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.big_modeling.check import clean_device_map
+from accelerate.big_modeling.layers import BiggestLayer
+from accelerate.big_modeling.memory import MaxMemory, as_classes, get_max_memory
+from accelerate.big_modeling.pending import Pending
+from accelerate.big_modeling.sizes import Dtype, compute_module_sizes, compute_module_total_buffer_size, direct_parts
+from accelerate.big_modeling.ties import check_tied_parameters_on_same_device, find_tied_parameters
+
+logger = logging.getLogger(__name__)
+
+Entry = tuple[str, Any]
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: Sequence[str] | str | None = None,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+) -> OrderedDict[str, Any]:
+    """Returns a device for every part of a model: GPUs are filled first, then the memory of the host, then the disk.
+
+    Parts keep their order. Where some of them are offloaded, the first GPU keeps room for the biggest of these, and
+    the host for the biggest on disk. Tied parameters go together. Sizes alone matter, so the model may be empty.
+
+    max_memory: as in `get_max_memory`. no_split_module_classes: names of classes that stay whole, such as blocks with
+    a residual connection. dtype, special_dtypes: as in `compute_module_sizes`. verbose: print every decision.
+    clean_result: one entry for a module whose parts are all on one device. offload_buffers: buffers of offloaded
+    modules are offloaded as well. fallback_allocation: where the next module is too big for an empty device, look for
+    a later one that fits.
+    """
+    planner = _Planner(model, max_memory, as_classes(no_split_module_classes), dtype, special_dtypes, verbose)
+    planner.count_buffers = not offload_buffers
+    planner.fallback = fallback_allocation
+    planner.run()
+    device_map = planner.device_map
+    if clean_result:
+        clean_device_map(device_map)
+    planner.report()
+    check_tied_parameters_on_same_device(planner.ties, device_map)
+    return device_map
+
+
+class _Planner:
+    """Goes through the modules of a model once, and through the devices once."""
+
+    count_buffers = True
+    fallback = False
+
+    def __init__(
+        self,
+        model: nn.Module,
+        max_memory: Mapping[int | str, int | str] | None,
+        no_split: list[str],
+        dtype: Dtype | None,
+        special_dtypes: Mapping[str, Dtype] | None,
+        verbose: bool,
+    ) -> None:
+        self.limits: MaxMemory = get_max_memory(max_memory)
+        self.devices = [*(device for device in self.limits if device != "disk"), "disk"]
+        self.gpus = [device for device in self.devices if device not in ("cpu", "disk")]
+        # Those that keep room for the biggest layer that is offloaded.
+        self.reserving = ["mps"] if "mps" in self.gpus else [*self.gpus[:1], "cpu"]
+        self.sizes = compute_module_sizes(model, dtype, special_dtypes)
+        self.ties = find_tied_parameters(model)
+        self.groups_of = _groups_of_modules(self.ties)
+        self.no_split = no_split
+        self.dtype, self.special_dtypes = dtype, special_dtypes
+        self.verbose = verbose
+        entries = direct_parts(model)
+        self.pending = Pending(entries)
+        self.biggest = BiggestLayer(entries, self.sizes, no_split)
+        self.device_map: OrderedDict[str, Any] = OrderedDict()
+        self.used: dict[int | str, Any] = dict.fromkeys(self.devices, 0)
+        self.buffers: dict[int | str, Any] = dict.fromkeys(self.devices, 0)
+        # Devices that nothing fitted on, and what the first try would have needed.
+        self.too_small: dict[int | str, Any] = {}
+        self.tried: set[tuple[int | str, str]] = set()
+        self.current = 0
+
+    @property
+    def device(self) -> int | str:
+        return self.devices[self.current]
+
+    @property
+    def reserve(self) -> Any:
+        return self.biggest.size if self.device in self.reserving else 0
+
+    @property
+    def room(self) -> Any:
+        """What is left on the current device, below zero where the reserve alone is too big; no end on disk."""
+        if self.device == "disk":
+            return float("inf")
+        return self.limits[self.device] - self.reserve - self.used[self.device]
+
+    def say(self, text: str) -> None:
+        if self.verbose:
+            print(text)
+
+    def run(self) -> None:
+        while self.pending:
+            name, part = self.pending.pop()
+            self.biggest.take(name)
+            tied = self._tied_entries(name)
+            size = self.sizes[name]
+            needed = size + sum(self.sizes[other] for other in tied)
+            self.say(f"{name}: {needed} bytes{_with(tied)}, room on {self.device}: {self.room}")
+            if needed <= self.room:
+                self._place(name, part, tied, needed)
+            elif tied and size <= self.room:
+                # It would fit alone, so what it is tied to is to be split.
+                if self._split_one_of(tied):
+                    self.pending.push([(name, part)])
+                    self.biggest.find_again()
+                else:
+                    self._leave_device(name, part, needed)
+            elif self._can_split(part):
+                self.say(f"  too big for {self.device}: split")
+                self.pending.push(_parts_of(name, part))
+                self.biggest.find_again()
+            else:
+                self._leave_device(name, part, needed)
+
+    def _tied_entries(self, name: str) -> list[str]:
+        """The pending modules that hold a parameter of this one under another name."""
+        found: dict[str, None] = {}
+        for group in self.groups_of.get(name, ()):
+            for other in group:
+                if not _inside(other, name):
+                    holder = self.pending.holder(other)
+                    if holder is not None:
+                        found[holder] = None
+        return list(found)
+
+    def _place(self, name: str, part: Any, tied: list[str], needed: Any) -> None:
+        self.say(f"  goes on {self.device}{_with(tied)}")
+        self.used[self.device] += needed
+        for placed in (name, *tied):
+            self.device_map[placed] = self.device
+            self.biggest.place(placed)
+        for other in tied:
+            self.pending.remove(other)
+        if self.count_buffers and isinstance(part, nn.Module):
+            self.buffers[self.device] += compute_module_total_buffer_size(part, self.dtype, self.special_dtypes)
+
+    def _can_split(self, part: Any) -> bool:
+        has_children = isinstance(part, nn.Module) and next(part.children(), None) is not None
+        return has_children and type(part).__name__ not in self.no_split
+
+    def _split_one_of(self, names: list[str]) -> bool:
+        for name in names:
+            if self._can_split(self.pending[name]):
+                self.say(f"  no room for {name} as well: split that")
+                self.pending.replace(name, _parts_of(name, self.pending[name]))
+                return True
+        return False
+
+    def _leave_device(self, name: str, part: Any, needed: Any) -> None:
+        if self.used[self.device] == 0:
+            if self.fallback:
+                # Room for this module is kept, too, since it is offloaded then.
+                limit = self.limits[self.device] - max(self.biggest.size, needed)
+                later, later_part, rest = fallback_allocate(
+                    list(self.pending), self.sizes, limit, self.no_split, self.ties
+                )
+                # What is tied to this very module does not fit after all, and is not tried twice.
+                if later is not None and (self.device, later) not in self.tried:
+                    self.tried.add((self.device, later))
+                    self.say(f"  too big for {self.device}: {later} goes there first")
+                    self.pending = Pending([(later, later_part), (name, part), *rest])
+                    return
+            self.too_small[self.device] = needed + self.reserve
+        self.say(f"  too big for {self.device}, and cannot be split: on to {self.devices[self.current + 1]}")
+        self.used[self.device] += self.reserve
+        self.current += 1
+        self.pending.push([(name, part)])
+
+    def report(self) -> None:
+        """Says what the plan is short of."""
+        offloaded = self.buffers.get("cpu", 0) + self.buffers["disk"]
+        roomy = any(self.limits[device] >= offloaded + self.used[device] for device in self.gpus)
+        if offloaded > 0 and self.count_buffers and self.gpus and not roomy:
+            warnings.warn(
+                f"Modules that are offloaded have {offloaded} bytes of buffers, which stay on a GPU, and none has so "
+                "much room left: use offload_buffers=True if memory runs out.",
+                stacklevel=3,
+            )
+        if self.too_small:
+            short = ", ".join(
+                f"{device} (needs {needed} bytes, has {self.limits[device]})"
+                for device, needed in self.too_small.items()
+            )
+            logger.info(f"No module fits on {short}: raise max_memory there, or allow modules to be split.")
+
+
+def refuse_disk(
+    model: nn.Module,
+    device_map: Mapping[str, Any],
+    max_memory: Mapping[int | str, int | str] | None,
+    dtype: Dtype | None = None,
+) -> None:
+    """Raises where a map that was found for a model needs the disk, and there is no folder for it."""
+    if "disk" not in device_map.values():
+        return
+    sizes = compute_module_sizes(model, dtype)
+    left = sum(sizes[name] for name, device in device_map.items() if device == "disk")
+    limits = ", ".join(f"{device} has {limit}" for device, limit in get_max_memory(max_memory).items())
+    raise ValueError(
+        f"This {type(model).__name__} needs {sizes['']} bytes, besides room for its biggest layer, and of the devices "
+        f"{limits}, so that {left} bytes are left over: give an offload_folder for them, or more memory."
+    )
+
+
+def _with(names: list[str]) -> str:
+    return f" with {', '.join(names)}" if names else ""
+
+
+def _inside(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def _groups_of_modules(ties: list[list[str]]) -> dict[str, list[list[str]]]:
+    """For every module with tied parameters, and every such parameter, the groups they belong to."""
+    found: dict[str, list[list[str]]] = {}
+    for group in ties:
+        holders: dict[str, None] = {}
+        for name in group:
+            while name and name not in holders:
+                holders[name] = None
+                name = name.rpartition(".")[0]
+        for name in holders:
+            found.setdefault(name, []).append(group)
+    return found
+
+
+def _parts_of(name: str, module: nn.Module) -> list[Entry]:
+    """What a module is replaced with when it is split; buffers that are not saved go with whatever uses them."""
+    saved = [
+        (key, value)
+        for key, value in module.named_buffers(recurse=False)
+        if key not in module._non_persistent_buffers_set
+    ]
+    parts = [*module.named_parameters(recurse=False), *saved, *module.named_children()]
+    return [(f"{name}.{key}", part) for key, part in parts]
+
+
+def get_module_size_with_ties(
+    tied_params: Iterable[str],
+    module_size: Any,
+    module_sizes: Mapping[str, Any],
+    modules_to_treat: Iterable[Entry],
+) -> tuple[Any, list[str], list[Any]]:
+    """Returns the size of a module together with those that hold its tied parameters; their names; and themselves.
+
+    tied_params: names of the parameters outside of the module. modules_to_treat: the modules to look for them in.
+    """
+    pending = Pending(modules_to_treat)
+    holders = dict.fromkeys(pending.holder(name) for name in tied_params)
+    names = [name for name in holders if name is not None]
+    return module_size + sum(module_sizes[name] for name in names), names, [pending[name] for name in names]
+
+
+def fallback_allocate(
+    modules: list[Entry],
+    module_sizes: Mapping[str, Any],
+    size_limit: Any,
+    no_split_module_classes: Sequence[str] | None = None,
+    tied_parameters: list[list[str]] | None = None,
+) -> tuple[str | None, nn.Module | torch.Tensor | None, list[Entry]]:
+    """Returns the name of the first module that fits into a limit with all it is tied to; itself; and all others.
+
+    Modules are split in search of it, but for those of the given classes; the others then are the parts. Without
+    any that fits, returns None twice, and the modules as they came.
+    """
+    no_split = as_classes(no_split_module_classes)
+    groups_of = _groups_of_modules(tied_parameters or [])
+    search, everything = Pending(modules), Pending(modules)
+    split: list[str] = []
+    while search:
+        name, part = search.pop()
+        outside = [other for group in groups_of.get(name, ()) for other in group if not _inside(other, name)]
+        holders = dict.fromkeys(everything.holder(other) for other in outside)
+        if module_sizes[name] + sum(module_sizes[holder] for holder in holders if holder is not None) <= size_limit:
+            break
+        has_children = isinstance(part, nn.Module) and next(part.children(), None) is not None
+        if has_children and type(part).__name__ not in no_split:
+            parts = _parts_of(name, part)
+            search.push(parts)
+            everything.replace(name, parts)
+            split.append(name)
+    else:
+        return None, None, modules
+    rest = Pending(modules)
+    for parent in split:
+        if _inside(name, parent):
+            rest.replace(parent, _parts_of(parent, rest[parent]))
+    rest.remove(name)
+    return name, part, list(rest)

@@ -1,0 +1,249 @@
+"""Running one model on several devices, as a device map says."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate import big_modeling
+from accelerate.big_modeling.device_map import infer_auto_device_map, refuse_disk
+from accelerate.big_modeling.memory import get_balanced_memory
+from accelerate.big_modeling.offload import state_to_offload, tie_offloaded, to_host
+from accelerate.big_modeling.store import OffloadedWeightsLoader, extract_submodules_state_dict, keep_on_disk
+from accelerate.big_modeling.ties import find_tied_parameters
+from accelerate.hooks.align import watch
+from accelerate.hooks.attach import attach_align_device_hook_on_blocks
+
+Device = int | str | torch.device
+
+logger = logging.getLogger(__name__)
+
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+# The methods of a module that move all of it.
+_MOVES = ("to", "cuda", "cpu", "npu", "xpu", "mlu", "sdaa", "musa")
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+) -> nn.Module:
+    """Spread a model over devices; modules on "cpu" or "disk" beside a GPU run there, and their weights are brought in.
+
+    device_map: module names to devices; "" is the whole model. main_device: where what lies on "cpu" or "disk" runs; by
+    default the first device of the map that is neither. state_dict: the weights of what lies on "cpu". offload_dir:
+    the folder for what lies on "disk"; what it has already is not written again. offload_index: instead of a folder,
+    where each weight lies (see `OffloadedWeightsLoader`). offload_buffers: whether buffers lie there too. skip_keys:
+    keyword arguments that are not moved between devices. preload_module_classes: classes whose weights come in all at
+    once. force_hooks: put hooks on the modules even if there is only one device.
+    """
+    # Looked up in its public place, where clients put another one for models with tensors that are in no map.
+    big_modeling.check_device_map(model, device_map)
+    if len({str(device) for device in device_map.values()}) > 1 or force_hooks or _is_quantized(model):
+        _dispatch(
+            model,
+            device_map,
+            _main_device(device_map) if main_device is None else main_device,
+            state_dict,
+            offload_dir,
+            offload_index,
+            offload_buffers=offload_buffers,
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+        )
+        _guard_moves(model)
+    else:
+        device = next(iter(device_map.values()))
+        if device == "disk":
+            raise ValueError(
+                "This device map puts the whole model on disk: call `disk_offload`, which says where it runs."
+            )
+        model.to(device)
+    model.hf_device_map = dict(device_map)  # type: ignore[assignment]
+    return model
+
+
+def _is_quantized(model: Any) -> bool:
+    """Models quantized by bitsandbytes cannot be moved in one piece."""
+    quantized = getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)
+    return bool(quantized) and getattr(model, "quantization_method", "bitsandbytes") == "bitsandbytes"
+
+
+def _main_device(device_map: Mapping[str, Device]) -> Device:
+    return next((device for device in device_map.values() if str(device) not in ("cpu", "disk")), "cpu")
+
+
+def _dispatch(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main_device: Device,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    offload_dir: str | os.PathLike[str] | None,
+    offload_index: Mapping[str, Any] | None,
+    **common: Any,
+) -> None:
+    on_disk = [name for name, device in device_map.items() if device == "disk"]
+    in_memory = [name for name, device in device_map.items() if str(device) == "cpu"]
+    if str(main_device) in ("cpu", "mps"):
+        in_memory = []  # they run where they are, or share memory with what runs them
+    if state_dict is None and in_memory:
+        state_dict = to_host(extract_submodules_state_dict(model.state_dict(), in_memory))
+    if on_disk and offload_index is None:
+        if offload_dir is None:
+            raise ValueError(
+                f"The device map puts {', '.join(on_disk)} on disk, and there is no folder for that: give offload_dir."
+            )
+        state = state_to_offload(model, common["offload_buffers"])
+        keep_on_disk(offload_dir, extract_submodules_state_dict(state, on_disk))
+    weights = None
+    if state_dict is not None or on_disk:
+        weights = OffloadedWeightsLoader(
+            state_dict=state_dict,
+            save_folder=offload_dir if on_disk else None,
+            index=offload_index,
+            device=None if offload_index is None else main_device,
+        )
+
+    offloaded = {*on_disk, *in_memory}
+    elsewhere = ("cpu", "disk")
+    tied = find_tied_parameters(model)
+    attach_align_device_hook_on_blocks(
+        model,
+        execution_device={
+            "": main_device,
+            **{name: main_device if str(device) in elsewhere else device for name, device in device_map.items()},
+        },
+        offload={name: name in offloaded for name in device_map},
+        weights_map=weights,
+        tied_params_map=_tied_map(model, tied),
+        **common,
+    )
+    tie_offloaded(model, tied)
+    watch(model)
+
+
+def _tied_map(model: nn.Module, tied: list[list[str]]) -> dict[int, dict[Any, torch.Tensor]]:
+    """By address, the tensors that have several names; hooks note by device where they have put them."""
+    addresses = {model.get_parameter(group[0]).data_ptr() for group in tied}
+    return {address: {} for address in addresses if address}
+
+
+def _guard_moves(model: nn.Module) -> None:
+    for name in _MOVES:
+        if hasattr(type(model), name):
+            setattr(model, name, functools.partial(_move, model, name))
+
+
+def _move(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+    """What `model.to` and its likes do on a dispatched model."""
+    only_casts = name == "to" and not _names_device(args, kwargs)
+    if not only_casts and any(hasattr(module, "_hf_hook") for module in model.modules()):
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise RuntimeError(
+                f"This {type(model).__name__} cannot be moved by `{name}`: its device map keeps some of its weights on "
+                "the CPU or on disk, where they are brought in from; dispatch it with another device map instead."
+            )
+        logger.warning(
+            f"`{name}` moves the weights of a {type(model).__name__} that is spread over devices, and its hooks go on "
+            "as before: dispatch it with another device map instead."
+        )
+    return getattr(type(model), name)(model, *args, **kwargs)
+
+
+def _names_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return any(not isinstance(arg, (torch.dtype, bool)) for arg in args) or not kwargs.keys() <= {
+        "dtype",
+        "non_blocking",
+    }
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: dict[int | str, int | str] | None = None,
+    no_split_module_classes: str | list[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> nn.Module:
+    """Load a checkpoint into a model, each weight where a device map wants it, and dispatch the model.
+
+    device_map: a map, or how to find one: "auto", "balanced", "balanced_low_0" or "sequential"; None loads only.
+    max_memory, no_split_module_classes: see `infer_auto_device_map`. The others: see `load_checkpoint_in_model` and
+    `dispatch_model`.
+    """
+    from accelerate.big_modeling.loading import load_checkpoint_in_model
+
+    if isinstance(device_map, str):
+        device_map = _find_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        if offload_folder is None:
+            refuse_disk(model, device_map, max_memory, dtype)
+    if offload_state_dict is None and device_map is not None and "disk" in device_map.values():
+        offload_state_dict = True
+    load_checkpoint_in_model(
+        model,
+        checkpoint,
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=dtype,
+        offload_state_dict=bool(offload_state_dict),
+        offload_buffers=offload_buffers,
+        strict=strict,
+        full_state_dict=full_state_dict,
+        broadcast_from_rank0=broadcast_from_rank0,
+    )
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map=device_map,
+        offload_dir=offload_folder,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+    )
+
+
+def _find_map(
+    model: nn.Module, how: str, max_memory: Any, no_split: Any, dtype: Any, offload_buffers: bool
+) -> dict[str, Device]:
+    if how not in _STRATEGIES:
+        raise ValueError(f"device_map is {how!r}: give a map, or one of {', '.join(map(repr, _STRATEGIES))}.")
+    if how != "sequential":
+        max_memory = get_balanced_memory(
+            model,
+            max_memory=max_memory,
+            no_split_module_classes=no_split,
+            dtype=dtype,
+            low_zero=how == "balanced_low_0",
+        )
+    found = infer_auto_device_map(
+        model,
+        max_memory=max_memory,
+        no_split_module_classes=no_split,
+        dtype=dtype,
+        offload_buffers=offload_buffers,
+    )
+    return dict(found)

@@ -1,0 +1,39 @@
+"""Weights of 8-bit layers on disk."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.big_modeling.store import offload_weight
+from accelerate.big_modeling.tensors import find_tensor, set_module_tensor_to_device
+
+
+def quantize_and_offload_8bit(
+    model: nn.Module,
+    param: torch.Tensor,
+    param_name: str,
+    new_dtype: torch.dtype,
+    offload_folder: str | os.PathLike[str],
+    offload_index: dict[str, Any],
+    fp16_statistics: torch.Tensor | None,
+) -> None:
+    """Writes a weight of an 8-bit layer and its scales into a folder, and into its index; what is left is empty.
+
+    fp16_statistics: the scales of a weight that is quantized already; without them it is quantized here.
+    """
+    holder, name = find_tensor(model, param_name)
+    scales = fp16_statistics
+    if scales is None:
+        # On the GPU if there is one: it is much faster there.
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        set_module_tensor_to_device(model, param_name, device, value=param, dtype=new_dtype, clear_cache=False)
+        quantized: Any = holder._parameters[name]
+        param, scales = quantized.data, getattr(quantized, "SCB", None)
+    offload_weight(param, param_name, offload_folder, offload_index)
+    if scales is not None:
+        offload_weight(scales, f"{param_name.rpartition('.')[0]}.SCB", offload_folder, offload_index)
+    set_module_tensor_to_device(model, param_name, "meta", clear_cache=False)

@@ -1,0 +1,292 @@
+"""From the files of a checkpoint into a model, each weight to its device."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.big_modeling.check import is_covered
+from accelerate.big_modeling.eight_bit import quantize_and_offload_8bit
+from accelerate.big_modeling.parameters import is_packed, is_quantized, like
+from accelerate.big_modeling.reading import Read, read_all
+from accelerate.big_modeling.sources import Source, open_weights, report_names, weight_files
+from accelerate.big_modeling.store import FileRange, offload_weight, save_offload_index
+from accelerate.big_modeling.tensors import Device, resolve_dtype, set_module_tensor_to_device
+from accelerate.big_modeling.ties import (
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    device_of,
+    find_tied_parameters,
+)
+from accelerate.modules import model_has_dtensor
+
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Device] | None = None
+) -> dict[str, torch.Tensor]:
+    """Returns the weights of a file (safetensors or torch), each on the device that a map gives it, else on the CPU.
+
+    On the CPU the weights of a safetensors file are read as they are used.
+    """
+    sources = open_weights(Path(checkpoint_file))
+    devices = {name: _device_in_memory(_mapped_device(name, device_map)) for name in sources}
+    reads = {
+        name: Read(source, devices[name], source.dtype)
+        for name, source in sources.items()
+        if devices[name].type != "cpu"
+    }
+    read_all(list(reads.values()))
+    found = {name: reads[name].result if name in reads else source.mapped() for name, source in sources.items()}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _mapped_device(name: str, device_map: Mapping[str, Device] | None) -> Device:
+    try:
+        return "cpu" if device_map is None else device_of(name, device_map)
+    except ValueError:
+        return "cpu"
+
+
+def _device_in_memory(device: Device) -> torch.device:
+    return _CPU if device == "disk" else torch.device(device)
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Device] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: list[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Reads the weights of a checkpoint into a model. Nothing is changed where they do not fit it.
+
+    checkpoint: a file of weights (safetensors or torch), the index of its shards, or the folder of either.
+    device_map: where each weight goes; without one it stays where it is, and empty ones go on the CPU.
+    offload_folder: the folder for what goes on "disk"; weights that lie in safetensors files stay in these.
+    dtype: what floating weights are cast to, given a device map; by default to what the model has.
+    offload_state_dict: of no effect, since nothing is held in memory twice. offload_buffers: buffers of modules on
+    "disk" go there, too. keep_in_fp32_modules: names of modules that stay float32 where `dtype` is float16.
+    offload_8bit_bnb: weights of 8-bit layers on "disk" are quantized first. strict: raise where the checkpoint lacks
+    weights or has others, instead of a warning. full_state_dict, broadcast_from_rank0: for sharded models, without a
+    device map: whether the checkpoint has whole tensors, and whether only rank 0 reads it.
+    """
+    tied = find_tied_parameters(model)
+    if not tied and check_tied_parameters_in_config(model):
+        logger.warning("The config of this model asks for tied weights, but none are tied: call `tie_weights` first.")
+    if device_map is None and (broadcast_from_rank0 or not full_state_dict or model_has_dtensor(model)):
+        from accelerate.big_modeling.sharded import load_sharded
+
+        load_sharded(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
+        return
+    if device_map is not None:
+        check_tied_parameters_on_same_device(tied, device_map)
+        on_disk = [name or "the whole model" for name, device in device_map.items() if device == "disk"]
+        if on_disk and offload_folder is None:
+            raise ValueError(f"The device map puts {', '.join(on_disk)} on disk: give an offload_folder for that.")
+    sources: dict[str, Source] = {}
+    for path in weight_files(checkpoint):
+        sources |= open_weights(path)
+    loader = _Loader(model, sources, tied)
+    loader.check_names(checkpoint, strict)
+    loader.check_shapes(checkpoint)
+    if device_map is None:
+        loader.fill()
+    else:
+        loader.device_map = device_map
+        loader.dtype = resolve_dtype(dtype)
+        loader.keep_in_fp32 = keep_in_fp32_modules or []
+        loader.offload_buffers = offload_buffers
+        loader.offload_8bit = offload_8bit_bnb
+        loader.place(offload_folder)
+    loader.tie()
+
+
+class _Loader:
+    """One model and the weights for it."""
+
+    device_map: Mapping[str, Device]
+    dtype: torch.dtype | None = None
+    keep_in_fp32: list[str]
+    offload_buffers = False
+    offload_8bit = False
+
+    def __init__(self, model: nn.Module, sources: dict[str, Source], tied: list[list[str]]) -> None:
+        self.model = model
+        self.tied = tied
+        self.places = _places(model)
+        # Of a tied parameter one name is enough, the first that there is a weight for.
+        self.chosen = {group[0]: next((name for name in group if name in sources), None) for group in tied}
+        same = {name for group in tied for name in group if name != self.chosen[group[0]]}
+        self.statistics = {name: source for name, source in sources.items() if self._is_statistic(name)}
+        self.found = {name: source for name, source in sources.items() if name in self.places and name not in same}
+        self.unexpected = sorted(sources.keys() - self.places.keys() - self.statistics.keys())
+        self.missing = sorted(self.places.keys() - self.found.keys() - same) + [
+            name for group in tied if self.chosen[group[0]] is None for name in group
+        ]
+
+    def _is_statistic(self, name: str) -> bool:
+        """Whether this belongs to a weight in 8 bits, rather than being one."""
+        module, _, last = name.rpartition(".")
+        return last in ("SCB", "weight_format") and f"{module}.weight" in self.places
+
+    def check_names(self, checkpoint: Any, strict: bool) -> None:
+        report_names(self.model, checkpoint, self.missing, self.unexpected, strict)
+
+    def check_shapes(self, checkpoint: Any) -> None:
+        wrong = []
+        for name, source in self.found.items():
+            tensor = self.tensor(name)
+            if tuple(tensor.shape) != tuple(source.shape) and not is_packed(tensor):
+                wrong.append(f"{name} has shape {tuple(source.shape)} there and {tuple(tensor.shape)} here")
+        if wrong:
+            raise ValueError(
+                f"{checkpoint} does not fit this {type(self.model).__name__} ({'; '.join(wrong)}): give the model "
+                "that it was saved from."
+            )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        module, attribute = self.places[name]
+        tensor: torch.Tensor = getattr(module, attribute)
+        return tensor
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        module, attribute = self.places[name]
+        if attribute in module._buffers:
+            module._buffers[attribute] = value
+        else:
+            module._parameters[attribute] = like(self.tensor(name), value)
+
+    def fill(self) -> None:
+        """Gives the tensors of the model their values where they are."""
+        reads = {}
+        for name, source in self.found.items():
+            old = self.tensor(name)
+            into = None if old.is_meta else old.detach()
+            reads[name] = Read(source, _CPU if old.is_meta else old.device, old.dtype, into)
+        read_all(list(reads.values()))
+        for name, read in reads.items():
+            if read.into is None and read.result is not None:
+                self.put(name, read.result)
+
+    def place(self, folder: str | os.PathLike[str] | None) -> None:
+        """Brings every weight to its device, those of the disk first: they are only written down."""
+        devices = self._devices()
+        self._leave_on_disk({name for name, device in devices.items() if device == "disk"}, folder)
+        # With a GPU, what stays on the CPU is brought over again and again: from memory of its own, not from a file.
+        alone = all(str(device) in ("cpu", "disk") for device in self.device_map.values())
+        reads = {}
+        for name, source in self.found.items():
+            device = _device_in_memory(devices[name])
+            dtype = self._wanted(name)
+            if is_quantized(self.tensor(name)):
+                self._quantize(name, source, device)
+            elif alone and device.type == "cpu" and dtype == source.dtype and isinstance(source, FileRange):
+                self.put(name, source.mapped())
+            elif device.type == "meta":
+                set_module_tensor_to_device(self.model, name, device, dtype=dtype)
+            else:
+                reads[name] = Read(source, device, dtype)
+        read_all(list(reads.values()))
+        for name, read in reads.items():
+            if read.result is not None:
+                self.put(name, read.result)
+
+    def _devices(self) -> dict[str, Device]:
+        for device in set(self.device_map.values()):
+            try:
+                _device_in_memory(device)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"The device map names the device {device!r}, which there is none of: give one of this machine."
+                ) from error
+        gaps = [name for name in self.found if not is_covered(name, self.device_map)]
+        if gaps:
+            raise ValueError(
+                f"The device map has no device for {', '.join(gaps)}: add them, a module that contains them, or ''."
+            )
+        return {name: device_of(name, self.device_map) for name in self.found}
+
+    def _wanted(self, name: str) -> torch.dtype:
+        if self.dtype is None or not self.found[name].dtype.is_floating_point:
+            return self.tensor(name).dtype
+        kept = self.dtype == torch.float16 and any(key == name or f"{key}." in name for key in self.keep_in_fp32)
+        return torch.float32 if kept else self.dtype
+
+    def _leave_on_disk(self, names: set[str], folder: str | os.PathLike[str] | None) -> None:
+        if folder is None or not names:
+            return
+        os.makedirs(folder, exist_ok=True)
+        index: dict[str, Any] = {}
+        for name in sorted(names):
+            module, attribute = self.places[name]
+            if attribute in module._buffers and not self.offload_buffers:
+                continue  # it is read into memory, with all others
+            dtype = self._wanted(name)
+            source = self.found.pop(name)
+            if is_quantized(self.tensor(name)) and self.offload_8bit:
+                statistics = self._statistics_of(name)
+                quantize_and_offload_8bit(self.model, source.mapped(), name, dtype, folder, index, statistics)
+            elif isinstance(source, FileRange):
+                index[name] = {
+                    "safetensors_file": source.path,
+                    "weight_name": name,
+                    "dtype": str(dtype).removeprefix("torch."),
+                }
+            else:
+                offload_weight(source.mapped().to(dtype), name, folder, index)
+            set_module_tensor_to_device(self.model, name, "meta", dtype=dtype)
+        save_offload_index(index, folder)
+
+    def _quantize(self, name: str, source: Source, device: torch.device) -> None:
+        set_module_tensor_to_device(
+            self.model,
+            name,
+            device,
+            value=source.mapped(),
+            fp16_statistics=self._statistics_of(name),
+            clear_cache=False,
+        )
+
+    def _statistics_of(self, name: str) -> torch.Tensor | None:
+        found = self.statistics.get(f"{name.rpartition('.')[0]}.SCB")
+        return None if found is None else found.mapped()
+
+    def tie(self) -> None:
+        """Gives tied parameters that were loaded under one name to the modules of the others."""
+        for group in self.tied:
+            loaded = self.chosen[group[0]]
+            if loaded is not None:
+                for name in group:
+                    module, attribute = self.places[name]
+                    module._parameters[attribute] = self.tensor(loaded)  # type: ignore[assignment]
+
+
+def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Where each tensor of the state dict is, by name; one that two modules share has a name in each."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found[f"{start}{name}"] = module, name
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{start}{name}"] = module, name
+    return found

@@ -1,0 +1,164 @@
+"""Page-locked host memory: a device reads it at the speed of the bus, and while the host does something else.
+
+Memory is locked where it is, by threads of their own, because that takes a while (up to a fifth of a second for each
+GiB): what is not locked yet, or cannot be, goes through buffers (staging.py).
+
+Only whole pages can be locked, and CUDA refuses to copy memory of which a part is locked and a part is not. So a page
+that holds anything else must not be locked: copies of that, by anybody in the process, would fail.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+from queue import Empty, SimpleQueue
+
+import torch
+
+# From this size on an allocation has pages of its own, as the largest threshold of glibc for that says.
+OWN_PAGES = 32 * 1024 * 1024
+# Tensors smaller than this are copied to locked memory once, instead of through buffers again and again ...
+SMALL = 64 * 1024
+# ... up to as many bytes together.
+MOST_COPIES = 64 * 1024 * 1024
+_ALIGNED = 64
+_THREADS = 4
+
+
+def pages_of(storage: torch.UntypedStorage, page: int = mmap.PAGESIZE) -> tuple[int, int]:
+    """The pages under a storage: where they start, and their size."""
+    start = storage.data_ptr() // page * page
+    stop = -(-(storage.data_ptr() + storage.nbytes()) // page) * page
+    return start, stop - start
+
+
+def has_own_pages(storage: torch.UntypedStorage) -> bool:
+    """Whether nothing else can lie in the pages of a storage.
+
+    A storage that is a piece of something (of a mapped file, a numpy array, another storage) cannot be resized.
+    """
+    return storage.nbytes() >= OWN_PAGES and storage.resizable()
+
+
+class LockedCopies:
+    """Small tensors, copied once to page-locked memory. allocate: gives as many bytes of that."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor], most: int = MOST_COPIES) -> None:
+        self._allocate = allocate
+        self._room = most
+        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        fresh: dict[int, torch.Tensor] = {}
+        for tensor in tensors:
+            known = tensor.data_ptr() in fresh or not _is_small(tensor) or self.find(tensor) is not None
+            if not known and _aligned(tensor) <= self._room:
+                fresh[tensor.data_ptr()] = tensor
+                self._room -= _aligned(tensor)
+        starts = list(accumulate(map(_aligned, fresh.values()), initial=0))
+        buffer = self._allocate(starts[-1]) if fresh else None
+        for (address, tensor), start in zip(fresh.items(), starts, strict=False):
+            assert buffer is not None
+            copied = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+            self._copies[address] = tensor, tensor._version, copied
+
+    def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The copy of a tensor, unless it has been written to since."""
+        known, version, copied = self._copies.get(tensor.data_ptr(), (None, -1, None))
+        if known is None or known._version != version or known.shape != tensor.shape or known.dtype != tensor.dtype:
+            return None
+        return copied
+
+
+def _aligned(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNED) * _ALIGNED
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    return 0 < tensor.nbytes < SMALL and not tensor.is_inference()
+
+
+class PageLocks:
+    """Locks the memory of tensors, and unlocks it at the end. It keeps the memory alive for as long.
+
+    lock, unlock: take an address and a size, or an address; lock says whether it succeeded. They are only ever called
+    by threads that do nothing else. is_locked: whether an address lies in locked memory.
+    """
+
+    def __init__(
+        self, lock: Callable[[int, int], bool], unlock: Callable[[int], None], is_locked: Callable[[int], bool]
+    ) -> None:
+        self._lock = lock
+        self._unlock = unlock
+        self._is_locked = is_locked
+        self._known: dict[int, torch.UntypedStorage] = {}  # by address; kept, so that the address stays theirs
+        self._usable: set[int] = set()  # addresses of storages that are locked
+        self._locked: list[torch.UntypedStorage] = []  # those that were locked here
+        self._todo: SimpleQueue[torch.UntypedStorage] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def covers(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._usable
+
+    def add(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Lock the memory of these tensors soon, if that can be done and most of it is theirs."""
+        used: Counter[int] = Counter()
+        storages: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            if tensor.nbytes >= SMALL and storage.data_ptr() not in self._known:
+                storages[storage.data_ptr()] = storage
+                used[storage.data_ptr()] += tensor.nbytes
+        for address, storage in storages.items():
+            if self._is_locked_already(storage):
+                self._known[address] = storage
+                self._usable.add(address)
+            elif has_own_pages(storage) and used[address] * 2 >= storage.nbytes():
+                self._known[address] = storage
+                self._todo.put(storage)
+        if not self._todo.empty():
+            self._start_threads(_THREADS)
+
+    def _is_locked_already(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it is locked from its first byte to its last one."""
+        first = storage.data_ptr()
+        return self._is_locked(first) and self._is_locked(first + storage.nbytes() - 1)
+
+    def _start_threads(self, count: int) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        for _ in range(count):
+            thread = threading.Thread(target=self._work, name="page-lock", daemon=True)
+            self._threads.append(thread)
+            thread.start()
+
+    def _work(self) -> None:
+        while not self._closed:
+            try:
+                storage = self._todo.get_nowait()
+            except Empty:
+                return
+            if self._lock(*pages_of(storage)):
+                self._locked.append(storage)
+                self._usable.add(storage.data_ptr())
+            elif self._is_locked_already(storage):  # another model with the same weights was faster
+                self._usable.add(storage.data_ptr())
+        self._usable.clear()
+        while self._locked:
+            storage = self._locked.pop()
+            self._unlock(pages_of(storage)[0])
+
+    def wait(self) -> None:
+        """Until everything that was added is locked, or was refused."""
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # where garbage is collected that this belongs to
+                thread.join()
+
+    def close(self) -> None:
+        """Unlock everything: memory must not be freed while it is locked."""
+        self._closed = True
+        self._start_threads(1)
+        self.wait()

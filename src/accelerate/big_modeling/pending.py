@@ -1,0 +1,74 @@
+"""Modules that wait for a device, in order, and found by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+
+class Pending:
+    """A queue in which a module can also be found, removed or replaced by its name, each at no cost of the length.
+
+    No name in it contains another one.
+    """
+
+    def __init__(self, entries: Iterable[tuple[str, Any]]) -> None:
+        self._parts: dict[str, Any] = {}
+        # Who follows whom, both ways; None is before the first and after the last.
+        self._next: dict[str | None, str | None] = {None: None}
+        self._previous: dict[str | None, str | None] = {None: None}
+        self.insert(entries, before=None)
+
+    def __bool__(self) -> bool:
+        return bool(self._parts)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parts
+
+    def __iter__(self) -> Iterator[tuple[str, Any]]:
+        name = self._next[None]
+        while name is not None:
+            yield name, self._parts[name]
+            name = self._next[name]
+
+    def __getitem__(self, name: str) -> Any:
+        return self._parts[name]
+
+    def insert(self, entries: Iterable[tuple[str, Any]], before: str | None) -> None:
+        """Puts entries before another one; before None is at the end."""
+        for name, part in entries:
+            ahead = self._previous[before]
+            self._parts[name] = part
+            self._next[ahead], self._previous[name] = name, ahead
+            self._next[name], self._previous[before] = before, name
+
+    def push(self, entries: Iterable[tuple[str, Any]]) -> None:
+        """Puts entries at the front, in their order."""
+        self.insert(entries, before=self._next[None])
+
+    def pop(self) -> tuple[str, Any]:
+        """Takes the first entry out."""
+        name = self._next[None]
+        if name is None:
+            raise IndexError("nothing is pending")
+        return name, self.remove(name)
+
+    def remove(self, name: str) -> Any:
+        """Takes an entry out, wherever it stands."""
+        ahead, behind = self._previous.pop(name), self._next.pop(name)
+        self._next[ahead], self._previous[behind] = behind, ahead
+        return self._parts.pop(name)
+
+    def replace(self, name: str, entries: Iterable[tuple[str, Any]]) -> None:
+        """Puts entries where one was."""
+        behind = self._next[name]
+        self.remove(name)
+        self.insert(entries, before=behind)
+
+    def holder(self, name: str) -> str | None:
+        """Returns the entry that is or contains a tensor; None where there is none."""
+        while name:
+            if name in self._parts:
+                return name
+            name = name.rpartition(".")[0]
+        return None

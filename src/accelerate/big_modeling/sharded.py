@@ -1,0 +1,44 @@
+"""A checkpoint of whole tensors into a model that is spread over ranks."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+from accelerate.big_modeling.sources import open_weights, report_names, weight_files
+from accelerate.big_modeling.ties import find_tied_parameters
+
+
+def load_sharded(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    strict: bool,
+    full_state_dict: bool,
+    broadcast_from_rank0: bool,
+) -> None:
+    """Gives every rank its part of the weights, file by file; with `broadcast_from_rank0` only rank 0 reads them."""
+    reads = not broadcast_from_rank0 or torch.distributed.get_rank() == 0
+    options = StateDictOptions(full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=False)
+    files = weight_files(checkpoint) if reads else []
+    contents = [open_weights(path) for path in files]
+    names = sorted({name for content in contents for name in content})
+    count = len(contents)
+    if broadcast_from_rank0:
+        told: list[Any] = [names, count]
+        torch.distributed.broadcast_object_list(told)
+        names, count = told
+    known = set(model.state_dict())
+    tied = {name for name, value in _shared_names(model).items() if value & set(names)}
+    report_names(model, checkpoint, sorted(known - set(names) - tied), sorted(set(names) - known), strict)
+    for number in range(count):
+        weights = {name: source.mapped() for name, source in contents[number].items()} if reads else {}
+        set_model_state_dict(model, {n: w for n, w in weights.items() if n in known}, options=options)
+
+
+def _shared_names(model: nn.Module) -> dict[str, set[str]]:
+    """All names of each parameter that has several, by each of them."""
+    return {name: set(group) for group in find_tied_parameters(model) for name in group}

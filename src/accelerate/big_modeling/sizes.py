@@ -1,0 +1,160 @@
+"""How many bytes a model needs, as a whole and in its parts."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.big_modeling.tensors import named_module_tensors, resolve_dtype
+from accelerate.config.enums import CustomDtype
+
+_CUSTOM_SIZES = {CustomDtype.FP8: 1, CustomDtype.INT4: 1 / 2, CustomDtype.INT2: 1 / 4}
+
+Dtype = torch.dtype | CustomDtype | str
+
+
+def dtype_byte_size(dtype: Dtype) -> int | float:
+    """Returns how many bytes one number takes; a boolean counts as one bit."""
+    dtype = resolve_dtype(dtype)
+    if isinstance(dtype, CustomDtype):
+        return _CUSTOM_SIZES[dtype]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype: give one of torch's, as torch.float16.")
+    if dtype is torch.bool:
+        return 1 / 8
+    narrow = re.fullmatch(r"torch\.u?int([1-7])", str(dtype))
+    return int(narrow.group(1)) / 8 if narrow else dtype.itemsize
+
+
+def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
+    """Returns what tells the memory of a tensor from that of others: device, address, bytes."""
+    if tensor.device.type == "xla":
+        import torch_xla
+
+        return tensor.device, torch_xla._XLAC._xla_get_tensor_id(tensor), tensor.untyped_storage().nbytes()
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def tensor_sizes(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+) -> Iterator[tuple[str, int | float]]:
+    """Yields the bytes of each tensor, were it cast to `dtype`, or to its own in `special_dtypes`.
+
+    Whole numbers and booleans are never cast, and nothing becomes wider than it is.
+    """
+    widths: dict[Any, int | float] = {}
+
+    def width(kind: Any) -> int | float:
+        if kind not in widths:
+            widths[kind] = dtype_byte_size(kind)
+        return widths[kind]
+
+    special = special_dtypes or {}
+    for name, tensor in tensors:
+        own = width(tensor.dtype)
+        if name in special:
+            own = width(special[name])
+        elif dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            own = min(width(dtype), own)
+        yield name, tensor.numel() * own
+
+
+def add_up(sizes: Iterable[tuple[str, int | float]]) -> defaultdict[str, Any]:
+    """Sums sizes of tensors over all modules that contain them; the whole is under the empty name."""
+    total: defaultdict[str, Any] = defaultdict(int)
+    for name, size in sizes:
+        total[""] += size
+        position = name.find(".")
+        while position != -1:
+            total[name[:position]] += size
+            position = name.find(".", position + 1)
+        total[name] += size
+    return total
+
+
+def compute_module_sizes(
+    model: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    buffers_only: bool = False,
+) -> defaultdict[str, Any]:
+    """Returns the bytes of every module and tensor of a model by name; those of the whole model under `""`.
+
+    dtype: count floating tensors as if cast to it. special_dtypes: the same for single tensors, by name.
+    A tied parameter counts once, under its first name.
+    """
+    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
+    return add_up(tensor_sizes(tensors, dtype, special_dtypes))
+
+
+def compute_module_total_buffer_size(
+    model: nn.Module,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+) -> Any:
+    """Returns the bytes of all buffers of a model."""
+    return sum(size for _, size in tensor_sizes(model.named_buffers(), dtype, special_dtypes))
+
+
+def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:
+    """Returns the names, out of those of `compute_module_sizes`, that contain no other."""
+    inner = {name.rpartition(".")[0] for name in module_sizes if "." in name}
+    return [name for name in module_sizes if name and name not in inner]
+
+
+def layers(
+    modules: Iterable[tuple[str, Any]], no_split_module_classes: Sequence[str] | set[str]
+) -> Iterator[tuple[str, Any]]:
+    """Yields the parts of modules that are never split, in order: those without children, and of the given classes."""
+    stack = [iter(list(modules))]
+    while stack:
+        found = next(stack[-1], None)
+        if found is None:
+            stack.pop()
+            continue
+        name, module = found
+        children = list(module.named_children()) if isinstance(module, nn.Module) else []
+        if not children or type(module).__name__ in no_split_module_classes:
+            yield name, module
+        else:
+            stack.append(iter([(f"{name}.{child}", value) for child, value in children]))
+
+
+def get_max_layer_size(
+    modules: Iterable[tuple[str, Any]],
+    module_sizes: Mapping[str, Any],
+    no_split_module_classes: Sequence[str] | set[str],
+) -> tuple[Any, list[str]]:
+    """Returns the size of the biggest layer among modules, and the names of those that have it.
+
+    A layer is a module without children, or of one of the classes that must not be split.
+    """
+    biggest: Any = 0
+    names: list[str] = []
+    for name, _ in layers(modules, no_split_module_classes):
+        size = module_sizes[name]
+        if size > biggest:
+            biggest, names = size, [name]
+        elif size == biggest:
+            names.append(name)
+    return biggest, names
+
+
+def direct_parts(model: nn.Module) -> list[tuple[str, Any]]:
+    """Returns the tensors and modules that are directly in a model, with their names."""
+    return [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
+
+
+def calculate_maximum_sizes(model: nn.Module) -> tuple[Any, tuple[Any, list[str]]]:
+    """Returns the bytes of a model and of its biggest layer, with the names of the layers that are so big."""
+    sizes = compute_module_sizes(model)
+    no_split = getattr(model, "_no_split_modules", None) or []
+    return sizes[""], get_max_layer_size(direct_parts(model), sizes, no_split)

@@ -1,0 +1,159 @@
+"""The weights of a checkpoint as they lie in its files: names, shapes and places, before any is read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from accelerate.big_modeling.store import FileRange, SafetensorsFile
+from accelerate.checkpoint.files import read_torch
+from accelerate.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accelerate.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
+
+_FORMATS = ("pt", "tf", "flax", "mlx")
+
+
+class Source(Protocol):
+    """A tensor somewhere, which can be read in pieces."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def mapped(self) -> torch.Tensor:
+        """Returns the tensor on the CPU, without reading it where that is possible."""
+
+    def read_into(self, address: memoryview, start: int) -> None:
+        """Fills `address` with the bytes from `start` on."""
+
+
+class Held(NamedTuple):
+    """A tensor that torch has read or mapped already."""
+
+    tensor: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def mapped(self) -> torch.Tensor:
+        return self.tensor
+
+    def read_into(self, address: memoryview, start: int) -> None:
+        target = torch.frombuffer(address, dtype=torch.uint8)
+        target.copy_(bytes_of(self.tensor)[start : start + len(address)])
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a contiguous tensor as bytes."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
+    """Returns the files of a checkpoint: a file of weights, the index of its shards, or the folder of either."""
+    path = Path(checkpoint)
+    if path.is_file():
+        return _indexed(path) if path.name.endswith(".index.json") else [path]
+    for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
+        if (path / name).is_file():
+            return [path / name]
+    indexes = sorted(path.glob("*.index.json")) if path.is_dir() else []
+    if len(indexes) == 1:
+        return _indexed(indexes[0])
+    raise ValueError(
+        f"{checkpoint} holds no weights ({SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME}) and {len(indexes)} indexes of shards: "
+        "give a file of weights, the index of its shards, or the folder of either."
+    )
+
+
+def _indexed(index: Path) -> list[Path]:
+    try:
+        names = json.loads(index.read_bytes())["weight_map"].values()
+    except (ValueError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged ({error}): save the model again.") from error
+    return [index.parent / name for name in sorted(set(names))]
+
+
+def open_weights(path: Path) -> dict[str, Source]:
+    """Returns the tensors of a file by name; none is read yet."""
+    return dict(_open_safetensors(path)) if path.suffix == ".safetensors" else dict(_open_torch(path))
+
+
+def _open_safetensors(path: Path) -> dict[str, FileRange]:
+    try:
+        # An absolute path, since it may be kept for as long as the model lives.
+        file = SafetensorsFile(path.absolute())
+        ranges = {name: file.range_of(name) for name in file}
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing: put it back, or load another checkpoint.") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OSError, MemoryError, OverflowError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {error}): load another checkpoint."
+        ) from error
+    end = max((place.offset + place.nbytes for place in ranges.values()), default=0)
+    if end > path.stat().st_size:
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size} bytes and should have {end}: it was not written to its end, so load "
+            "another checkpoint."
+        )
+    _check_format(path, file.metadata)
+    return ranges
+
+
+def _check_format(path: Path, metadata: dict[str, str] | None) -> None:
+    if metadata is None:
+        logger.warning(f"{path} does not say which library its weights are of: they are taken for those of torch.")
+    elif metadata.get("format") not in _FORMATS:
+        raise OSError(
+            f"{path} says that its weights are of the format {metadata.get('format')!r}: save them with "
+            "metadata={'format': 'pt'}."
+        )
+
+
+def _open_torch(path: Path) -> dict[str, Held]:
+    try:
+        weights = read_torch(path, mmap=True)
+    except CheckpointError:
+        # Files of the first versions of torch cannot be mapped; another fault shows again.
+        weights = read_torch(path)
+    if not isinstance(weights, dict):
+        raise CheckpointError(f"{path} holds a {type(weights).__name__} and no state dict: give a file of weights.")
+    return {
+        name: Held(value.detach().contiguous()) for name, value in weights.items() if isinstance(value, torch.Tensor)
+    }
+
+
+def report_names(model: nn.Module, checkpoint: Any, missing: list[str], unexpected: list[str], strict: bool) -> None:
+    """Raises, or warns, where the names of a checkpoint are not those of the model."""
+    if not missing and not unexpected:
+        return
+    found = " and ".join(
+        [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(unexpected)} besides"] * bool(unexpected)
+    )
+    if strict:
+        raise RuntimeError(
+            f"{checkpoint} is not of this {type(model).__name__}, it {found}: give the model it was saved from, or "
+            "strict=False."
+        )
+    logger.warning(f"{checkpoint} {found}: these weights of the {type(model).__name__} are left as they are.")

@@ -1,0 +1,326 @@
+"""Where offloaded weights lie: in memory, in files of their own, or in the safetensors files they came in."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+INDEX = "index.json"
+_WRITERS = 8
+
+_SAFETENSORS_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+
+
+# Files that are mapped now, by what they are rather than by name alone: a file may be written anew.
+_MAPPED: WeakValueDictionary[tuple[Any, ...], np.memmap[Any, Any]] = WeakValueDictionary()
+
+
+def map_file(path: str) -> np.memmap[Any, Any]:
+    """The bytes of a file. Who writes to them changes this process's view, not the file."""
+    info = os.stat(path)
+    key = path, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size
+    mapped = _MAPPED.get(key)
+    if mapped is None:
+        mapped = _MAPPED[key] = np.memmap(path, dtype=np.uint8, mode="c")
+    return mapped
+
+
+class FileRange(NamedTuple):
+    """A tensor as it lies in a file."""
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def mapped(self) -> torch.Tensor:
+        """The tensor as a view of the file: read from disk as it is touched, never written back."""
+        if self.nbytes == 0:
+            return torch.empty(self.shape, dtype=self.dtype)
+        raw = map_file(self.path)[self.offset : self.offset + self.nbytes]
+        if self.offset % self.dtype.itemsize:
+            raw = raw.copy()
+        return torch.from_numpy(raw).view(self.dtype).view(self.shape)
+
+    def read_into(self, address: memoryview, start: int) -> None:
+        """Fill `address` with the bytes from `start` on."""
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            read_fully(handle, address, self.offset + start, self.path)
+        finally:
+            os.close(handle)
+
+
+def read_fully(handle: int, address: memoryview, offset: int, path: str) -> None:
+    """Fill `address` with the bytes of an open file from `offset` on."""
+    done = os.preadv(handle, [address], offset)
+    while done < len(address):
+        count = os.preadv(handle, [address[done:]], offset + done)
+        if count == 0:
+            raise OSError(f"{path} ends before all of an offloaded weight was read: offload it again.")
+        done += count
+
+
+class SafetensorsFile:
+    """The table of contents of a safetensors file."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = os.fspath(path)
+        with open(self.path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            self._entries: dict[str, Any] = json.loads(file.read(length))
+        self._start = 8 + length
+        self.metadata: dict[str, str] | None = self._entries.pop("__metadata__", None)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def range_of(self, name: str) -> FileRange:
+        if name not in self._entries:
+            raise KeyError(f"{self.path} holds no tensor called {name!r}: offload the model again.")
+        entry = self._entries[name]
+        dtype = _SAFETENSORS_DTYPES[entry["dtype"]]
+        return FileRange(self.path, self._start + entry["data_offsets"][0], tuple(entry["shape"]), dtype)
+
+
+def offload_weight(
+    weight: torch.Tensor, weight_name: str, offload_folder: str | os.PathLike[str], index: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Write one weight into a file of the folder, and what is needed to read it into `index`. Returns the index."""
+    index = {} if index is None else index
+    raw = weight.detach().to("cpu").contiguous()
+    path = os.path.join(offload_folder, f"{weight_name}.dat")
+    # Under another name first: a file that is mapped by another model must not change under it.
+    draft = f"{path}.draft"
+    with open(draft, "wb") as file:
+        if raw.numel():
+            file.write(raw.view(-1).view(torch.uint8).numpy().data)
+    os.replace(draft, path)
+    index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
+    """A weight that `offload_weight` wrote, as a view of its file. weight_info: its entry in the index."""
+    return _own_file(os.fspath(weight_file), weight_info).mapped()
+
+
+def _own_file(path: str, info: Mapping[str, Any]) -> FileRange:
+    return FileRange(path, 0, tuple(info["shape"]), getattr(torch, info["dtype"]))
+
+
+def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLike[str]) -> None:
+    """Add the entries of an index to that of a folder, and write it down. Nothing is done for an empty one."""
+    if not index:
+        return
+    path = Path(offload_folder) / INDEX
+    content = {**load_offload_index(offload_folder), **index}
+    draft = path.with_name(f".{INDEX}.draft")
+    draft.write_text(json.dumps(content, indent=2))
+    draft.replace(path)
+
+
+def load_offload_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The index of a folder; an empty one where there is none."""
+    path = Path(folder) / INDEX
+    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    return content
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Write all weights of a state dict into a folder, one file each, and their index."""
+    os.makedirs(save_dir, exist_ok=True)
+    _write_all(save_dir, state_dict)
+
+
+def keep_on_disk(folder: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
+    """Make sure that a folder has the weights of a state dict. What is there already is not written again.
+
+    Weights on the meta device must be there: they have no value to be written.
+    """
+    os.makedirs(folder, exist_ok=True)
+    there = OffloadedWeightsLoader(save_folder=folder)
+    lost = [name for name, weight in state_dict.items() if weight.is_meta and name not in there]
+    if lost:
+        raise ValueError(
+            f"{', '.join(lost)} shall be offloaded to disk, but {'have' if len(lost) > 1 else 'has'} no value (meta "
+            f"device) and {folder} has none either: load the weights first, or give the folder that has them."
+        )
+    _write_all(folder, {name: weight for name, weight in state_dict.items() if not _lies_there(there, name, weight)})
+
+
+def _lies_there(there: OffloadedWeightsLoader, name: str, weight: torch.Tensor) -> bool:
+    if weight.is_meta:
+        return True
+    if name not in there:
+        return False
+    kept = there.locate(name)
+    if kept.shape != tuple(weight.shape) or kept.dtype != weight.dtype or not os.path.exists(kept.path):
+        return False
+    return torch.equal(kept.mapped(), weight.detach().to("cpu"))
+
+
+def _write_all(folder: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
+    def write(item: tuple[str, torch.Tensor]) -> dict[str, Any]:
+        return offload_weight(item[1], item[0], folder)
+
+    index: dict[str, Any] = {}
+    with ThreadPoolExecutor(min(_WRITERS, os.cpu_count() or 1)) as writers:
+        for entry in writers.map(write, state_dict.items()):
+            index.update(entry)
+    # Last, so that a folder with an index is complete.
+    save_offload_index(index, folder)
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """The part of a mapping whose keys begin with a prefix, without it."""
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (key[len(self.prefix) :] for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
+    """Weights by name, wherever they lie: in a state dict, in a folder of offloaded weights, in safetensors files.
+
+    state_dict: weights in memory. save_folder: a folder that `offload_state_dict` wrote. index: what stands in its
+    index.json; an entry may also name a safetensors file (`safetensors_file`, `weight_name`, `dtype`).
+    device: where weights from safetensors files are put; the CPU by default.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Any] | None = None,
+        device: int | str | torch.device | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise ValueError("There is nothing to load weights from: give a state_dict, a save_folder or an index.")
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        if index is None:
+            index = {} if save_folder is None else load_offload_index(save_folder)
+        self.index = index
+        self.all_keys = [*self.state_dict, *(key for key in index if key not in self.state_dict)]
+        self.device = device
+        self._files: dict[str, SafetensorsFile] = {}
+        self._ranges: dict[str, tuple[Any, FileRange]] = {}
+
+    def locate(self, key: str) -> FileRange:
+        """Where in which file a weight lies."""
+        info = self.index[key]
+        known, place = self._ranges.get(key, (None, None))
+        if place is None or known is not info:
+            place = self._find(key, info)
+            self._ranges[key] = info, place
+        return place
+
+    def _find(self, key: str, info: Mapping[str, Any]) -> FileRange:
+        file = info.get("safetensors_file")
+        if file is None:
+            if self.save_folder is None:
+                raise KeyError(f"The index has {key!r} in a file of its own, and no folder: give save_folder.")
+            return _own_file(os.path.join(self.save_folder, f"{key}.dat"), info)
+        if file not in self._files:
+            self._files[file] = SafetensorsFile(file)
+        return self._files[file].range_of(info.get("weight_name", key))
+
+    def dtype_of(self, key: str) -> torch.dtype:
+        """The dtype a weight is wanted in; in its file it may have another."""
+        named = self.index[key].get("dtype")
+        return getattr(torch, named) if named is not None else self.locate(key).dtype
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        weight = self.locate(key).mapped()
+        if self.index[key].get("safetensors_file") is None:
+            return weight
+        return weight.to(device=self.device, dtype=self.dtype_of(key))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.all_keys)
+
+    def __len__(self) -> int:
+        return len(self.all_keys)
+
+
+def find_source(weights: Mapping[str, Any], name: str) -> torch.Tensor | FileRange:
+    """What is behind a name: the tensor in memory, or its place in a file."""
+    while isinstance(weights, PrefixedDataset):
+        name, weights = f"{weights.prefix}{name}", weights.dataset
+    if isinstance(weights, OffloadedWeightsLoader):
+        if name in weights.state_dict:
+            return weights.state_dict[name]
+        return weights.locate(name)
+    found: torch.Tensor = weights[name]
+    return found
+
+
+def root_of(weights: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The mapping under all prefixes."""
+    while isinstance(weights, PrefixedDataset):
+        weights = weights.dataset
+    return weights
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, torch.Tensor], submodule_names: list[str]
+) -> dict[str, torch.Tensor]:
+    """The entries of a state dict that belong to some modules (or are themselves named)."""
+    wanted = set(submodule_names)
+    return {key: value for key, value in state_dict.items() if not wanted.isdisjoint(_names_above(key))}
+
+
+def _names_above(name: str) -> Iterator[str]:
+    """A name, the modules that contain it, and the whole model."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""

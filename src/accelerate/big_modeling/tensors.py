@@ -1,0 +1,150 @@
+"""The tensors of a module: listing them, and putting one of them on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.big_modeling.parameters import is_packed, is_quantized, like, place_quantized
+from accelerate.memory import clear_device_cache
+
+Device = int | str | torch.device
+
+
+def named_module_tensors(
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the parameters, then the buffers of a module with their names.
+
+    recurse: also those of its children. remove_non_persistent: without buffers that are not in the state dict.
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if include_buffers:
+        left_out = get_non_persistent_buffers(module, recurse=recurse, fqns=True) if remove_non_persistent else set()
+        for name, buffer in module.named_buffers(recurse=recurse):
+            if name not in left_out:
+                yield name, buffer
+
+
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Returns the names of buffers that are not in the state dict; with `fqns` as seen from `module`."""
+    if not recurse:
+        return set(module._non_persistent_buffers_set)
+    return {
+        f"{prefix}.{name}" if fqns and prefix else name
+        for prefix, part in module.named_modules()
+        for name in part._non_persistent_buffers_set
+    }
+
+
+def resolve_dtype(dtype: Any) -> Any:
+    """Returns the dtype behind a name as in `"float16"` or `"torch.float16"`; anything else as it came."""
+    return getattr(torch, dtype.replace("torch.", "")) if isinstance(dtype, str) else dtype
+
+
+def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
+    """Says whether two devices are one; a GPU without a number is the first."""
+    if first_device.type != second_device.type:
+        return False
+    if first_device.type == "cpu":
+        return first_device == second_device
+    return (first_device.index or 0) == (second_device.index or 0)
+
+
+def find_tensor(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Returns the module that holds a tensor, and the tensor's name there."""
+    path, _, attribute = name.rpartition(".")
+    holder = module.get_submodule(path)
+    if attribute not in holder._parameters and attribute not in holder._buffers:
+        raise ValueError(
+            f"{type(module).__name__} has no parameter or buffer called {name}: its module there, a "
+            f"{type(holder).__name__}, has {_listed([*holder._parameters, *holder._buffers])}."
+        )
+    return holder, attribute
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "none"
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: Device,
+    value: torch.Tensor | None = None,
+    dtype: torch.dtype | str | None = None,
+    fp16_statistics: torch.Tensor | None = None,
+    tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Puts a parameter or buffer of a module on a device, with a value if one is given.
+
+    tensor_name: may have dots. value: needed to bring a tensor back from the meta device; it is cast to `dtype`, or
+    without one to the dtype of what is there; whole numbers are not cast to `dtype`. fp16_statistics: the scales of
+    8-bit weights. tied_params_map: by address, then by device, what has been put there already and is shared.
+    clear_cache: give memory that torch keeps for later back to the device.
+    """
+    holder, name = find_tensor(module, tensor_name)
+    old = holder._parameters[name] if name in holder._parameters else holder._buffers[name]
+    if old is None:
+        raise ValueError(f"{tensor_name} of this {type(module).__name__} is None: there is no tensor to be placed.")
+
+    for known in (value, old):
+        shared = _shared(tied_params_map, known).get(device)
+        if shared is not None:
+            holder._parameters[name] = shared
+            return
+
+    target = torch.device(device)
+    if value is None and old.is_meta and target.type != "meta":
+        raise ValueError(f"{tensor_name} is on the meta device and holds no value: give one to put it on {device}.")
+    if value is not None and value.shape != old.shape and not is_packed(old):
+        raise ValueError(
+            f"{tensor_name} of this {type(module).__name__} has shape {tuple(old.shape)}, its value has shape "
+            f"{tuple(value.shape)}: they must be the same."
+        )
+
+    with torch.no_grad():
+        if name in holder._buffers:
+            holder._buffers[name] = _moved(old, value, target, dtype, non_blocking)
+        elif is_quantized(old):
+            place_quantized(holder, name, value, target, fp16_statistics)
+        elif value is not None or not check_device_same(old.device, target):
+            holder._parameters[name] = like(old, _moved(old, value, target, dtype, non_blocking))
+        elif old.is_meta and dtype is not None:
+            holder._parameters[name] = like(old, old.to(resolve_dtype(dtype)))
+
+    if clear_cache and target.type not in ("cpu", "meta"):
+        clear_device_cache()
+    placed = holder._parameters.get(name)
+    for known in (old, value):
+        if placed is not None and known is not None and tied_params_map and known.data_ptr() in tied_params_map:
+            tied_params_map[known.data_ptr()].setdefault(device, placed)
+            return
+
+
+def _shared(tied_params_map: dict[int, dict[Any, torch.Tensor]] | None, tensor: torch.Tensor | None) -> dict[Any, Any]:
+    if not tied_params_map or tensor is None:
+        return {}
+    return tied_params_map.get(tensor.data_ptr(), {})
+
+
+def _moved(
+    old: torch.Tensor, value: torch.Tensor | None, device: torch.device, dtype: Any, non_blocking: bool
+) -> torch.Tensor:
+    dtype = resolve_dtype(dtype)
+    if value is None:
+        moved = old.to(device, non_blocking=non_blocking)
+        return moved.to(dtype) if dtype is not None and moved.is_meta else moved
+    # Cast over there: a device is faster at it than the host.
+    moved = value.to(device, non_blocking=non_blocking)
+    if dtype is None:
+        return moved.to(old.dtype)
+    return moved.to(dtype) if value.is_floating_point() or value.is_complex() else moved

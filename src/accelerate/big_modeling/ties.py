@@ -1,0 +1,77 @@
+"""Parameters that a model has under several names."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+logger = logging.getLogger(__name__)
+
+
+def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
+    """Returns the names of tied parameters, those of one parameter in one sorted list.
+
+    kwargs: taken for compatibility, and ignored.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [sorted(group) for group in names.values() if len(group) > 1]
+
+
+def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
+    """Makes the names of each group one parameter again: the first that holds values, on whichever device."""
+    for group in tied_params:
+        places = [_place(model, name) for name in group]
+        values = [getattr(module, attribute, None) for module, attribute in places]
+        kept = next((value for value in values if value is not None and not value.is_meta), None)
+        if kept is not None:
+            for module, attribute in places:
+                setattr(module, attribute, kept)
+
+
+def _place(model: nn.Module, name: str) -> tuple[Any, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
+
+
+def check_tied_parameters_in_config(model: nn.Module) -> bool:
+    """Says whether the config of a transformers model, or one of its modules, asks for tied weights."""
+    # Where transformers has not been imported, the model is none of its; importing it takes seconds.
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None:
+        return False
+    parts: list[Any] = [module for module in model.modules() if isinstance(module, modeling.PreTrainedModel)]
+    for part in parts:
+        config = part.config
+        if getattr(config, "tie_word_embeddings", False) and part.get_output_embeddings() is not None:
+            return True
+        if getattr(config, "is_encoder_decoder", False) and getattr(config, "tie_encoder_decoder", False):
+            return True
+    return bool(parts) and any(hasattr(module, "_tie_weights") for module in model.modules())
+
+
+def check_tied_parameters_on_same_device(
+    tied_params: Iterable[Sequence[str]], device_map: Mapping[str, int | str | torch.device]
+) -> None:
+    """Warns where a device map puts the names of one parameter on several devices."""
+    for group in tied_params:
+        devices = {name: device_of(name, device_map) for name in group}
+        if len(set(devices.values())) > 1:
+            placed = ", ".join(f"{name} on {device}" for name, device in devices.items())
+            logger.warning(f"One parameter has several devices ({placed}): give all its names the same one.")
+
+
+def device_of(name: str, device_map: Mapping[str, int | str | torch.device]) -> Any:
+    """Returns the device that a map gives to a tensor or module: its own entry's, or that of the closest parent."""
+    part = name
+    while part not in device_map:
+        if not part:
+            raise ValueError(f"The device map has no place for {name}: add it, or a module that contains it, or ''.")
+        part = part.rpartition(".")[0]
+    return device_map[part]

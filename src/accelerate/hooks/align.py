@@ -1,0 +1,249 @@
+"""The hook behind dispatched and offloaded models: inputs and weights are where a module runs, when it runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import nn
+
+from accelerate.big_modeling.copier import copier_for
+from accelerate.big_modeling.graphs import outside_graphs
+from accelerate.big_modeling.parameters import is_quantized
+from accelerate.big_modeling.placeholder import OffloadedTensor, Slot
+from accelerate.big_modeling.store import root_of
+from accelerate.big_modeling.streaming import Block, Streamer
+from accelerate.big_modeling.tensors import (
+    find_tensor,
+    get_non_persistent_buffers,
+    set_module_tensor_to_device,
+)
+from accelerate.comm.tree import find_device, send_to_device
+from accelerate.hooks.base import ModelHook
+
+Device = int | str | torch.device
+
+# One streamer for all hooks whose weights come from the same mapping and go to the same device.
+_STREAMERS: WeakValueDictionary[tuple[int, torch.device], Streamer] = WeakValueDictionary()
+
+
+class AlignDevicesHook(ModelHook):
+    """Brings the inputs of a module, and its weights if they are offloaded, to the device it runs on.
+
+    execution_device: where the module runs; None leaves inputs and weights where they are.
+    offload: whether the weights lie elsewhere, and are brought in for each forward.
+    io_same_device: whether the output goes back to the device of the input.
+    weights_map: by name, the weights of an offloaded module; by default those it has now, on the CPU.
+    offload_buffers: whether buffers are offloaded too; they otherwise stay on the execution device.
+    place_submodules: whether all this is done for the modules inside as well.
+    skip_keys: keyword arguments (and keys of the output) that are not moved.
+    tied_params_map: by address, then by device, the tensors that several modules share.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Any] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        # The forward of a whole model begins and ends with its outermost hook: who wants to know (see `watch`).
+        self._watchers: list[Streamer] = []
+        self._streamer: Streamer | None = None
+        self._block: Block | None = None
+        self._quantized: list[str] = []
+        self._handles: list[Any] = []
+
+    def __repr__(self) -> str:
+        shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        if self.offload:
+            self._init_offload(module)
+        elif self.execution_device is not None:
+            placed: dict[int, torch.Tensor] = {}
+            for name, tensor in _tensors(module, self.place_submodules).items():
+                table, attribute = _home(module, name)
+                if id(tensor) in placed:  # another name of one that was placed
+                    table[attribute] = placed[id(tensor)]
+                else:
+                    self._place(module, name)
+                    placed[id(tensor)] = table[attribute]
+        return module
+
+    def _place(self, module: nn.Module, name: str, **kwargs: Any) -> None:
+        assert self.execution_device is not None
+        tied = None if torch.device(self.execution_device).type == "meta" else self.tied_params_map
+        set_module_tensor_to_device(
+            module, name, self.execution_device, tied_params_map=tied, clear_cache=False, **kwargs
+        )
+
+    def _init_offload(self, module: nn.Module) -> None:
+        tensors = _tensors(module, self.place_submodules)
+        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        left_alone = get_non_persistent_buffers(module, recurse=self.place_submodules, fqns=True)
+        if not self.offload_buffers:
+            left_alone |= {name for name, _ in module.named_buffers(recurse=self.place_submodules)}
+        offloaded = [name for name in tensors if name not in left_alone]
+        if self.weights_map is None:
+            self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
+        if self.execution_device is not None:
+            for name in tensors:
+                if name in left_alone:
+                    self._place(module, name, value=self.weights_map.get(name) if tensors[name].is_meta else None)
+        self._quantized = [name for name in offloaded if is_quantized(tensors[name])]
+        for name in self._quantized:
+            set_module_tensor_to_device(module, name, "meta")
+        self._make_block(module, [name for name in offloaded if name not in self._quantized])
+
+    def _make_block(self, module: nn.Module, names: list[str]) -> None:
+        assert self.weights_map is not None
+        device = torch.device("cpu" if self.execution_device is None else self.execution_device)
+        slots = [
+            Slot(
+                *find_tensor(module, name), self.weights_map, name, self.execution_device, device, self.tied_params_map
+            )
+            for name in names
+        ]
+        self._block = Block(slots)
+        self._streamer = streamer_for(self.weights_map, device)
+        self._streamer.add(self._block)
+        holders = dict.fromkeys(slot.holder for slot in slots)
+        self._handles = [holder.register_state_dict_post_hook(_fill_in) for holder in holders]
+
+    @outside_graphs
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        for streamer in self._watchers:
+            streamer.begin()
+        if self._block is not None and self._streamer is not None:
+            self._streamer.enter(self._block)
+        for name in self._quantized:
+            self._bring_quantized(module, name)
+        if self.execution_device is not None:
+            args = send_to_device(args, self.execution_device)
+            if kwargs:
+                kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+        return args, kwargs
+
+    @contextlib.contextmanager
+    def brought_in(self, module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
+        """Outside a forward: has the offloaded tensors in their modules inside the `with`, on this or their device."""
+        missing = [] if self._block is None else self._block.missing()
+        brought = [(slot, slot.fill(slot.host().detach().to(device or slot.device))) for slot in missing]
+        for name in self._quantized:
+            self._bring_quantized(module, name)
+        try:
+            yield
+        finally:
+            for slot, tensor in brought:
+                slot.clear(tensor)
+            for name in self._quantized:
+                set_module_tensor_to_device(module, name, "meta")
+
+    def _bring_quantized(self, module: nn.Module, name: str) -> None:
+        assert self.weights_map is not None
+        value = self.weights_map[name]
+        scales = name.replace("weight", "SCB")
+        has_scales = value.dtype == torch.int8 and scales != name and scales in self.weights_map
+        self._place(module, name, value=value, fp16_statistics=self.weights_map[scales] if has_scales else None)
+
+    @outside_graphs
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        if self._block is not None and self._streamer is not None:
+            self._streamer.leave(self._block)
+        for name in self._quantized:
+            set_module_tensor_to_device(module, name, "meta")
+        for streamer in self._watchers:
+            streamer.end()
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        if not self.offload:
+            return module
+        if self._block is not None and self._streamer is not None:
+            self._streamer.discard(self._block)
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._block, self._quantized = [], None, []
+        for name, device in self.original_devices.items():
+            if device.type != "meta":
+                value = None if self.weights_map is None else self.weights_map.get(name)
+                set_module_tensor_to_device(module, name, device, value=value, clear_cache=False)
+        return module
+
+
+def streamer_for(weights: Mapping[str, Any], device: torch.device) -> Streamer:
+    """The streamer of a mapping of weights: hooks that share the one share the other."""
+    root = root_of(weights)
+    key = id(root), device
+    streamer = _STREAMERS.get(key)
+    if streamer is None:
+        # It keeps the mapping alive: the key is valid for as long as that is.
+        streamer = _STREAMERS[key] = Streamer(copier_for(device), root)
+    return streamer
+
+
+def watch(model: nn.Module) -> None:
+    """Tell the streamers of a model when its forward begins and ends, and that it is ready to run."""
+    streamers = dict.fromkeys(
+        hook._streamer for module in model.modules() for hook in align_hooks(module) if hook._streamer is not None
+    )
+    first = next(iter(align_hooks(model)), None)
+    if first is not None:
+        first._watchers = list(streamers)
+    for streamer in streamers:
+        streamer.prepare()
+
+
+def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
+    """The hooks of this kind that a module has, in the order in which they run."""
+    hook: Any = getattr(module, "_hf_hook", None)
+    hooks = getattr(hook, "hooks", (hook,))
+    return [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
+
+
+def _tensors(module: nn.Module, recurse: bool) -> dict[str, torch.Tensor]:
+    """All tensors of a module by name; one that has several names is there several times."""
+    parts = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
+    return {
+        f"{path}.{name}" if path else name: tensor
+        for path, part in parts
+        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+        if tensor is not None
+    }
+
+
+def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    holder, attribute = find_tensor(module, name)
+    return (holder._parameters if attribute in holder._parameters else holder._buffers), attribute
+
+
+def _fill_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    """The entries of a state dict that lie elsewhere, as they lie there: in memory, or mapped from their file."""
+    for attribute in (*module._parameters, *module._buffers):
+        entry = state_dict.get(f"{prefix}{attribute}")
+        # With keep_vars the entry is the parameter itself.
+        if type(entry) is OffloadedTensor and entry is not module._buffers.get(attribute):
+            state_dict[f"{prefix}{attribute}"] = entry.slot.host().detach().to(entry.dtype)

@@ -1,0 +1,189 @@
+"""Putting hooks on all modules of a model that need one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.big_modeling.store import PrefixedDataset
+from accelerate.big_modeling.tensors import named_module_tensors
+from accelerate.hooks.align import AlignDevicesHook, align_hooks
+from accelerate.hooks.base import add_hook_to_module
+
+Device = int | str | torch.device
+Tied = dict[int, dict[Any, torch.Tensor]]
+
+
+def _dotted(module_name: str, child: str) -> str:
+    return f"{module_name}.{child}" if module_name else child
+
+
+def attach_execution_device_hook(
+    module: nn.Module,
+    execution_device: Device,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: Tied | None = None,
+) -> None:
+    """Make all modules that have weights, and no hook yet, bring their inputs to a device.
+
+    preload_module_classes: classes whose insides get no hooks.
+    """
+    if not hasattr(module, "_hf_hook") and _has_state(module):
+        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
+        add_hook_to_module(module, hook)
+    if type(module).__name__ in (preload_module_classes or ()):
+        return
+    for child in module.children():
+        attach_execution_device_hook(child, execution_device, skip_keys, preload_module_classes, tied_params_map)
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(part._parameters or part._buffers.keys() - part._non_persistent_buffers_set for part in module.modules())
+
+
+def attach_align_device_hook(
+    module: nn.Module,
+    execution_device: Device | None = None,
+    offload: bool = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: Tied | None = None,
+) -> None:
+    """Put a hook on each module that has weights of its own.
+
+    module_name: what the keys of `weights_map` begin with. preload_module_classes: classes whose weights come in all
+    at once, because their forward uses those of the modules inside.
+    """
+    at_once = offload and type(module).__name__ in (preload_module_classes or ())
+    if at_once or any(True for _ in named_module_tensors(module)):
+        prefix = f"{module_name}." if module_name else ""
+        hook = AlignDevicesHook(
+            execution_device=execution_device,
+            offload=offload,
+            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+            offload_buffers=offload_buffers,
+            place_submodules=at_once,
+            skip_keys=skip_keys,
+            tied_params_map=tied_params_map,
+        )
+        add_hook_to_module(module, hook, append=True)
+    if at_once:
+        return
+    for name, child in module.named_children():
+        attach_align_device_hook(
+            child,
+            execution_device=execution_device,
+            offload=offload,
+            weights_map=weights_map,
+            offload_buffers=offload_buffers,
+            module_name=_dotted(module_name, name),
+            skip_keys=skip_keys,
+            preload_module_classes=preload_module_classes,
+            tied_params_map=tied_params_map,
+        )
+
+
+def attach_align_device_hook_on_blocks(
+    module: nn.Module,
+    execution_device: Device | Mapping[str, Device] | None = None,
+    offload: bool | Mapping[str, bool] = False,
+    weights_map: Mapping[str, Any] | None = None,
+    offload_buffers: bool = False,
+    module_name: str = "",
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: list[str] | None = None,
+    tied_params_map: Tied | None = None,
+) -> None:
+    """Put hooks on the modules that a device map names.
+
+    execution_device, offload: by module name, where it runs and whether its weights lie elsewhere; or one for all.
+    """
+    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
+        common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
+        if offload:
+            attach_align_device_hook(
+                module,
+                execution_device,
+                True,
+                weights_map,
+                offload_buffers,
+                module_name,
+                preload_module_classes=preload_module_classes,
+                **common,
+            )
+        else:
+            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **common)
+            add_hook_to_module(module, hook, append=True)
+        return
+    _Blocks(
+        execution_device=_by_name(execution_device, offload),
+        offload=_by_name(offload, execution_device),
+        weights_map=weights_map,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=tied_params_map,
+    ).visit(module, module_name)
+
+
+def _by_name(value: Any, names: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else dict.fromkeys(names, value)
+
+
+class _Blocks:
+    """A walk over a model that puts hooks on the modules of a device map."""
+
+    def __init__(
+        self, execution_device: Mapping[str, Any], offload: Mapping[str, bool], offload_buffers: bool, **common: Any
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.offload_buffers = offload_buffers
+        self.weights_map = common.pop("weights_map")
+        self.preload_module_classes = common.pop("preload_module_classes")
+        self.common = common
+
+    def visit(self, module: nn.Module, name: str) -> None:
+        outermost = name == ""
+        device: Any = self.execution_device.get(name)
+        if name in self.execution_device and name in self.offload:
+            if self.offload[name]:
+                self._offloaded(module, name, device)
+            else:
+                hook = AlignDevicesHook(
+                    device,
+                    io_same_device=outermost,
+                    offload_buffers=self.offload_buffers,
+                    place_submodules=True,
+                    **self.common,
+                )
+                add_hook_to_module(module, hook)
+                attach_execution_device_hook(module, device, **self.common)
+        elif outermost:
+            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=True, **self.common), append=True)
+        for child_name, child in module.named_children():
+            self.visit(child, _dotted(name, child_name))
+
+    def _offloaded(self, module: nn.Module, name: str, device: Any) -> None:
+        attach_align_device_hook(
+            module,
+            execution_device=device,
+            offload=True,
+            weights_map=self.weights_map,
+            offload_buffers=self.offload_buffers,
+            module_name=name,
+            preload_module_classes=self.preload_module_classes,
+            **self.common,
+        )
+        if not hasattr(module, "_hf_hook"):
+            add_hook_to_module(module, AlignDevicesHook(device, **self.common))
+        if name == "":
+            align_hooks(module)[0].io_same_device = True
+        attach_execution_device_hook(module, device, preload_module_classes=self.preload_module_classes, **self.common)

@@ -1,0 +1,60 @@
+"""Whole modules that wait on the CPU and are moved to the device when they are called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.big_modeling.graphs import outside_graphs
+from accelerate.comm.tree import send_to_device
+from accelerate.hooks.base import ModelHook, remove_hook_from_module
+from accelerate.memory import clear_device_cache
+from accelerate.state import PartialState
+
+
+class CpuOffload(ModelHook):
+    """Keeps a module on the CPU until it is called, then leaves it on the device.
+
+    execution_device: where it runs; by default the first accelerator of this machine.
+    prev_module_hook: what `cpu_offload_with_hook` returned for the module that ran before; it leaves the device first.
+    """
+
+    def __init__(
+        self,
+        execution_device: str | int | torch.device | None = None,
+        prev_module_hook: UserCpuOffloadHook | None = None,
+    ) -> None:
+        self.prev_module_hook = prev_module_hook
+        self.execution_device = execution_device if execution_device is not None else PartialState().default_device
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        return module.to("cpu")
+
+    @outside_graphs
+    def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.prev_module_hook is not None and _is_elsewhere(self.prev_module_hook.model):
+            self.prev_module_hook.offload()
+            clear_device_cache()
+        module.to(self.execution_device)
+        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    first = next(module.parameters(), None)
+    return first is not None and first.device.type != "cpu"
+
+
+class UserCpuOffloadHook:
+    """What `cpu_offload_with_hook` gives to its caller: sends the model back to the CPU, or ends the offload."""
+
+    def __init__(self, model: nn.Module, hook: ModelHook) -> None:
+        self.model = model
+        self.hook = hook
+
+    def offload(self) -> None:
+        self.hook.init_hook(self.model)
+
+    def remove(self) -> None:
+        remove_hook_from_module(self.model)

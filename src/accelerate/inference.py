@@ -1,0 +1,242 @@
+"""Inference with a model in stages: each process has one, and batches flow through them in pieces."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from accelerate.big_modeling.device_map import infer_auto_device_map
+from accelerate.big_modeling.sizes import compute_module_sizes
+from accelerate.comm.ops import broadcast_data
+from accelerate.comm.tree import ignorant_find_batch_size, leaves, recursively_apply, send_to_device
+from accelerate.state import PartialState
+
+
+def generate_device_map(
+    model: nn.Module,
+    num_processes: int = 1,
+    no_split_module_classes: list[str] | None = None,
+    max_memory: dict[int | str, int | str] | None = None,
+) -> dict[str, Any]:
+    """Returns which process has which part of a model, in the order of the parts.
+
+    max_memory: by process, how much it may have; by default all have about the same.
+    """
+    if num_processes == 1 or max_memory is not None:
+        return dict(
+            infer_auto_device_map(
+                model,
+                max_memory=max_memory,
+                no_split_module_classes=no_split_module_classes,
+                clean_result=False,
+            )
+        )
+    sizes = compute_module_sizes(model)
+    parts = list(_parts(model, "", set(no_split_module_classes or ())))
+    weights = [int(sizes[name]) for name in parts]
+    return dict(zip(parts, _even_shares(weights, num_processes), strict=True))
+
+
+def _parts(module: nn.Module, name: str, whole: set[str]) -> Iterator[str]:
+    """The smallest modules that may be separated, in their order. Those without weights go with the one before."""
+    children = [(f"{name}.{child}" if name else child, part) for child, part in module.named_children()]
+    if not children or type(module).__name__ in whole or any(True for _ in module.parameters(recurse=False)):
+        if name and any(True for _ in module.parameters()):
+            yield name
+        return
+    for child, part in children:
+        yield from _parts(part, child, whole)
+
+
+def _even_shares(weights: list[int], shares: int) -> list[int]:
+    """Which share each weight is in, in order, so that the largest share is as small as can be."""
+
+    def cut(limit: int) -> list[int]:
+        places, place, filled = [], 0, 0
+        for number, weight in enumerate(weights):
+            left = len(weights) - number
+            # Also where the rest would not be enough to give every share one.
+            if filled and (filled + weight > limit or left <= shares - 1 - place):
+                place, filled = place + 1, 0
+            places.append(place)
+            filled += weight
+        return places
+
+    low, high = max(weights, default=0), sum(weights)
+    while low < high:
+        middle = (low + high) // 2
+        if cut(middle)[-1] < shares:
+            high = middle
+        else:
+            low = middle + 1
+    return cut(low) if weights else []
+
+
+def find_pippy_batch_size(args: Any, kwargs: Any) -> int | None:
+    """Returns the length of the first tensor in the arguments of a call, or None if there is none."""
+    for values in (args, kwargs):
+        for value in values.values() if isinstance(values, dict) else values or ():
+            found = ignorant_find_batch_size(value)
+            if found is not None:
+                return found
+    return None
+
+
+def build_pipeline(model: nn.Module, split_points: list[str], args: Any, kwargs: Any, num_chunks: int) -> Any:
+    """Trace a model, cut it before each of the modules named, and return the schedule of this process's stage.
+
+    args, kwargs: an example of one piece of a batch. num_chunks: in how many pieces a batch goes through.
+    """
+    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+
+    state = PartialState()
+    pipe = pipeline(
+        model,
+        mb_args=tuple(args or ()),
+        mb_kwargs=dict(kwargs or {}),
+        split_spec=dict.fromkeys(split_points, SplitPoint.BEGINNING),
+    )
+    if pipe.num_stages != state.num_processes:
+        raise ValueError(
+            f"Cut at {', '.join(split_points) or 'no module'}, the model has {pipe.num_stages} stages, and there are "
+            f"{state.num_processes} processes: give one split point less than processes."
+        )
+    return ScheduleGPipe(pipe.build_stage(state.process_index, device=state.device), num_chunks)
+
+
+def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
+    """Send a batch through the stages: the first process puts it in, the last one has the output.
+
+    forward: the `step` of the schedule. The batch is filled up until it can be cut into `num_chunks` pieces, and the
+    output cut again. gather_output: give the output to all processes.
+    """
+    state = PartialState()
+    size = find_pippy_batch_size(args, kwargs)
+    if size is None:
+        raise ValueError(
+            "The batch size cannot be told from the arguments of the model: give at least one tensor, on every process."
+        )
+    full = math.ceil(size / num_chunks) * num_chunks
+    output = None
+    if state.process_index == 0:
+        args, kwargs = (send_to_device(_fill(values, size, full), state.device) for values in (args, kwargs))
+        output = forward(*args, **kwargs)
+    else:
+        output = forward()
+    if state.process_index == state.num_processes - 1:
+        output = recursively_apply(functools.partial(_cut, size=size, full=full), output)
+    if gather_output:
+        return broadcast_data(output, state.num_processes - 1)
+    return output if state.process_index == state.num_processes - 1 else None
+
+
+def _fill(values: Any, size: int, full: int) -> Any:
+    """Repeat the last sample: unlike zeros, it is something the model can compute with."""
+
+    def fill(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim == 0 or len(tensor) != size or size == full:
+            return tensor
+        return torch.cat([tensor, tensor[-1:].expand(full - size, *tensor.shape[1:])])
+
+    return recursively_apply(fill, values)
+
+
+def _cut(tensor: torch.Tensor, size: int, full: int) -> torch.Tensor:
+    return tensor[:size] if tensor.ndim and len(tensor) == full else tensor
+
+
+def prepare_pippy(
+    model: nn.Module,
+    split_points: str | list[str] | None = "auto",
+    no_split_module_classes: list[str] | None = None,
+    example_args: tuple[Any, ...] | None = (),
+    example_kwargs: dict[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool | None = False,
+) -> nn.Module:
+    """Spread a model over the processes, a stage each, for inference. Call it on every process with the same inputs.
+
+    split_points: the modules before which it is cut, or "auto". example_args, example_kwargs: a batch like those to
+    come; batches of another size are sent in several rounds, or filled up. num_chunks: in how many pieces a batch goes
+    through, so that all stages have work; by default one for each process. gather_output: give the output to all
+    processes, not only to the last one.
+    """
+    state = PartialState()
+    args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
+    chunks = num_chunks or state.num_processes
+    model.eval()
+    if state.num_processes == 1:
+        model.hf_split_points = []  # type: ignore[assignment]
+        return model.to(state.device)
+    if split_points == "auto" or split_points is None:
+        places = generate_device_map(model, state.num_processes, no_split_module_classes)
+        split_points = [
+            next(name for name, place in places.items() if place == i) for i in range(1, state.num_processes)
+        ]
+    elif isinstance(split_points, str):
+        split_points = [split_points]
+    size = find_pippy_batch_size(args, kwargs)
+    if size is None:
+        raise ValueError(
+            "The model cannot be traced without an input: give example_args or example_kwargs with tensors."
+        )
+    piece = math.ceil(size / chunks)
+    cut = functools.partial(_rows, size=size, start=0, stop=piece)
+    args, kwargs = send_to_device((tree_map(cut, args), tree_map(cut, kwargs)), "cpu")
+    structure = _output_structure(model, args, kwargs)
+    stage = build_pipeline(model, split_points, args, kwargs, chunks)
+    model._original_forward = model.forward  # type: ignore[assignment]
+    model._original_call = model.__call__  # type: ignore[assignment]
+    model.pippy_stage = stage
+    model.hf_split_points = split_points  # type: ignore[assignment]
+    step = functools.partial(_step, stage, structure)
+    run = functools.partial(_in_rounds, step, chunks, bool(gather_output), piece * chunks)
+    model.forward = functools.update_wrapper(run, model.forward)
+    return model
+
+
+def _output_structure(model: nn.Module, args: Any, kwargs: Any) -> Any:
+    """What the model returns, as stages only pass on tensors. Nothing is computed."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        return tree_flatten(model(*args, **kwargs))[1]
+
+
+def _step(schedule: Any, structure: Any, *args: Any, **kwargs: Any) -> Any:
+    output = schedule.step(*args, **kwargs)
+    if output is None:
+        return None
+    tensors = [output] if isinstance(output, torch.Tensor) else list(output)
+    return tree_unflatten(tensors, structure) if len(tensors) == structure.num_leaves else output
+
+
+def _in_rounds(
+    forward: Callable[..., Any], num_chunks: int, gather_output: bool, room: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Send a batch through stages that were traced for `room` samples."""
+    size = find_pippy_batch_size(args, kwargs)
+    if size is None or size == room:
+        return pippy_forward(forward, num_chunks, gather_output, *args, **kwargs)
+    outputs = []
+    for start in range(0, size, room):
+        count = min(room, size - start)
+        cut = functools.partial(_rows, size=size, start=start, stop=start + count)
+        part_args, part_kwargs = _fill([tree_map(cut, args), tree_map(cut, kwargs)], count, room)
+        output = pippy_forward(forward, num_chunks, gather_output, *part_args, **part_kwargs)
+        outputs.append(recursively_apply(functools.partial(_cut, size=count, full=room), output))
+    if outputs[0] is None or len(outputs) == 1:
+        return outputs[0]
+    tensors = iter([torch.cat(parts) for parts in zip(*map(leaves, outputs), strict=True)])
+    return recursively_apply(lambda _: next(tensors), outputs[0])
+
+
+def _rows(value: Any, size: int, start: int, stop: int) -> Any:
+    is_batch = isinstance(value, torch.Tensor) and value.ndim and len(value) == size
+    return value[start:stop] if is_batch else value

@@ -1,0 +1,1 @@
+"""Models with weights in few bits."""

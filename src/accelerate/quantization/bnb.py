@@ -1,0 +1,224 @@
+"""Models with weights in 8 or 4 bits, by `bitsandbytes`."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate.available import is_4bit_bnb_available, is_8bit_bnb_available
+from accelerate.big_modeling.device_map import infer_auto_device_map
+from accelerate.big_modeling.dispatch import dispatch_model
+from accelerate.big_modeling.loading import load_checkpoint_in_model
+from accelerate.big_modeling.memory import get_balanced_memory
+from accelerate.big_modeling.meta import init_empty_weights
+from accelerate.big_modeling.tensors import Device
+from accelerate.big_modeling.ties import find_tied_parameters
+from accelerate.config.quantization import BnbQuantizationConfig
+
+logger = logging.getLogger(__name__)
+
+_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
+_OFFLOADED = ("cpu", "disk")
+
+
+def load_and_quantize_model(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    weights_location: str | os.PathLike[str] | None = None,
+    device_map: Mapping[str, Device] | str | None = None,
+    no_split_module_classes: list[str] | None = None,
+    max_memory: dict[int | str, int | str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_state_dict: bool = False,
+) -> nn.Module:
+    """Returns a model with quantized linear layers, loaded and on its devices.
+
+    model: best built under `init_empty_weights`, so that the full weights are never in memory at once.
+    weights_location: its checkpoint, as in `load_checkpoint_in_model`. The others: as in
+    `load_checkpoint_and_dispatch`; without a device map the model goes on one device. Modules that a map of your own
+    puts on "cpu" or "disk" beside a GPU are not quantized to 4 bits.
+    """
+    config = bnb_quantization_config
+    _require_bnb(config)
+    offloaded: list[str] = []
+    if isinstance(device_map, Mapping) and len(set(device_map.values())) > 1:
+        offloaded = [name for name, device in device_map.items() if device in _OFFLOADED]
+    if config.skip_modules is None:
+        config.skip_modules = get_keys_to_not_convert(model)
+    if config.load_in_4bit:
+        config.skip_modules = [*config.skip_modules, *offloaded]
+    config.keep_in_fp32_modules = config.keep_in_fp32_modules or []
+    left_alone = [*config.skip_modules, *config.keep_in_fp32_modules]
+    device = get_parameter_device(model)
+    if device is None or device.type != "meta":
+        logger.warning("This model has its weights already: build it under `init_empty_weights` to save their memory.")
+        model = replace_with_bnb_layers(model, config, modules_to_not_convert=left_alone)
+        _cast(model, config)
+        model.to(_one_device())
+        return _marked(model, config)
+    if weights_location is None:
+        raise RuntimeError("This model has no weights (meta device): give the weights_location of its checkpoint.")
+    with init_empty_weights():
+        model = replace_with_bnb_layers(model, config, modules_to_not_convert=left_alone)
+    found = get_quantized_model_device_map(
+        model, config, device_map, max_memory=max_memory, no_split_module_classes=no_split_module_classes
+    )
+    load_checkpoint_in_model(
+        model,
+        weights_location,
+        found,
+        dtype=config.torch_dtype,
+        offload_folder=offload_folder,
+        offload_state_dict=offload_state_dict,
+        keep_in_fp32_modules=config.keep_in_fp32_modules,
+        offload_8bit_bnb=config.load_in_8bit and any(device in _OFFLOADED for device in found.values()),
+    )
+    return dispatch_model(_marked(model, config), device_map=found, offload_dir=offload_folder)
+
+
+def _require_bnb(config: BnbQuantizationConfig) -> None:
+    available = is_4bit_bnb_available() if config.load_in_4bit else is_8bit_bnb_available()
+    if not available:
+        raise ImportError("Quantizing a model needs bitsandbytes: pip install 'bitsandbytes>=0.39'.")
+
+
+def _marked(model: Any, config: BnbQuantizationConfig) -> nn.Module:
+    # Read when the model is moved or trained.
+    model.is_loaded_in_8bit = config.load_in_8bit
+    model.is_loaded_in_4bit = config.load_in_4bit
+    marked: nn.Module = model
+    return marked
+
+
+def _cast(model: nn.Module, config: BnbQuantizationConfig) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            kept = any(part in name for part in config.keep_in_fp32_modules or [])
+            parameter.data = parameter.data.to(torch.float32 if kept else config.torch_dtype)
+
+
+def _one_device() -> torch.device:
+    """The GPU of this process, or the CPU where there is none."""
+    for name in ("cuda", "xpu"):
+        module = getattr(torch, name)
+        if module.is_available():
+            return torch.device(name, module.current_device())
+    return torch.device("cpu")
+
+
+def get_quantized_model_device_map(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    device_map: Mapping[str, Device] | str | None = None,
+    max_memory: dict[int | str, int | str] | None = None,
+    no_split_module_classes: list[str] | None = None,
+) -> dict[str, Any]:
+    """Returns the device map of a model that will be quantized: sizes are those after that."""
+    config = bnb_quantization_config
+    if device_map is None:
+        return {"": _one_device()}
+    skipped, kept = config.skip_modules or [], config.keep_in_fp32_modules or []
+    if isinstance(device_map, str):
+        if device_map not in _STRATEGIES:
+            names = ", ".join(map(repr, _STRATEGIES))
+            raise ValueError(f"device_map is {device_map!r}: give a map, or one of {names}.")
+        special = {name: config.torch_dtype for name, _ in model.named_parameters() if any(m in name for m in skipped)}
+        special |= {name: torch.float32 for name, _ in model.named_parameters() if any(m in name for m in kept)}
+        sizing = {
+            "no_split_module_classes": no_split_module_classes,
+            "dtype": config.target_dtype,
+            "special_dtypes": special,
+        }
+        if device_map != "sequential":
+            low_zero = device_map == "balanced_low_0"
+            max_memory = get_balanced_memory(model, max_memory, low_zero=low_zero, **sizing)
+        device_map = infer_auto_device_map(model, max_memory, **sizing)
+    offloaded = [name or "the whole model" for name, device in device_map.items() if device in _OFFLOADED]
+    quantized = [name for name in offloaded if name not in skipped and name not in kept]
+    if quantized and len(offloaded) < len(device_map):
+        if config.load_in_4bit:
+            raise ValueError(
+                f"{', '.join(quantized)} would be offloaded, which weights in 4 bits cannot be: make room on the GPU, "
+                "or name these modules with 'cpu' or 'disk' in a device map of your own, which leaves them unquantized."
+            )
+        logger.info(f"{', '.join(quantized)} are quantized to 8 bits and offloaded.")
+    return dict(device_map)
+
+
+def get_keys_to_not_convert(model: nn.Module) -> list[str]:
+    """Returns the modules that are better not quantized: the last one, and all with tied parameters."""
+    tied = [name for group in find_tied_parameters(model) for name in group]
+    prefix = getattr(model, "base_model_prefix", None)
+    without_head = prefix is not None and not hasattr(model, prefix)
+    if without_head and not tied:
+        return []
+    last = [name for name, _ in list(model.named_children())[-1:]]
+    names = [name.removesuffix(".weight").removesuffix(".bias") for name in [*tied, *last]]
+    return list(dict.fromkeys(names))
+
+
+def replace_with_bnb_layers(
+    model: nn.Module,
+    bnb_quantization_config: BnbQuantizationConfig,
+    modules_to_not_convert: list[str] | None = None,
+    current_key_name: list[str] | None = None,
+) -> nn.Module:
+    """Puts layers of bitsandbytes in the place of linear ones; their weights are quantized when they are moved.
+
+    modules_to_not_convert: names of modules that stay as they are, with all in them. current_key_name: where `model`
+    stands in the model that these names are of.
+    """
+    left_alone = modules_to_not_convert or []
+    path = ".".join(current_key_name or [])
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and not _is_named(f"{path}.{name}" if path else name, left_alone)
+    ]
+    for name, module in found:
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, _quantized_layer(module, bnb_quantization_config))
+    if not found:
+        logger.warning(f"This {type(model).__name__} has no linear layer that could be quantized.")
+    return model
+
+
+def _is_named(name: str, modules: list[str]) -> bool:
+    last = name.rpartition(".")[2]
+    return any(module in (name, last) or f"{module}." in f"{name}." for module in modules)
+
+
+def _quantized_layer(module: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
+    layers = importlib.import_module("bitsandbytes.nn")
+    sizes = module.in_features, module.out_features, module.bias is not None
+    if config.load_in_8bit:
+        layer = layers.Linear8bitLt(*sizes, has_fp16_weights=False, threshold=config.llm_int8_threshold)
+    else:
+        layer = layers.Linear4bit(
+            *sizes,
+            compute_dtype=config.bnb_4bit_compute_dtype,
+            compress_statistics=config.bnb_4bit_use_double_quant,
+            quant_type=config.bnb_4bit_quant_type,
+        )
+    layer.weight.data = module.weight.data
+    if module.bias is not None:
+        layer.bias.data = module.bias.data
+    made: nn.Module = layer.requires_grad_(False)
+    return made
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Says whether a model has a layer with weights in 4 bits."""
+    return any(type(module).__name__ == "Linear4bit" for module in model.modules())
+
+
+def get_parameter_device(parameter: nn.Module) -> torch.device | None:
+    """Returns the device of the first parameter of a module; None where it has none."""
+    first = next(parameter.parameters(), None)
+    return None if first is None else first.device

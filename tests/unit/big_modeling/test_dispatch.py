@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+import copy
+import inspect
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import accelerate.big_modeling
+from accelerate import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
+from tests.unit.big_modeling.toys import TOKENS, Model, model
+
+ALL_CPU = {"scale": "cpu", "embed": "cpu", "layers": "cpu", "head": "cpu", "unused": "cpu"}
+
+
+def test_one_device_needs_no_hooks() -> None:
+    made = dispatch_model(model(), {"": "cpu"})
+    assert made.hf_device_map == {"": "cpu"}  # type: ignore[comparison-overlap]
+    assert not any(hasattr(module, "_hf_hook") for module in made.modules())
+    assert torch.equal(made(TOKENS), model()(TOKENS))
+    made.to("cpu")
+
+
+def test_hooks_on_one_device() -> None:
+    made = dispatch_model(model(), {"": "cpu"}, force_hooks=True)
+    assert all(isinstance(module._hf_hook, AlignDevicesHook) for module in made.modules() if list(module.parameters()))
+    assert made._hf_hook.io_same_device  # type: ignore[union-attr]
+    assert made.head.weight is made.embed.weight  # type: ignore[union-attr]
+    assert torch.equal(made(TOKENS), model()(TOKENS))
+
+
+def test_mixed_places(tmp_path: Path) -> None:
+    places = {**ALL_CPU, "layers": "disk", "unused": "disk"}
+    made = dispatch_model(model(), places, offload_dir=tmp_path)
+    assert made.hf_device_map == places  # type: ignore[comparison-overlap]
+    gone = {name for name, parameter in made.named_parameters() if parameter.is_meta}
+    assert gone and all(name.startswith(("layers.", "unused.")) for name in gone)
+    assert {path.name.split(".")[0] for path in tmp_path.glob("*.dat")} == {"layers", "unused"}
+    for _ in range(2):
+        assert torch.equal(made(TOKENS), model()(TOKENS))
+
+
+def test_tied_weights_on_disk_and_not(tmp_path: Path) -> None:
+    made = dispatch_model(model(), {**ALL_CPU, "head": "disk"}, offload_dir=tmp_path)
+    assert made.head.weight is made.embed.weight  # type: ignore[union-attr]
+    assert not made.head.weight.is_meta  # type: ignore[union-attr]
+    assert torch.equal(made(TOKENS), model()(TOKENS))
+
+
+def test_a_whole_model_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="call `disk_offload`"):
+        dispatch_model(model(), {"": "disk"}, offload_dir=tmp_path)
+
+
+def test_no_folder() -> None:
+    with pytest.raises(
+        ValueError, match=r"puts layers, unused on disk, and there is no folder for that: give offload_dir"
+    ):
+        dispatch_model(model(), {**ALL_CPU, "layers": "disk", "unused": "disk"})
+
+
+def test_gaps_in_the_map() -> None:
+    with pytest.raises(ValueError, match="no device for scale"):
+        dispatch_model(model(), {"embed": "cpu", "layers": "meta", "head": "cpu", "unused": "cpu"})
+
+
+def test_clients_may_replace_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers does so for models with tensors that are in no map."""
+    calls: list[Any] = []
+    monkeypatch.setattr(accelerate.big_modeling, "check_device_map", lambda *args: calls.append(args))
+    dispatch_model(model(), {"embed": "cpu"})
+    assert len(calls) == 1
+
+
+def test_moving_says_why_not(tmp_path: Path) -> None:
+    made = dispatch_model(model(), {**ALL_CPU, "layers": "disk"}, offload_dir=tmp_path)
+    for move in (lambda: made.to("cpu"), lambda: made.to(device="cpu", dtype=torch.half), lambda: made.cpu()):
+        with pytest.raises(RuntimeError, match="This Model cannot be moved by"):
+            move()
+    made.to(torch.float64)
+    assert torch.equal(made(TOKENS), model().double()(TOKENS))
+    with pytest.raises(RuntimeError, match="cannot be moved"):
+        copy.deepcopy(made).to("cpu")
+    remove_hook_from_submodules(made)
+    assert made.to("cpu") is made
+    assert torch.equal(made(TOKENS), model().double()(TOKENS))
+
+
+def test_moving_a_model_that_is_spread(caplog: pytest.LogCaptureFixture) -> None:
+    made = dispatch_model(model(), {"": "cpu"}, force_hooks=True)
+    with caplog.at_level(logging.WARNING):
+        made.to("cpu")
+    assert "spread over devices" in caplog.text
+
+
+def test_signatures_that_clients_probe() -> None:
+    names = set(inspect.signature(dispatch_model).parameters)
+    assert {"skip_keys", "force_hooks", "offload_index", "offload_dir", "offload_buffers"} <= names
+
+
+def test_a_second_dispatch(tmp_path: Path) -> None:
+    """peft takes the hooks off and dispatches again, after it has put modules into the model."""
+    made = dispatch_model(model(), {**ALL_CPU, "layers": "disk"}, offload_dir=tmp_path / "a")
+    remove_hook_from_submodules(made)
+    made.extra = nn.Linear(2, 2)
+    places = {**ALL_CPU, "extra": "cpu", "unused": "disk", "layers": "disk"}
+    again = dispatch_model(made, places, offload_dir=tmp_path / "b")
+    assert torch.equal(again(TOKENS), model()(TOKENS))
+
+
+def test_skipped_keys() -> None:
+    class Keyed(Model):
+        def forward(self, tokens: torch.Tensor, memo: Any = None) -> Any:
+            return {"output": super().forward(tokens), "memo": memo}
+
+    torch.manual_seed(0)
+    made = dispatch_model(Keyed().eval(), {"": "cpu"}, force_hooks=True, skip_keys="memo")
+    memo = torch.ones(1, device="meta")
+    assert made(TOKENS, memo=memo)["memo"] is memo
+
+
+def test_from_a_checkpoint_to_a_running_model(tmp_path: Path) -> None:
+    """Weights on disk stay in the checkpoint's own files, ties hold, and what is not in a state dict is kept."""
+    plain = model()
+    shards: list[dict[str, torch.Tensor]] = [{}, {}]
+    for number, (name, value) in enumerate(plain.state_dict().items()):
+        if name != "head.weight":  # tied: stored once
+            shards[number % 2][name] = value
+    names = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    (tmp_path / "checkpoint").mkdir()
+    for file, shard in zip(names, shards, strict=True):
+        save_file(shard, tmp_path / "checkpoint" / file)
+    weight_map = {name: file for file, shard in zip(names, shards, strict=True) for name in shard}
+    index = tmp_path / "checkpoint" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+    torch.manual_seed(1)
+    with init_empty_weights(include_buffers=False):
+        empty = Model()
+    for layer, filled in zip(empty.layers, plain.layers, strict=True):
+        layer.shift = filled.shift.clone()
+    places = {**ALL_CPU, "layers": "disk", "unused": "disk"}
+    made = load_checkpoint_and_dispatch(
+        empty, tmp_path / "checkpoint", device_map=places, offload_folder=tmp_path / "offload"
+    ).eval()
+    assert made.hf_device_map == places  # type: ignore[comparison-overlap]
+    assert [path.name for path in (tmp_path / "offload").iterdir()] == ["index.json"]
+    assert made.head.weight is made.embed.weight  # type: ignore[union-attr]
+    for _ in range(2):
+        assert torch.equal(made(TOKENS), plain(TOKENS))
+    found = made.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+
+
+def test_a_map_that_is_found(tmp_path: Path) -> None:
+    plain = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    save_file(plain.state_dict(), tmp_path / "model.safetensors")
+    with init_empty_weights():
+        empty = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
+    made = load_checkpoint_and_dispatch(
+        empty, tmp_path, device_map="auto", max_memory={"cpu": 3600}, offload_folder=tmp_path / "offload"
+    )
+    assert set(made.hf_device_map.values()) == {"cpu", "disk"}  # type: ignore[union-attr,operator]
+    x = torch.ones(1, 16)
+    assert torch.equal(made(x), plain(x))
+    with pytest.raises(ValueError, match="device_map is 'best'"):
+        load_checkpoint_and_dispatch(empty, tmp_path, device_map="best")
+    loaded = load_checkpoint_and_dispatch(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), tmp_path)
+    assert torch.equal(loaded(x), plain(x)) and not hasattr(loaded, "hf_device_map")

@@ -1,0 +1,203 @@
+"""Whole models whose weights lie in memory or in files: outputs to the bit, wherever a weight is used."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
+from accelerate.utils import align_module_device, has_offloaded_params, offload_state_dict
+from tests.unit.big_modeling.toys import TOKENS, Model, model
+
+Way = Callable[[Model, Path], nn.Module]
+MIXED = {"scale": "cpu", "embed": "cpu", "head": "cpu", "unused": "disk"}
+MIXED |= {"layers.0": "disk", "layers.1": "cpu", "layers.2.norm": "cpu", "layers.2.linear": "disk"}
+
+WAYS: dict[str, Way] = {
+    "memory": lambda made, folder: cpu_offload(made, "cpu"),
+    "memory with buffers": lambda made, folder: cpu_offload(made, "cpu", offload_buffers=True),
+    "layers at once": lambda made, folder: cpu_offload(made, "cpu", preload_module_classes=["Layer"]),
+    "model at once": lambda made, folder: cpu_offload(made, "cpu", preload_module_classes=["Model"]),
+    "disk": lambda made, folder: disk_offload(made, folder, "cpu"),
+    "disk with buffers": lambda made, folder: disk_offload(made, folder, "cpu", offload_buffers=True),
+    "dispatched": lambda made, folder: dispatch_model(
+        made, {**MIXED, "layers.2": "cpu"}, offload_dir=folder, offload_buffers=True
+    ),
+    "dispatched from memory": lambda made, folder: cpu_offload(made, "cpu", state_dict=dict(made.state_dict())),
+}
+
+
+@pytest.fixture(params=list(WAYS))
+def offloaded(request: pytest.FixtureRequest, tmp_path: Path) -> nn.Module:
+    return WAYS[request.param](model(), tmp_path)
+
+
+def test_outputs_to_the_bit(offloaded: nn.Module) -> None:
+    expected = model()(TOKENS)
+    for _ in range(3):
+        assert torch.equal(offloaded(TOKENS), expected)
+        assert any(parameter.is_meta for parameter in offloaded.parameters())
+
+
+def test_state_dicts_hold_the_values(offloaded: nn.Module) -> None:
+    expected = model().state_dict()
+    for _ in range(2):
+        found = offloaded.state_dict()
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert not any(value.requires_grad or isinstance(value, nn.Parameter) for value in found.values())
+        offloaded(TOKENS)
+    part = offloaded.layers.state_dict(prefix="x.")  # type: ignore[union-attr,operator]
+    assert torch.equal(part["x.0.linear.weight"], expected["layers.0.linear.weight"])
+    assert all(value.is_meta == parameter.is_meta for (_, value), parameter in zip(
+        offloaded.named_parameters(), offloaded.parameters(), strict=True))  # fmt: skip
+
+
+def test_ties_hold(offloaded: nn.Module) -> None:
+    assert offloaded.head.weight is offloaded.embed.weight  # type: ignore[union-attr]
+    offloaded(TOKENS)
+    assert offloaded.head.weight is offloaded.embed.weight  # type: ignore[union-attr]
+
+
+def test_weights_come_back(offloaded: nn.Module) -> None:
+    remove_hook_from_submodules(offloaded)
+    assert not any(tensor.is_meta for tensor in (*offloaded.parameters(), *offloaded.buffers()))
+    assert all(type(parameter) is nn.Parameter for parameter in offloaded.parameters())
+    expected = model()
+    assert torch.equal(offloaded(TOKENS), expected(TOKENS))
+    assert all(torch.equal(offloaded.state_dict()[name], value) for name, value in expected.state_dict().items())
+
+
+def test_copies_are_independent(offloaded: nn.Module) -> None:
+    expected = model()(TOKENS)
+    other = copy.deepcopy(offloaded)
+    assert torch.equal(other(TOKENS), expected)
+    del offloaded
+    assert torch.equal(other(TOKENS), expected)
+
+
+def test_other_precisions(offloaded: nn.Module) -> None:
+    expected = model().double()(TOKENS)
+    assert torch.equal(offloaded.double()(TOKENS), expected)
+    assert {value.dtype for value in offloaded.state_dict().values() if value.is_floating_point()} == {torch.float64}
+
+
+def test_gradients_reach_the_inputs(offloaded: nn.Module) -> None:
+    grads = []
+    for subject in (model(), offloaded):
+        x = torch.ones(2, 8, requires_grad=True)
+        subject.layers[1](x).square().sum().backward()  # type: ignore[index,operator]
+        grads.append(x.grad)
+    assert torch.equal(*grads)  # type: ignore[arg-type]
+
+
+def test_hooks_look_as_clients_expect() -> None:
+    made = cpu_offload(model(), "cpu", offload_buffers=True)
+    assert [type(hook) for hook in made._hf_hook.hooks] == [AlignDevicesHook, AlignDevicesHook]  # type: ignore[union-attr]
+    assert made._hf_hook.hooks[0].io_same_device  # type: ignore[union-attr]
+    hook: Any = made.layers[0].linear._hf_hook  # type: ignore[index]
+    assert hook.offload and hook.execution_device == "cpu"
+    assert torch.equal(hook.weights_map["weight"], model().layers[0].linear.weight)  # type: ignore[arg-type]
+    assert "layers.0.linear.weight" in hook.weights_map.dataset
+
+
+def test_a_model_without_parameters_of_its_own() -> None:
+    made = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    x = torch.ones(1, 2)
+    expected = made(x)
+    cpu_offload(made, "cpu")
+    assert type(made._hf_hook) is AlignDevicesHook
+    assert torch.equal(made(x), expected)
+
+
+def test_writing_goes_to_host_memory() -> None:
+    made = cpu_offload(model(), "cpu")
+    with torch.no_grad():
+        made.embed.weight.data.zero_()  # type: ignore[union-attr,operator]
+    changed = model()
+    changed.embed.weight.data.zero_()
+    assert torch.equal(made(TOKENS), changed(TOKENS))
+
+
+def test_a_weight_that_was_exchanged_stays() -> None:
+    made, plain = cpu_offload(model(), "cpu"), model()
+    weight = torch.randn(8, 8)
+    for subject in (made, plain):
+        subject.layers[1].linear.weight = nn.Parameter(weight.clone())  # type: ignore[index,union-attr]
+    for _ in range(2):
+        assert torch.equal(made(TOKENS), plain(TOKENS))
+    assert torch.equal(made.layers[1].linear.weight, weight)  # type: ignore[index,union-attr]
+
+
+def test_disk_folders_are_used_again(tmp_path: Path) -> None:
+    disk_offload(model(), tmp_path, "cpu")
+    before = {path.name: path.stat().st_ino for path in tmp_path.glob("*.dat")}
+    assert torch.equal(disk_offload(model(), tmp_path, "cpu")(TOKENS), model()(TOKENS))
+    assert {path.name: path.stat().st_ino for path in tmp_path.glob("*.dat")} == before
+    # Weights of another model in the folder are not taken for this one's.
+    other = model()
+    with torch.no_grad():
+        other.scale.mul_(2)
+    expected = copy.deepcopy(other)(TOKENS)
+    assert torch.equal(disk_offload(other, tmp_path, "cpu")(TOKENS), expected)
+
+
+def test_disk_folders_and_a_model_without_weights(tmp_path: Path) -> None:
+    plain = model()
+    offload_state_dict(tmp_path, plain.state_dict())
+    empty = model()
+    empty.layers.to("meta")
+    for layer, filled in zip(empty.layers, plain.layers, strict=True):
+        layer.shift = filled.shift.clone()  # not in a state dict
+    disk_offload(empty, tmp_path, "cpu")
+    assert torch.equal(empty(TOKENS), plain(TOKENS))
+    remove_hook_from_submodules(empty)
+    assert torch.equal(empty(TOKENS), plain(TOKENS))  # still brought in where it is used
+
+
+def test_weights_stay_in_their_safetensors_files(tmp_path: Path) -> None:
+    plain = model()
+    weights = plain.layers.state_dict(prefix="layers.")
+    file = tmp_path / "f.safetensors"
+    save_file({f"their.{name}": value for name, value in weights.items()}, file)
+    index = {
+        name: {"safetensors_file": str(file), "weight_name": f"their.{name}", "dtype": "float32"}
+        for name in weights
+    }  # fmt: skip
+    places = {"scale": "cpu", "embed": "cpu", "layers": "disk", "head": "cpu", "unused": "cpu"}
+    made = dispatch_model(model(), places, offload_index=index)
+    for _ in range(2):
+        assert torch.equal(made(TOKENS), plain(TOKENS))
+    assert [path.name for path in tmp_path.iterdir()] == ["f.safetensors"]
+    assert made.layers[0].linear._hf_hook.weights_map.dataset.index is index  # type: ignore[index,union-attr]
+
+
+def test_files_in_another_precision(tmp_path: Path) -> None:
+    layer = nn.Linear(4, 4)
+    save_file({"0.weight": layer.weight.detach(), "0.bias": layer.bias.detach()}, tmp_path / "f.safetensors")
+    made = nn.Sequential(nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4, dtype=torch.bfloat16))
+    index = {f"0.{name}": {"safetensors_file": str(tmp_path / "f.safetensors")} for name in ("weight", "bias")}
+    dispatch_model(made, {"0": "disk", "1": "cpu"}, offload_index=index)
+    x = torch.ones(1, 4, dtype=torch.bfloat16)
+    expected = torch.nn.functional.linear(x, layer.weight.bfloat16(), layer.bias.bfloat16())
+    assert torch.equal(made[0](x), expected)
+
+
+def test_aligned_modules(tmp_path: Path) -> None:
+    made = disk_offload(model(), tmp_path, "cpu")
+    linear: Any = made.layers[0].linear  # type: ignore[index]
+    assert has_offloaded_params(linear) and not has_offloaded_params(made.layers)  # type: ignore[arg-type]
+    with align_module_device(linear):
+        assert linear.weight.device.type == "cpu" and type(linear.weight) is nn.Parameter
+    assert linear.weight.is_meta
+    plain = nn.Linear(2, 2)
+    with align_module_device(plain, torch.device("cpu")):
+        assert plain.weight.device.type == "cpu"

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import copy
+import io
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from accelerate.big_modeling.placeholder import OffloadedParameter, OffloadedTensor, Slot
+from accelerate.big_modeling.store import OffloadedWeightsLoader, offload_state_dict
+
+CPU = torch.device("cpu")
+
+
+def offloaded(dtype: torch.dtype = torch.float32) -> tuple[nn.Linear, torch.Tensor]:
+    torch.manual_seed(0)
+    layer = nn.Linear(3, 4, dtype=dtype)
+    value = layer.weight.detach().clone()
+    Slot(layer, "weight", {"weight": value}, "weight", CPU, CPU)
+    return layer, value
+
+
+def test_shows_as_meta() -> None:
+    layer, value = offloaded()
+    weight = layer.weight
+    assert isinstance(weight, OffloadedParameter) and isinstance(weight, nn.Parameter)
+    assert weight.device.type == "meta" and weight.is_meta
+    assert weight.shape == value.shape and weight.dtype == value.dtype and weight.requires_grad
+    assert weight.numel() == 12 and weight.dim() == 2 and len(weight) == 4 and weight.data_ptr() == 0
+    assert "meta" in repr(weight)
+    assert dict(layer.named_parameters())["weight"] is weight
+
+
+def test_computes_with_the_value() -> None:
+    layer, value = offloaded()
+    x = torch.randn(2, 3)
+    assert torch.equal(F.linear(x, layer.weight), F.linear(x, value))
+    assert torch.equal(x @ layer.weight.T, x @ value.T)
+    assert torch.equal(layer.weight[1:], value[1:])
+    assert torch.equal(torch.cat([layer.weight, layer.weight]), torch.cat([value, value]))
+    assert torch.equal(layer.weight.to(torch.float64).sum(), value.to(torch.float64).sum())
+    assert torch.equal(layer.weight.half() * 2, value.half() * 2)
+    assert torch.equal(layer.weight.data.norm(), value.norm())
+    assert torch.equal(layer.weight.detach().to("cpu"), value)
+    assert torch.equal(layer.weight.to(x) + 0, value)
+    assert not layer.weight.to(x).is_meta
+    assert layer.weight.tolist() == value.tolist()
+    assert layer.weight.is_meta
+
+
+def test_what_only_changes_the_dtype_is_put_off() -> None:
+    layer, _ = offloaded()
+    for cast in (layer.weight.half(), layer.weight.to(torch.float16), layer.weight.to(dtype=torch.float16)):
+        assert type(cast) is OffloadedTensor and cast.is_meta and cast.dtype == torch.float16
+    layer.to(torch.float64)
+    assert layer.weight.is_meta and layer.weight.dtype == torch.float64
+    layer.half()
+    assert layer.weight.is_meta and layer.weight.dtype == torch.float16 and isinstance(layer.weight, OffloadedParameter)
+
+
+def test_moving_brings_it_in() -> None:
+    layer, value = offloaded()
+    layer.to("cpu")
+    assert type(layer.weight) is nn.Parameter and torch.equal(layer.weight, value)
+
+
+def test_gradients() -> None:
+    layer, value = offloaded()
+    x = torch.randn(2, 3, requires_grad=True)
+    F.linear(x, layer.weight).sum().backward()
+    other = x.detach().clone().requires_grad_()
+    F.linear(other, value).sum().backward()
+    assert x.grad is not None and other.grad is not None
+    assert torch.equal(x.grad, other.grad)
+    assert not layer.weight.detach().requires_grad
+    layer.weight.requires_grad_(False)
+    assert not layer.weight.requires_grad
+
+
+def test_writing_changes_the_value_where_it_lies() -> None:
+    layer, value = offloaded()
+    with torch.no_grad():
+        assert layer.weight.zero_() is layer.weight
+    assert value.abs().sum() == 0
+    with pytest.warns(UserWarning, match="no-op"):  # torch takes it for an empty one
+        layer.load_state_dict({"weight": torch.full((4, 3), 2.0), "bias": torch.zeros(4)})
+    assert value.tolist() == [[2.0] * 3] * 4
+    layer.weight.data[0] = 5.0
+    assert value[0].tolist() == [5.0] * 3
+    assert layer.weight.is_meta
+
+
+def test_writing_to_a_file_is_refused(tmp_path: Path) -> None:
+    layer = nn.Linear(3, 4)
+    offload_state_dict(tmp_path, layer.state_dict())
+    Slot(layer, "weight", OffloadedWeightsLoader(save_folder=tmp_path), "weight", CPU, CPU)
+    assert layer.weight.sum().isfinite()
+    with pytest.raises(RuntimeError, match="weight lies in a file and cannot be changed there by `copy_`"):
+        layer.weight.data.copy_(torch.zeros(4, 3))
+
+
+def test_copies_and_pickles() -> None:
+    layer, value = offloaded()
+    other = copy.deepcopy(layer)
+    assert isinstance(other.weight, OffloadedParameter) and other.weight is not layer.weight
+    assert torch.equal(other.weight + 0, value)
+    value.zero_()
+    assert (other.weight + 0).abs().sum() > 0
+    stream = io.BytesIO()
+    torch.save(other.weight, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=False)
+    assert type(loaded) is nn.Parameter and torch.equal(loaded, other.weight + 0)
+
+
+def test_attributes_of_a_parameter_are_kept() -> None:
+    layer = nn.Linear(3, 4)
+    layer.weight.sharded = True  # type: ignore[attr-defined]
+    slot = Slot(layer, "weight", {"weight": layer.weight.detach().clone()}, "weight", CPU, CPU)
+    assert layer.weight.sharded
+    tensor = slot.fill(slot.value())
+    assert layer.weight is tensor and layer.weight.sharded and not hasattr(layer.weight, "slot")
+    slot.clear(tensor)
+    assert layer.weight.is_meta
+
+
+def test_making_one_anew_gives_a_plain_parameter() -> None:
+    layer, value = offloaded()
+    made = type(layer.weight)(value, requires_grad=False)
+    assert type(made) is nn.Parameter and not made.requires_grad
+
+
+def test_buffers() -> None:
+    layer = nn.BatchNorm1d(4)
+    value = torch.randn(4)
+    Slot(layer, "running_mean", {"m": value}, "m", CPU, CPU)
+    assert type(layer.running_mean) is OffloadedTensor
+    assert torch.equal(layer.running_mean + 1, value + 1)

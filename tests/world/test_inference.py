@@ -1,0 +1,90 @@
+"""Models in stages: the output is that of the whole model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import PartialState, prepare_pippy
+from accelerate.inference import find_pippy_batch_size, generate_device_map
+from tests.harness import run_world, world_outcomes
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(layers))
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = x * scale
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return {"logits": self.head(x)}
+
+
+def batch(size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(size)
+    return torch.randn(size, 4), torch.rand(size, 4)
+
+
+def _check(gather: bool, points: Any, chunks: int | None) -> Any:
+    plain = Net().eval()
+    model = prepare_pippy(Net(), points, example_args=batch(4), num_chunks=chunks, gather_output=gather)
+    state = PartialState()
+    with torch.no_grad():
+        for size in (4, 4, 3, 9, 1):
+            x, scale = batch(size)
+            output = model(x, scale)
+            if gather or state.process_index == state.num_processes - 1:
+                torch.testing.assert_close(output["logits"], plain(x, scale)["logits"])
+            else:
+                assert output is None
+    return model.hf_split_points
+
+
+def test_two_stages() -> None:
+    points = run_world(_check, 2, True, "auto", None)
+    assert points[0] == points[1] and len(points[0]) == 1
+
+
+def test_where_and_in_how_many_pieces() -> None:
+    assert run_world(_check, 2, False, "layers.1", 4) == [["layers.1"]] * 2
+
+
+def test_three_stages() -> None:
+    assert len(run_world(_check, 3, True, "auto", None)[0]) == 2
+
+
+def _too_many() -> None:
+    with pytest.raises(ValueError, match="cannot be traced without an input"):
+        prepare_pippy(Net(), ["layers.1"])
+    prepare_pippy(Net(), ["layers.1", "layers.2"], example_args=batch(4))
+
+
+def test_too_many_points() -> None:
+    for outcome in world_outcomes(_too_many, 2):
+        assert "has 3 stages, and there are 2 processes" in outcome.message
+
+
+def test_one_process() -> None:
+    assert run_world(_check, 1, False, "auto", None) == [[]]
+
+
+def test_even_shares() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    found = generate_device_map(model, 4)
+    assert [list(found.values()).count(i) for i in range(4)] == [2, 2, 2, 2]
+    uneven = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 400), nn.Linear(400, 4), nn.Linear(4, 4))
+    assert set(generate_device_map(uneven, 2).values()) == {0, 1}
+    assert set(generate_device_map(model, 2, max_memory={0: 200, 1: 10000}).values()) == {0, 1}
+
+
+def test_batch_sizes() -> None:
+    assert find_pippy_batch_size((1, torch.ones(3, 2)), {}) == 3
+    assert find_pippy_batch_size((), {"a": None, "b": torch.ones(4)}) == 4
+    assert find_pippy_batch_size(None, None) is None
