@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 PEER := .venv-peer
 TRACKERS := .venv-trackers
+QUANTIZATION := .venv-quantization
 BIN := $(VENV)/bin
 PIP := -m pip --disable-pip-version-check install --quiet
 
@@ -10,7 +11,7 @@ PIP := -m pip --disable-pip-version-check install --quiet
 make_venv = $(PYTHON) -m venv $(1) || \
 	{ $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 
-.PHONY: help quickstart test trackers peer-checkpoints soak lint format bench
+.PHONY: help quickstart test trackers peer-checkpoints peer-models quantization peer-launch soak lint format bench
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +19,9 @@ help:
 	@echo "make test         lint, then all tests"
 	@echo "make trackers     the trackers, against their real libraries"
 	@echo "make peer-checkpoints  this package and the released one load each other's checkpoints"
+	@echo "make peer-launch  this package and the released one tell launched processes the same"
+	@echo "make peer-models  device maps and sizes as in the released package"
+	@echo "make quantization weights in 8 and 4 bits, with the real bitsandbytes"
 	@echo "make soak         kill saves at thousands of moments"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite the code"
@@ -48,6 +52,12 @@ $(TRACKERS)/.ready: tests/trackers/requirements.txt pyproject.toml constraints.t
 	$(TRACKERS)/bin/python $(PIP) -c constraints.txt -r tests/trackers/requirements.txt -e '.[trackers]'
 	@touch $@
 
+$(QUANTIZATION)/.ready: tests/quantization/requirements.txt pyproject.toml constraints.txt
+	@echo "installing bitsandbytes into $(QUANTIZATION)"
+	test -x $(QUANTIZATION)/bin/python -a -x $(QUANTIZATION)/bin/pip || $(call make_venv,$(QUANTIZATION))
+	$(QUANTIZATION)/bin/python $(PIP) -c constraints.txt -r tests/quantization/requirements.txt -e .
+	@touch $@
+
 # On CPU even where there is a GPU: two processes cannot share one.
 quickstart: $(VENV)/.ready-examples
 	ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/quickstart.py
@@ -72,6 +82,15 @@ trackers: $(TRACKERS)/.ready
 peer-checkpoints: $(VENV)/.ready-test $(PEER)/.ready
 	$(BIN)/python tests/peer/checkpoints.py $(PEER)/bin/python
 
+peer-launch: $(VENV)/.ready-test $(PEER)/.ready
+	$(BIN)/python tests/peer/launch_env.py $(PEER)/bin/python
+
+peer-models: $(VENV)/.ready-test $(PEER)/.ready
+	$(BIN)/python tests/peer/device_maps.py $(PEER)/bin/python
+
+quantization: $(QUANTIZATION)/.ready
+	REQUIRE_QUANTIZATION=1 $(QUANTIZATION)/bin/python -m pytest tests/quantization $(ARGS)
+
 # The tests of crashes, with SOAK times as many moments.
 soak: $(VENV)/.ready-test
 	SOAK=20 $(BIN)/python -m pytest tests/world/test_checkpoint_crash.py --timeout 3600 $(ARGS)
@@ -79,3 +98,4 @@ soak: $(VENV)/.ready-test
 bench: $(VENV)/.ready-examples $(PEER)/.ready
 	$(BIN)/python benchmarks/run.py $(ARGS)
 	$(BIN)/python benchmarks/checkpoint.py --peer $(PEER)/bin/python
+	$(BIN)/python benchmarks/big_models.py --peer $(PEER)/bin/python

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import cli
 import dispatch
 import gather
 import harness
@@ -21,7 +22,7 @@ GROUPS = {"step": step, "loader": loader, "gather": gather, "dispatch": dispatch
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    names = [*GROUPS, "imports"]
+    names = [*GROUPS, "imports", "cli"]
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--quick", action="store_true", help="few rounds: a rough picture in about a minute")
     parser.add_argument("--peer", type=Path, default=harness.REPOSITORY / ".venv-peer/bin/python", help="its python")
@@ -56,6 +57,9 @@ def main() -> int:
     if "imports" in options.only:
         print(f"{time.monotonic() - began:4.0f} s  imports", file=sys.stderr, flush=True)
         rows += imports.measure(who["peer"], who["ours"], rounds=2 if options.quick else 7)
+    if "cli" in options.only:
+        print(f"{time.monotonic() - began:4.0f} s  command line", file=sys.stderr, flush=True)
+        rows += cli.measure(who["peer"], who["ours"], rounds=2 if options.quick else 7)
     info = report.machine(about)
     report.show(rows, info)
     report.save(options.json, rows, info)

@@ -17,13 +17,14 @@ from accelerate.state import PartialState
 
 logger = logging.getLogger(__name__)
 
-# What a file may contain beyond tensors: the states of NumPy's random number generators.
+# What a file may contain beyond tensors and plain values: NumPy's arrays and numbers, and the states of its generators.
 TORCH_SAFE_GLOBALS: list[Any] = [
     np.array(0).__reduce__()[0],
+    np.float64(0).__reduce__()[0],
     np.ndarray,
     codecs.encode,
     np.dtype,
-    type(np.dtype("uint32")),
+    *dict.fromkeys(type(np.dtype(kind)) for kind in "?bhilqBHILQefdFDSU"),
 ]
 
 
@@ -72,7 +73,7 @@ def replacing(target: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """Reads what `save` wrote with torch; by default only tensors, plain values and NumPy's random states."""
+    """Reads what `save` wrote with torch; by default only tensors, plain values, and arrays and numbers of NumPy."""
     kwargs.setdefault("weights_only", True)
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         return torch.load(f, map_location=map_location, **kwargs)

@@ -43,7 +43,24 @@ def test_evaluation_is_exact() -> None:
     assert together == [alone, alone]
 
 
-@pytest.mark.parametrize("name", ["evaluation", "gradient_accumulation"])
+@pytest.mark.parametrize(
+    ("processes", "args"),
+    [(2, (2, 1, 1)), (2, (1, 1, 1)), (4, (2, 2, 1)), (4, (2, 1, 2))],
+    ids=["fsdp2", "fsdp1", "copies", "split"],
+)
+def test_sharded_training_ends_as_on_one_process(processes: int, args: tuple[int, int, int]) -> None:
+    (alone,) = on(1, "sharding", "train", 2, 1, 1, 2, 32)
+    shares = processes // args[2]
+    together = on(processes, "sharding", "train", *args, 2, 32 // shares)
+    assert together == pytest.approx([alone] * processes, rel=1e-4)
+
+
+def test_split_layers_end_as_on_one_process() -> None:
+    (alone,) = on(1, "sharding", "train", 2, 1, 1, 2, 32)
+    assert on(2, "sharding", "train", 2, 1, 2, 2, 32) == pytest.approx([alone] * 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["evaluation", "gradient_accumulation", "sharding"])
 def test_as_a_script(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--help"]
     assert "usage:" in subprocess.run(command, capture_output=True, text=True, check=True).stdout

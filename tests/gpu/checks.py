@@ -398,3 +398,49 @@ def a_checkpoint_brings_back_the_run_on_the_device() -> None:
             other = made(2)
             other[0].load_state(folder)
             assert train(*other) == expected
+
+
+@check
+def a_large_checkpoint_goes_through_blocks() -> None:
+    """Tensors of several blocks and an odd size: saved from the device, at once and behind, and read back to it."""
+    import tempfile
+    from pathlib import Path
+
+    from accelerate import Accelerator
+    from accelerate.checkpointing import verify_checkpoint
+
+    def made(seed: int) -> Any:
+        torch.manual_seed(seed)
+        accelerator = Accelerator()
+        net = torch.nn.Sequential(torch.nn.Linear(3001, 3001), torch.nn.Linear(3001, 1, bias=False))
+        return (accelerator, *accelerator.prepare(net, torch.optim.AdamW(net.parameters())))
+
+    def step(accelerator: Any, model: Any, optimizer: Any) -> None:
+        accelerator.backward(model(torch.ones(2, 3001, device=accelerator.device)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state(model: Any, optimizer: Any) -> list[torch.Tensor]:
+        values = [v for values in optimizer.state.values() for v in values.values()]
+        return [value.detach().clone() for value in (*model.parameters(), *values)]
+
+    for behind in (False, True):
+        for safe in (True, False):
+            with tempfile.TemporaryDirectory() as folder:
+                reset()
+                run = made(1)
+                step(*run)
+                expected = state(*run[1:])
+                run[0].save_state(folder, safe, async_save=behind)
+                step(*run)  # what is written is the state of before
+                run[0].wait_for_checkpoint()
+                verify_checkpoint(folder)
+                loaded = torch.load(Path(folder, "optimizer.bin"), weights_only=True)
+                assert torch.equal(loaded["state"][0]["exp_avg"], expected[3 + 1].cpu())
+                reset()
+                other = made(2)
+                step(*other)
+                other[0].load_state(folder)
+                found = state(*other[1:])
+                assert [value.device for value in found] == [value.device for value in expected]
+                assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))

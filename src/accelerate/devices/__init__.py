@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from accelerate.config.environment import str_to_bool
+from accelerate.devices import cuda_start
 from accelerate.devices.base import Device, Memory
 from accelerate.devices.cpu import CPU
 from accelerate.devices.cuda import CUDA
@@ -63,3 +65,8 @@ def choose(environ: Mapping[str, str], cpu: bool = False, devices: Sequence[Devi
         if device.available():
             return Choice(device, None, f"{device.name} is the first available device of this machine")
     return Choice(CPU(), None, "no other device is available")
+
+
+if "IPython" in sys.modules:
+    # A notebook may call for several processes later, and then wants to know which of its cells started CUDA.
+    cuda_start.remember()

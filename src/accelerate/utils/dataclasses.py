@@ -17,6 +17,7 @@ from accelerate.config.enums import (
     RNGType,
     SageMakerDistributedType,
 )
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -25,7 +26,14 @@ from accelerate.config.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
+from accelerate.config.parallel import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
 from accelerate.config.project import ProjectConfiguration
+from accelerate.config.quantization import BnbQuantizationConfig
 from accelerate.config.tensors import TensorInformation
 from accelerate.constants import (
     BETA_CP_AVAILABLE_PYTORCH_VERSION,
@@ -52,15 +60,18 @@ __all__ = [
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
     "AutocastKwargs",
     "BaseEnum",
+    "BnbQuantizationConfig",
     "ComputeEnvironment",
     "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
     "EnumWithContains",
     "FP8BackendType",
+    "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
@@ -72,6 +83,9 @@ __all__ = [
     "RNGType",
     "SageMakerDistributedType",
     "TensorInformation",
+    "TorchContextParallelConfig",
     "TorchDynamoPlugin",
+    "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin",
     "get_module_class_from_name",
 ]

@@ -3,6 +3,7 @@
 from accelerate.barrier import wait_for_everyone
 from accelerate.compilation import (
     compile_regions,
+    compile_regions_fsdp2,
     has_compiled_regions,
     has_repeated_blocks,
     is_compiled_module,
@@ -21,6 +22,7 @@ __all__ = [
     "check_os_kernel",
     "clean_state_dict_for_safetensors",
     "compile_regions",
+    "compile_regions_fsdp2",
     "convert_bytes",
     "extract_model_from_parallel",
     "get_free_port",

@@ -46,6 +46,18 @@ def test_memory_shapes_and_flops() -> None:
     assert any(event.self_cpu_memory_usage > 0 for event in profiler.key_averages())
 
 
+def test_a_loop_shorter_than_its_schedule(tmp_path: Path) -> None:
+    kwargs = ProfileKwargs(
+        activities=["cpu"], schedule_option={"wait": 5, "warmup": 1, "active": 1}, output_trace_dir=str(tmp_path)
+    )
+    with (
+        pytest.warns(UserWarning, match="nothing was recorded"),
+        Accelerator(cpu=True).profile(kwargs) as profiler,
+    ):
+        profiler.step()
+    assert not list(tmp_path.iterdir())
+
+
 def traced(folder: str) -> None:
     accelerator = Accelerator(cpu=True)
     with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=folder)):

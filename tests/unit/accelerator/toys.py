@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate.comm import current
+from accelerate.parallel.shards import whole
 
 # What a plain `python script.py` does not have: for `run_world(..., env=ALONE)`.
 ALONE: dict[str, str | None] = dict.fromkeys(("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"))
@@ -43,12 +47,19 @@ def loader(samples: int = 32, batch_size: int = 4, **kwargs: Any) -> DataLoader[
 
 
 def weights(model: nn.Module) -> torch.Tensor:
-    """All parameters as one vector."""
-    return torch.cat([p.detach().float().flatten() for p in model.parameters()])
+    """All parameters as one vector, wherever their pieces are."""
+    fsdp = sys.modules["torch.distributed.fsdp"] if _in_flat_pieces() else None
+    with fsdp.FullyShardedDataParallel.summon_full_params(model) if fsdp else nullcontext():
+        return torch.cat([whole(p).float().flatten().clone() for p in model.parameters()])
+
+
+def _in_flat_pieces() -> bool:
+    """Whether this is FSDP version 1, where tensors do not know how they are cut."""
+    return "ACCELERATE_USE_FSDP" in os.environ and os.environ.get("FSDP_VERSION", "1") == "1"
 
 
 def gradients(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.grad.detach().flatten() for p in model.parameters() if p.grad is not None])
+    return torch.cat([whole(p.grad).flatten() for p in model.parameters() if p.grad is not None])
 
 
 def everywhere(value: torch.Tensor) -> list[torch.Tensor]:
@@ -65,7 +76,10 @@ def optimizer_values(optimizer: torch.optim.Optimizer) -> torch.Tensor:
     """All numbers in an optimizer's state as one vector."""
     found: list[torch.Tensor] = []
     for values in optimizer.state_dict()["state"].values():
-        found += [v.flatten().float() for v in values.values() if isinstance(v, torch.Tensor)]
+        for value in values.values():
+            if isinstance(value, torch.Tensor):
+                cut = _in_flat_pieces() and value.ndim == 1
+                found.append((torch.cat(everywhere(value)) if cut else whole(value)).flatten().float())
     return torch.cat(found) if found else torch.zeros(1)
 
 

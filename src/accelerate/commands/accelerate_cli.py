@@ -1,0 +1,79 @@
+"""The `accelerate` command: a table of subcommands, of which only the one that is called is imported."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable
+
+from accelerate.commands.utils import CustomArgumentParser
+
+# Name -> the function `f(subparsers=None)` that makes the subcommand's parser, whose default `func` runs it; and one
+# line of help. A new command is its file and its line here.
+COMMANDS: dict[str, tuple[str, str]] = {
+    "config": ("accelerate.commands.config:get_config_parser", "answer questions, keep the answers for `launch`"),
+    "launch": ("accelerate.commands.launch:launch_command_parser", "run a script on one process or many"),
+    "env": ("accelerate.commands.env:env_command_parser", "show versions, hardware, config and what was detected"),
+    "test": ("accelerate.commands.test:test_command_parser", "check this machine as a launch would use it"),
+    "estimate-memory": (
+        "accelerate.commands.estimate:estimate_command_parser",
+        "say how much memory a model takes, to load it and to train it",
+    ),
+    "merge-weights": (
+        "accelerate.commands.merge:merge_command_parser",
+        "one file of weights from a sharded checkpoint",
+    ),
+    "to-fsdp2": ("accelerate.commands.to_fsdp2:to_fsdp2_command_parser", "turn a config for FSDP1 into one for FSDP2"),
+    "tpu-config": ("accelerate.commands.tpu:tpu_command_parser", "run commands on all machines of a TPU pod"),
+}
+
+
+def get_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = CustomArgumentParser(
+        prog="accelerate",
+        usage="accelerate <command> [<args>]",
+        description="Configure, launch and inspect training on one device or many.",
+        allow_abbrev=False,
+    )
+    subparsers = parser.add_subparsers(title="commands", metavar="<command>", dest="command", prog="accelerate")
+    for place, _ in COMMANDS.values():
+        _maker(place)(subparsers)
+    return parser
+
+
+def _maker(place: str) -> Callable[..., argparse.ArgumentParser]:
+    module, function = place.split(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def main() -> None:
+    """What the shell calls."""
+    words = sys.argv[1:]
+    if not words or words[0] in ("-h", "--help"):
+        print(_help())
+        sys.exit(0 if words else 1)
+    if words[0] == "--version":
+        from accelerate import __version__
+
+        print(f"accelerate {__version__}")
+        return
+    if words[0] not in COMMANDS:
+        sys.exit(f"accelerate: there is no command {words[0]!r}; choose one of {', '.join(COMMANDS)}.")
+    args = _maker(COMMANDS[words[0]][0])(None).parse_args(words[1:])
+    args.func(args)
+
+
+def _help() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {name:<{width}}{line}" for name, (_, line) in COMMANDS.items()]
+    return (
+        "usage: accelerate <command> [<args>]\n\nConfigure, launch and inspect training on one device or many.\n\n"
+        + "\n".join(lines)
+        + "\n\n`accelerate <command> --help` shows the arguments of one."
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""`accelerate config`: the questions, `config default` and `config update`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from accelerate.commands.config.config import config_command_parser
+from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands.config.default import default_command_parser
+from accelerate.commands.config.update import update_command_parser
+from accelerate.config import file
+
+__all__ = [
+    "config_command_parser",
+    "default_command_parser",
+    "get_config_parser",
+    "load_config_from_file",
+    "main",
+    "update_command_parser",
+]
+
+
+def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of `accelerate config` and of what can follow it."""
+    shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = config_command_parser(subparsers)
+    more = parser.add_subparsers(
+        title="instead of asking", dest="subcommand", metavar="<what>", prog="accelerate config"
+    )
+    default_command_parser(more, [shared])
+    update_command_parser(more, [shared])
+    return parser
+
+
+def __getattr__(name: str) -> Any:
+    # The place depends on the environment, so it is looked up when it is asked for.
+    if name == "default_config_file":
+        return str(file.default_path())
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def main() -> None:
+    """What `accelerate-config` calls."""
+    args = get_config_parser().parse_args()
+    args.func(args)
+
+
+if __name__ == "__main__":
+    main()

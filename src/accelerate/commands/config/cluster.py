@@ -1,0 +1,225 @@
+"""The questions about machines of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.commands.config import questions
+from accelerate.commands.config.config_utils import DYNAMO_BACKENDS
+from accelerate.config.enums import ComputeEnvironment, DistributedType
+from accelerate.config.file import ClusterConfig
+from accelerate.config.options import option
+from accelerate.config.options.compiling import DYNAMO, FP8
+from accelerate.config.options.compiling import DYNAMO_BACKENDS as COMPILERS
+from accelerate.config.options.engines import MEGATRON, OFFLOAD, STAGES
+from accelerate.config.options.launching import RENDEZVOUS
+from accelerate.config.options.sharding import PARALLELISM, PREFETCH, STATE_DICTS, STRATEGIES, WRAPPING
+from accelerate.constants import (
+    DEEPSPEED_MULTINODE_LAUNCHERS,
+    FSDP2_STATE_DICT_TYPE,
+    FSDP_AUTO_WRAP_POLICY,
+    FSDP_BACKWARD_PREFETCH,
+    FSDP_SHARDING_STRATEGY,
+    FSDP_STATE_DICT_TYPE,
+    TORCH_DYNAMO_MODES,
+)
+from accelerate.environments.base import DEFAULT_PORT
+from accelerate.launch import machine
+
+__all__ = [
+    "DEEPSPEED_MULTINODE_LAUNCHERS",
+    "DYNAMO_BACKENDS",
+    "FSDP2_STATE_DICT_TYPE",
+    "FSDP_AUTO_WRAP_POLICY",
+    "FSDP_BACKWARD_PREFETCH",
+    "FSDP_SHARDING_STRATEGY",
+    "FSDP_STATE_DICT_TYPE",
+    "TORCH_DYNAMO_MODES",
+    "get_cluster_input",
+]
+
+HARDWARE = {
+    "NO": "one device: a GPU, or the CPU",
+    "MULTI_CPU": "several processes on CPUs",
+    "MULTI_GPU": "several GPUs (NVIDIA or AMD)",
+    "MULTI_XPU": "several Intel GPUs",
+    "MULTI_NPU": "several Ascend NPUs",
+    "MULTI_MLU": "several Cambricon MLUs",
+    "MULTI_SDAA": "several Tecorigin SDAAs",
+    "MULTI_MUSA": "several Moore Threads GPUs",
+    "MULTI_HPU": "several Intel Gaudis",
+    "MULTI_NEURON": "several AWS Neuron cores",
+    "XLA": "a TPU",
+}
+ENGINES = {
+    "NONE": "every process has a copy of the model (DDP)",
+    "FSDP": "parameters, gradients and optimizer states are sharded by PyTorch",
+    "DEEPSPEED": "the same by DeepSpeed",
+    "MEGATRON_LM": "layers and stages are spread by Megatron-LM",
+}
+
+
+def get_cluster_input() -> ClusterConfig:
+    """Asks everything; what is asked depends on the answers so far."""
+    devices = machine.accelerators()
+    answers: dict[str, Any] = {}
+    found, reason = _hardware(devices)
+    hardware = questions.choose("What will it run on?", HARDWARE, found, reason)
+    several = hardware.startswith("MULTI_")
+    answers["use_cpu"] = hardware == "MULTI_CPU" or (
+        hardware == "NO"
+        and questions.confirm("Run on the CPU, even where there is a GPU?", devices.count == 0, devices.reason)
+    )
+    if several:
+        answers |= _machines()
+    engine = "NONE"
+    if several and hardware != "MULTI_CPU":
+        engine = questions.choose("How is the model spread over the processes?", ENGINES, "NONE")
+        answers |= {"FSDP": _fsdp, "DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron, "NONE": dict}[engine]()
+    answers |= _processes(hardware, devices, int(answers.get("num_machines", 1)))
+    if hardware == "MULTI_CPU" and questions.confirm("Start the processes with mpirun?", False):
+        answers["mpirun_config"] = {"mpirun_hostfile": questions.ask(option("mpirun_hostfile"), "~/hostfile")}
+    if hardware == "XLA":
+        answers["main_training_function"] = questions.ask(option("main_training_function"), "main")
+    answers |= _precision(hardware, devices, answers)
+    answers |= _compile()
+    if several:
+        answers["debug"] = questions.ask(option("debug"))
+    return ClusterConfig(
+        compute_environment=ComputeEnvironment.LOCAL_MACHINE,
+        distributed_type=DistributedType(hardware if engine == "NONE" else engine),
+        **{"debug": False, **answers},
+    )
+
+
+def _hardware(devices: machine.Accelerators) -> tuple[str, str]:
+    if devices.count > 1:
+        label = f"MULTI_{'GPU' if devices.kind == 'cuda' else devices.kind.upper()}"
+        return label, f"{devices.count} devices: {devices.reason}"
+    return "NO", f"{'one device' if devices.count else 'no GPU'}: {devices.reason}"
+
+
+def _machines() -> dict[str, Any]:
+    machines = questions.ask(option("num_machines"), 1) or 1
+    answers: dict[str, Any] = {"num_machines": machines}
+    if machines > 1:
+        answers["machine_rank"] = questions.ask(option("machine_rank"), 0) or 0
+        answers["main_process_ip"] = questions.ask(option("main_process_ip"))
+        answers["main_process_port"] = questions.ask(option("main_process_port"), DEFAULT_PORT)
+        answers["same_network"] = questions.ask(option("same_network"), True)
+        answers["rdzv_backend"] = questions.ask(option("rdzv_backend"), choices=RENDEZVOUS)
+    return answers
+
+
+def _processes(hardware: str, devices: machine.Accelerators, machines: int) -> dict[str, Any]:
+    if hardware == "NO":
+        return {"num_processes": 1}
+    if hardware == "MULTI_CPU":
+        suggestion, reason = 2 * machines, "two on each machine, to begin with"
+    else:
+        suggestion = max(1, devices.count) * machines
+        reason = f"one per device and machine: {devices.reason}"
+    answers: dict[str, Any] = {"num_processes": questions.ask(option("num_processes"), suggestion, reason)}
+    if hardware.startswith("MULTI_") and hardware != "MULTI_CPU":
+        answers["gpu_ids"] = questions.ask(option("gpu_ids"), "all") or "all"
+        answers["enable_cpu_affinity"] = questions.ask(option("enable_cpu_affinity"))
+    return answers
+
+
+def _precision(hardware: str, devices: machine.Accelerators, answers: dict[str, Any]) -> dict[str, Any]:
+    if (answers.get("deepspeed_config") or {}).get("deepspeed_config_file"):
+        return {"mixed_precision": None}
+    best, reason = ("no", "the CPU computes in fp32 best") if answers["use_cpu"] else machine.best_precision(devices)
+    mode = questions.ask(option("mixed_precision"), best, reason)
+    found: dict[str, Any] = {"mixed_precision": mode}
+    if mode == "fp8":
+        found["fp8_config"] = _fp8()
+    if hardware == "XLA" and mode == "bf16":
+        found["downcast_bf16"] = questions.ask(option("downcast_bf16"))
+    return found
+
+
+def _fp8() -> dict[str, Any]:
+    backend = questions.ask(option("fp8_backend"), "te")
+    answers = {"backend": backend}
+    for each in FP8.options[1:]:
+        if each.question and each.help.endswith(f"({backend})"):
+            answers[FP8.key_of(each)] = questions.ask(each)
+    return answers
+
+
+def _compile() -> dict[str, Any]:
+    if not questions.confirm("Compile the model with torch.compile?", False):
+        return {}
+    compilers = {name: meaning for name, meaning in COMPILERS.items() if name not in ("no", "torhchxla_trace_once")}
+    answers: dict[str, Any] = {"dynamo_backend": questions.ask(option("dynamo_backend"), "inductor", choices=compilers)}
+    if questions.confirm("Change how it compiles?", False):
+        answers |= {each.name: questions.ask(each) for each in DYNAMO.options[1:]}
+    return {"dynamo_config": {**answers, "dynamo_backend": answers["dynamo_backend"].upper()}}
+
+
+def _fsdp() -> dict[str, Any]:
+    version = questions.ask(option("fsdp_version"), "2", "version 2 is the one PyTorch goes on with")
+    second = version == "2"
+    answers: dict[str, Any] = {"fsdp_version": int(version)}
+    names = ["fsdp_reshard_after_forward" if second else "fsdp_sharding_strategy", "fsdp_offload_params"]
+    names += ["fsdp_auto_wrap_policy"] + ([] if second else ["fsdp_backward_prefetch"]) + ["fsdp_state_dict_type"]
+    if not second:
+        names += ["fsdp_forward_prefetch", "fsdp_use_orig_params", "fsdp_sync_module_states"]
+    names += ["fsdp_cpu_ram_efficient_loading", "fsdp_activation_checkpointing"]
+    choices = {
+        "fsdp_sharding_strategy": STRATEGIES,
+        "fsdp_auto_wrap_policy": WRAPPING,
+        "fsdp_backward_prefetch": PREFETCH,
+        "fsdp_state_dict_type": {kind: STATE_DICTS[kind] for kind in FSDP2_STATE_DICT_TYPE} if second else STATE_DICTS,
+    }
+    for name in names:
+        if name == "fsdp_reshard_after_forward":
+            answers[name] = questions.confirm(option(name).question, True)
+        else:
+            answers[name] = questions.ask(option(name), choices=choices.get(name))
+        if answers[name] == "TRANSFORMER_BASED_WRAP":
+            layers = questions.ask(option("fsdp_transformer_layer_cls_to_wrap"))
+            answers |= {"fsdp_transformer_layer_cls_to_wrap": layers} if layers else {}
+        if answers[name] == "SIZE_BASED_WRAP":
+            answers["fsdp_min_num_params"] = questions.ask(option("fsdp_min_num_params"))
+    found: dict[str, Any] = {"fsdp_config": answers}
+    if second and questions.confirm("Spread over more axes than the shards (copies, tensor, context)?", False):
+        found["parallelism_config"] = {each.name: questions.ask(each) for each in PARALLELISM.options if each.question}
+    return found
+
+
+def _deepspeed() -> dict[str, Any]:
+    if questions.confirm("Is there a config file of DeepSpeed's own?", False):
+        answers = {"deepspeed_config_file": questions.ask(option("deepspeed_config_file"))}
+        answers["zero3_init_flag"] = questions.confirm(option("zero3_init_flag").question, False)
+        return {"deepspeed_config": answers}
+    stage = int(questions.ask(option("zero_stage"), "2", choices=STAGES))
+    answers = {"zero_stage": stage}
+    if stage >= 2:
+        places = OFFLOAD if stage == 3 else {place: OFFLOAD[place] for place in ("none", "cpu")}
+        for what in ("optimizer", "param"):
+            place = questions.ask(option(f"offload_{what}_device"), "none", choices=places)
+            answers[f"offload_{what}_device"] = place
+            if place == "nvme":
+                answers[f"offload_{what}_nvme_path"] = questions.ask(option(f"offload_{what}_nvme_path"), "/nvme")
+    answers["gradient_accumulation_steps"] = questions.ask(option("gradient_accumulation_steps"), 1)
+    clipping = questions.ask(option("gradient_clipping"))
+    if clipping is not None:
+        answers["gradient_clipping"] = clipping
+    if stage == 3:
+        for name in ("zero3_init_flag", "zero3_save_16bit_model"):
+            answers[name] = questions.confirm(option(name).question, False)
+    return {"deepspeed_config": answers}
+
+
+def _megatron() -> dict[str, Any]:
+    answers: dict[str, Any] = {}
+    for each in MEGATRON.options:
+        if not each.question:
+            continue
+        if each.name.endswith(("parallelism", "activations", "optimizer")):
+            answers[each.name] = questions.confirm(each.question, True)
+        else:
+            answers[each.name] = questions.ask(each, 1 if each.default is None else each.default)
+    return {"megatron_lm_config": answers}

@@ -1,0 +1,82 @@
+"""`accelerate config`: ask, show, write."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from accelerate.commands.utils import CustomArgumentParser, one_sentence
+from accelerate.config import file
+from accelerate.config.file import BaseConfig
+
+DESCRIPTION = "Answer questions about the machine and the training; `accelerate launch` uses the answers from then on."
+
+
+def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of `accelerate config`."""
+    if subparsers is None:
+        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate config", description=DESCRIPTION)
+    else:
+        parser = subparsers.add_parser("config", description=DESCRIPTION)
+    parser.add_argument(
+        "--config_file",
+        metavar="FILE",
+        help="where the answers go (.yaml or .json); default: the place where `launch` looks for them",
+    )
+    parser.set_defaults(func=config_command)
+    return parser
+
+
+def get_user_input() -> BaseConfig:
+    """Asks all questions; returns the answers."""
+    from accelerate.commands.config import cluster, questions, sagemaker
+
+    where = questions.choose(
+        "Where will the training run?",
+        {"LOCAL_MACHINE": "this machine, or machines like it", "AMAZON_SAGEMAKER": "a job on Amazon SageMaker"},
+        "LOCAL_MACHINE",
+    )
+    return sagemaker.get_sagemaker_input() if where == "AMAZON_SAGEMAKER" else cluster.get_cluster_input()
+
+
+def config_command(args: argparse.Namespace) -> None:
+    """Asks, shows the answers, and writes them."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        sys.exit(
+            "accelerate config: the questions need a terminal, and there is none here: "
+            "`accelerate config default` writes a file with what suits this machine."
+        )
+    path = Path(args.config_file).expanduser() if args.config_file else file.default_path()
+    with one_sentence("accelerate config"):
+        try:
+            config = get_user_input()
+        except (KeyboardInterrupt, EOFError):
+            print("Nothing was written.", file=sys.stderr)
+            sys.exit(130)
+        _summary(config)
+        file.write(config.to_dict(), path)
+    print(f"Written to {path}: `accelerate launch` uses it, `accelerate test` tries it out.")
+
+
+def _summary(config: BaseConfig) -> None:
+    from rich.box import SIMPLE
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("setting", "value", box=SIMPLE, title="Your answers", title_justify="left")
+    for key, value in config.to_dict().items():
+        for name, inner in value.items() if isinstance(value, dict) else [(key, value)]:
+            table.add_row(Text(str(name)), Text(str(inner)))
+    Console(highlight=False).print(table)
+
+
+def main() -> None:
+    args = config_command_parser().parse_args()
+    args.func(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""`accelerate config update`: bring a config file of an earlier release up to date."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.commands.config.config_utils import SubcommandHelpFormatter
+from accelerate.commands.utils import one_sentence
+from accelerate.config import file
+from accelerate.config.migrate import migrate
+
+DESCRIPTION = "Bring a config file up to date: rename what has a new name, add what is new with its default."
+
+
+def update_config(args: argparse.Namespace) -> str:
+    """Rewrites a config file and returns its path."""
+    path = _path(args)
+    file.write(file.load_config_from_file(path).to_dict(), path)
+    return str(path)
+
+
+def update_command_parser(parser: Any, parents: Sequence[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    """The parser of `accelerate config update`."""
+    mine: argparse.ArgumentParser = parser.add_parser(
+        "update",
+        parents=parents,
+        help=DESCRIPTION,
+        description=DESCRIPTION,
+        formatter_class=SubcommandHelpFormatter,
+    )
+    mine.add_argument("--config_file", metavar="FILE", help="the file; default: the one `launch` reads")
+    mine.set_defaults(func=update_config_command)
+    return mine
+
+
+def update_config_command(args: argparse.Namespace) -> None:
+    """Rewrites the file and says what has changed in it."""
+    with one_sentence("accelerate config update"):
+        path = _path(args)
+        changes = migrate(file.read(path))[1] if path.is_file() else []
+        update_config(args)
+    for change in changes:
+        print(f"  {change}")
+    print(f"{path} is up to date.")
+
+
+def _path(args: argparse.Namespace) -> Path:
+    return Path(args.config_file).expanduser() if args.config_file else file.default_path()

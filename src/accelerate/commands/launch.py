@@ -1,0 +1,266 @@
+"""`accelerate launch`: run a script on one process or many."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from accelerate.commands.utils import CustomArgumentParser, HelpFormatter, one_sentence
+from accelerate.config.options import FAMILIES, FLAG, Option
+from accelerate.config.options.base import WORDS
+from accelerate.config.options.compiling import LEGACY_DYNAMO_BACKENDS as DYNAMO_BACKENDS
+from accelerate.constants import DEEPSPEED_MULTINODE_LAUNCHERS, TORCH_DYNAMO_MODES
+
+if TYPE_CHECKING:
+    # What help and a wrong flag do not need is imported when something is launched.
+    from accelerate.launch.plan import LaunchPlan
+    from accelerate.launch.settings import Settings
+
+__all__ = [
+    "DEEPSPEED_MULTINODE_LAUNCHERS",
+    "DYNAMO_BACKENDS",
+    "TORCH_DYNAMO_MODES",
+    "CustomHelpFormatter",
+    "clean_option",
+    "deepspeed_launcher",
+    "launch_command",
+    "launch_command_parser",
+    "main",
+    "multi_gpu_launcher",
+    "sagemaker_launcher",
+    "simple_launcher",
+    "tpu_launcher",
+    "tpu_pod_launcher",
+]
+
+DESCRIPTION = """Run a script on one process or many, on one machine or many.
+
+Flags come before the script, what comes after it is the script's own. A setting is taken from its flag, else from the
+config file (`accelerate config` writes one), else from what the machine has. `--dry_run` shows what would happen."""
+
+
+def clean_option(option: str) -> str:
+    """Writes a flag with `_` between its words."""
+    return "--" + option[2:].replace("-", "_") if option.startswith("--") else option
+
+
+class CustomHelpFormatter(HelpFormatter):
+    """Help that leaves out other engines once the command line names one: `launch --use_fsdp --help`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        words = {clean_option(word) for word in sys.argv[1:]}
+        named = any(family.switch and f"--{family.switch}" in words for family in FAMILIES)
+        self._left_out = {
+            family.title for family in FAMILIES if named and family.switch and f"--{family.switch}" not in words
+        }
+
+    def add_argument(self, action: argparse.Action) -> None:
+        if self._heading() not in self._left_out:
+            super().add_argument(action)
+
+    def end_section(self) -> None:
+        if self._heading() in self._left_out:
+            self._current_section.items.clear()
+        super().end_section()
+
+    def _heading(self) -> str | None:
+        return self._current_section.heading
+
+
+class _Parser(CustomArgumentParser):
+    """Leaves everything after the script as it is, also a `--`, which argparse would take for its own."""
+
+    STAND_IN = "\0--"
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        words = [self.STAND_IN if word == "--" else word for word in (sys.argv[1:] if args is None else args)]
+        found, rest = super().parse_known_args(words, namespace)
+        after = [found.training_script, *found.training_script_args]
+        after = after[1:] if after[0] == self.STAND_IN else after  # `launch --cpu -- script`
+        if not after:
+            self.error("the script is missing")
+        found.training_script, *found.training_script_args = ("--" if word == self.STAND_IN else word for word in after)
+        return found, rest
+
+
+def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of `accelerate launch`."""
+    settings: dict[str, Any] = {
+        "description": DESCRIPTION,
+        "allow_abbrev": False,
+        "formatter_class": CustomHelpFormatter,
+        "usage": "accelerate launch [flags] script [arguments of the script]",
+    }
+    if subparsers is None:
+        parser: argparse.ArgumentParser = _Parser("accelerate launch", **settings)
+    else:
+        parser = subparsers.add_parser("launch", **settings)
+    for family in FAMILIES:
+        group = parser.add_argument_group(family.title, family.help)
+        for option in family.options:
+            _add(group, option)
+    parser.add_argument("training_script", metavar="script", help="the script, module or program to run")
+    parser.add_argument("training_script_args", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(func=_from_shell)
+    return parser
+
+
+def _add(group: Any, option: Option) -> None:
+    settings: dict[str, Any] = {"dest": option.name, "default": option.default, "help": option.help.replace("%", "%%")}
+    if option.kind is FLAG:
+        group.add_argument(*option.spellings, action="store_true", **settings)
+        if option.negative:
+            group.add_argument(option.negative, action="store_false", **{**settings, "help": "do not"})
+        return
+    if option.kind is WORDS:
+        group.add_argument(*option.spellings, action="append", metavar="TEXT", **settings)
+        return
+    shown = {**settings, "help": settings["help"] + _default_in_words(option)}
+    metavar = "|".join(option.choices) if 0 < len(option.choices) < 6 else option.kind.placeholder
+    group.add_argument(*option.spellings, type=_reader(option), metavar=metavar, **shown)
+
+
+def _default_in_words(option: Option) -> str:
+    many = f" ({', '.join(option.choices)})" if len(option.choices) >= 6 else ""
+    return many + (f"; default: {option.default}" if option.default not in (None, "") else "")
+
+
+def _reader(option: Option) -> Callable[[str], Any]:
+    def read(word: str) -> Any:
+        try:
+            return option.read(word)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
+
+
+def launch_command(args: argparse.Namespace) -> None:
+    """Does what parsed arguments ask for, and returns when the run has ended.
+
+    A run that fails raises `subprocess.CalledProcessError`.
+    """
+    from accelerate.launch.run import run
+
+    planned = _planned(args)
+    if planned is not None:
+        run(planned)
+
+
+def _from_shell(args: argparse.Namespace) -> None:
+    from accelerate.launch.run import run_from_shell
+
+    with one_sentence("accelerate launch"):
+        planned = _planned(args)
+        if planned is not None:
+            run_from_shell(planned)
+
+
+def _planned(args: argparse.Namespace) -> LaunchPlan | None:
+    """The plan to carry out, if it is not only to be shown."""
+    from accelerate.launch.plan import plan
+    from accelerate.launch.resolve import resolve
+
+    settings = resolve(args)
+    planned = plan(settings)
+    if settings.dry_run:
+        from accelerate.launch.show import show
+
+        show(planned, settings)
+        return None
+    _ready(planned, settings)
+    return planned
+
+
+def _ready(planned: LaunchPlan, settings: Settings) -> None:
+    """Refuses what cannot be run here, and says what should be known."""
+    if planned.refused is not None:
+        from accelerate.errors import NotYetSupported
+
+        raise NotYetSupported(*planned.refused)
+    if settings.mixed_precision == "fp8":
+        from accelerate.available import is_fp8_available
+
+        if not is_fp8_available():
+            raise RuntimeError(
+                "`--mixed_precision fp8` needs a library for it: install torchao, transformer_engine or MS-AMP."
+            )
+    if settings.mpirun_hostfile is None and not settings.module:
+        _check_script(settings.script, settings.no_python)
+    if not settings.quiet:
+        for line in [*settings.notes, *planned.notes]:
+            print(f"accelerate: {line}", file=sys.stderr, flush=True)
+
+
+def _check_script(script: str, program: bool) -> None:
+    if program and shutil.which(script) is not None:
+        return
+    if not os.path.exists(script):
+        what = "program" if program else "script"
+        raise FileNotFoundError(f"There is no {what} {script} (in {os.getcwd()}): correct its name or path.")
+    if program:
+        raise PermissionError(f"{script!r} may not be run: make it executable, or leave out `--no_python`.")
+
+
+def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
+    """All settings as a namespace, the config file, and whether the number format came from it."""
+    from accelerate.launch.resolve import resolve
+
+    settings = resolve(args)
+    return settings.namespace(), settings.file, settings.of["mixed_precision"].source == "file"
+
+
+def _run_on(engine: str, args: argparse.Namespace) -> None:
+    from accelerate.launch.resolve import resolve
+    from accelerate.launch.run import run
+
+    settings = resolve(args)
+    planned = importlib.import_module(f"accelerate.launch.engines.{engine}").ENGINE.plan(settings)
+    _ready(planned, settings)
+    run(planned)
+
+
+def simple_launcher(args: argparse.Namespace) -> None:
+    """Runs a script in one process."""
+    _run_on("single", args)
+
+
+def multi_gpu_launcher(args: argparse.Namespace) -> None:
+    """Runs a script in several processes with torch elastic."""
+    _run_on("elastic", args)
+
+
+def deepspeed_launcher(args: argparse.Namespace) -> None:
+    """Runs a script with DeepSpeed."""
+    _run_on("deepspeed", args)
+
+
+def tpu_launcher(args: argparse.Namespace) -> None:
+    """Runs a script on a TPU."""
+    _run_on("tpu", args)
+
+
+def tpu_pod_launcher(args: argparse.Namespace) -> None:
+    """Runs a script on a pod of TPUs."""
+    _run_on("tpu", args)
+
+
+def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
+    """Runs a script on Amazon SageMaker."""
+    _run_on("sagemaker", args)
+
+
+def main() -> None:
+    """What `accelerate-launch` calls."""
+    args = launch_command_parser().parse_args()
+    args.func(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""`accelerate merge-weights`: one file of weights from a checkpoint in shards."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from accelerate.commands.utils import CustomArgumentParser, one_sentence
+
+DESCRIPTION = """Make one file of the weights of a model that was saved in shards (SHARDED_STATE_DICT).
+
+The shards are read a part at a time, so that the model need not fit into memory."""
+
+
+def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of `accelerate merge-weights`."""
+    if subparsers is None:
+        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate merge-weights", description=DESCRIPTION)
+    else:
+        parser = subparsers.add_parser("merge-weights", description=DESCRIPTION)
+    parser.add_argument("checkpoint_directory", help="the folder of the shards, or the checkpoint that holds it")
+    parser.add_argument("output_path", help="the folder for the file")
+    parser.add_argument(
+        "--unsafe_serialization",
+        action="store_true",
+        help="write pytorch_model.bin instead of model.safetensors; needs memory for the whole model",
+    )
+    parser.add_argument("--remove_checkpoint_dir", action="store_true", help="delete the shards afterwards")
+    parser.set_defaults(func=_from_shell)
+    return parser
+
+
+def merge_command(args: argparse.Namespace) -> None:
+    """Merge the shards that the arguments name."""
+    from accelerate.checkpoint.merge import merge_fsdp_weights
+
+    merge_fsdp_weights(
+        args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
+    )
+    print(f"The weights are in {args.output_path}.")
+
+
+def _from_shell(args: argparse.Namespace) -> None:
+    with one_sentence("accelerate merge-weights"):
+        merge_command(args)
+
+
+def main() -> None:
+    """What `python -m accelerate.commands.merge` does."""
+    _from_shell(merge_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

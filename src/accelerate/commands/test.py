@@ -1,0 +1,50 @@
+"""`accelerate test`: check this machine as a launch would use it."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from accelerate.commands.utils import CustomArgumentParser
+
+DESCRIPTION = """Launch a script that checks this machine, set up as the config file says: processes, collectives, data,
+training with accumulation, random states, checkpoints, mixed precision. The last line is for a report of a problem."""
+
+SCRIPT = Path(__file__).parents[1] / "test_utils" / "scripts" / "test_script.py"
+
+
+def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of `accelerate test`."""
+    if subparsers is None:
+        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate test", description=DESCRIPTION)
+    else:
+        parser = subparsers.add_parser("test", description=DESCRIPTION)
+    parser.add_argument("--config_file", default=None, help="the config file; by default the default one")
+    parser.set_defaults(func=test_command)
+    return parser
+
+
+def test_command(args: argparse.Namespace) -> None:
+    """Launch the checks; exits with their code if one failed."""
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    if args.config_file is not None:
+        command += ["--config_file", args.config_file]
+    code = subprocess.run([*command, str(SCRIPT)]).returncode
+    if code != 0:
+        sys.exit(code)
+
+
+# pytest would take them for tests wherever they are imported.
+test_command.__test__ = test_command_parser.__test__ = False  # type: ignore[attr-defined]
+
+
+def main() -> None:
+    """What `python -m accelerate.commands.test` does."""
+    test_command(test_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

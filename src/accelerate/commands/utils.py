@@ -1,0 +1,113 @@
+"""What the parsers of all commands share: flags with `_` or `-`, remembered when given, and short errors."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+
+@contextmanager
+def one_sentence(command: str) -> Iterator[None]:
+    """Ends a command with the sentence of an error instead of its traceback: the mistake is in what was asked."""
+    try:
+        yield
+    except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
+        sys.exit(f"{command}: {error}")
+
+
+def _both_spellings(names: tuple[str, ...]) -> tuple[str, ...]:
+    """`--a_b` -> `--a_b`, `--a-b`; the first stays the one that is shown."""
+    spelled: dict[str, None] = {}
+    for name in names:
+        spelled[name] = None
+        if name.startswith("--"):
+            spelled["--" + name[2:].replace("-", "_")] = None
+            spelled["--" + name[2:].replace("_", "-")] = None
+    return tuple(spelled)
+
+
+class _Remember:
+    """Notes in `namespace.nondefault` that an argument was given, whatever its value."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        namespace.__dict__.setdefault("nondefault", set()).add(self.dest)  # type: ignore[attr-defined]
+        super().__call__(parser, namespace, values, option_string)  # type: ignore[misc]
+
+
+class _Store(_Remember, argparse._StoreAction):
+    pass
+
+
+class _StoreTrue(_Remember, argparse._StoreTrueAction):
+    pass
+
+
+class _StoreFalse(_Remember, argparse._StoreFalseAction):
+    pass
+
+
+class _Append(_Remember, argparse._AppendAction):
+    pass
+
+
+class CustomArgumentGroup(argparse._ArgumentGroup):
+    """A group whose flags may be written with `_` or with `-`."""
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        return super().add_argument(*_both_spellings(args), **kwargs)
+
+
+class CustomArgumentParser(argparse.ArgumentParser):
+    """A parser whose flags may be written with `_` or with `-`.
+
+    After parsing, `namespace.nondefault` is the set of the arguments that were given.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", HelpFormatter)
+        super().__init__(*args, **kwargs)
+        for name, action in ((None, _Store), ("store", _Store), ("append", _Append)):
+            self.register("action", name, action)
+        self.register("action", "store_true", _StoreTrue)
+        self.register("action", "store_false", _StoreFalse)
+
+    def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
+        return super().add_argument(*_both_spellings(args), **kwargs)
+
+    def add_argument_group(self, *args: Any, **kwargs: Any) -> argparse._ArgumentGroup:
+        group = CustomArgumentGroup(self, *args, **kwargs)
+        self._action_groups.append(group)
+        return group
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        namespace = argparse.Namespace() if namespace is None else namespace
+        if not hasattr(namespace, "nondefault"):
+            namespace.nondefault = set()
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        # The usage of `launch` fills two screens and would hide the sentence that matters.
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` shows what there is.\n")
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Help that names each flag once."""
+
+    def __init__(self, prog: str, **kwargs: Any) -> None:
+        kwargs.setdefault("max_help_position", 32)
+        super().__init__(prog, **kwargs)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        shown = ", ".join(_shown(action.option_strings))
+        if action.nargs == 0:
+            return shown
+        return f"{shown} {self._format_args(action, self._get_default_metavar_for_optional(action))}"
+
+
+def _shown(names: Any) -> list[str]:
+    return [name for name in names if "-" not in name[2:] or name.replace("-", "_").replace("__", "--", 1) not in names]

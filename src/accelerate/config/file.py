@@ -1,0 +1,282 @@
+"""The config file: where it is, what is in it, reading and writing it (YAML or JSON)."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMakerDistributedType
+from accelerate.config.migrate import migrate
+from accelerate.config.options import FAMILIES, FILE_ONLY, OPTIONS, SECTIONS
+from accelerate.constants import SAGEMAKER_PYTHON_VERSION, SAGEMAKER_PYTORCH_VERSION, SAGEMAKER_TRANSFORMERS_VERSION
+
+
+def folder(environ: Mapping[str, str] | None = None) -> Path:
+    """The folder of the default file: in `HF_HOME`, else in `XDG_CACHE_HOME/huggingface`, else in `~/.cache`."""
+    environ = os.environ if environ is None else environ
+    cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(environ.get("HF_HOME") or f"{cache}/huggingface").expanduser() / "accelerate"
+
+
+def default_path(environ: Mapping[str, str] | None = None) -> Path:
+    """The default file: JSON where only that is there, else YAML, whether it is there or not."""
+    yaml_file, json_file = folder(environ) / "default_config.yaml", folder(environ) / "default_config.json"
+    return json_file if json_file.is_file() and not yaml_file.is_file() else yaml_file
+
+
+@dataclass
+class BaseConfig:
+    """What every config file says."""
+
+    compute_environment: ComputeEnvironment
+    distributed_type: DistributedType | SageMakerDistributedType
+    mixed_precision: str
+    use_cpu: bool
+    debug: bool
+
+    def __post_init__(self) -> None:
+        self.compute_environment = _member(ComputeEnvironment, self.compute_environment, "compute_environment")
+        types = (
+            SageMakerDistributedType
+            if self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
+            else DistributedType
+        )
+        self.distributed_type = _member(types, self.distributed_type, "distributed_type")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns what is set, as plain data: nothing that is None or empty."""
+        fields = {name: _plain(value) for name, value in vars(self).items()}
+        return {name: value for name, value in fields.items() if value is not None and value != {}}
+
+    @staticmethod
+    def process_config(config_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """Brings a file's content up to date and fills in what every config has to say."""
+        settings, _ = migrate(dict(config_dict))
+        settings = {name: value for name, value in settings.items() if value is not None}
+        settings.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE.value)
+        settings.setdefault("use_cpu", False)
+        settings.setdefault("debug", False)
+        settings.setdefault("distributed_type", _distributed_type(settings))
+        if settings["compute_environment"] == ComputeEnvironment.LOCAL_MACHINE.value:
+            settings.setdefault("num_processes", -1 if settings["distributed_type"] != "NO" else 1)
+        if not (settings.get("deepspeed_config") or {}).get("deepspeed_config_file"):
+            # With a file of DeepSpeed, the precision is what that file says.
+            settings.setdefault("mixed_precision", "no")
+        return {"mixed_precision": None, **settings}
+
+    @classmethod
+    def from_json_file(cls, json_file: str | os.PathLike[str] | None = None) -> BaseConfig:
+        """Reads a config from JSON; by default from the default file."""
+        return cls._from_file(Path(json_file or folder() / "default_config.json"))
+
+    @classmethod
+    def from_yaml_file(cls, yaml_file: str | os.PathLike[str] | None = None) -> BaseConfig:
+        """Reads a config from YAML; by default from the default file."""
+        return cls._from_file(Path(yaml_file or folder() / "default_config.yaml"))
+
+    @classmethod
+    def _from_file(cls, path: Path) -> BaseConfig:
+        content, fields = read(path), dataclasses.fields(cls)
+        unknown = sorted(set(migrate(content)[0]) - {field.name for field in fields})
+        if unknown:
+            raise ValueError(
+                f"The config file {path} has keys that nothing knows: {', '.join(unknown)}; "
+                "correct or remove them, or update accelerate."
+            )
+        required = {field.name for field in fields if field.default is dataclasses.MISSING}
+        try:
+            settings = cls.process_config(content)
+            if missing := sorted(required - set(settings)):
+                raise ValueError(f"there is no {', '.join(missing)}: add what is missing.")
+            return cls(**settings)
+        except ValueError as error:
+            raise ValueError(f"In the config file {path}, {error}") from None
+
+    def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
+        """Writes the config as JSON."""
+        Path(json_file).write_text(_as_json(self.to_dict()), encoding="utf-8")
+
+    def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
+        """Writes the config as YAML."""
+        Path(yaml_file).write_text(_as_yaml(self.to_dict()), encoding="utf-8")
+
+
+@dataclass
+class ClusterConfig(BaseConfig):
+    """A config for machines of one's own."""
+
+    num_processes: int = -1
+    machine_rank: int = 0
+    num_machines: int = 1
+    gpu_ids: str | None = None
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    rdzv_backend: str | None = "static"
+    same_network: bool | None = False
+    main_training_function: str = "main"
+    enable_cpu_affinity: bool = False
+
+    fp8_config: dict[str, Any] | None = None
+    deepspeed_config: dict[str, Any] | None = None
+    fsdp_config: dict[str, Any] | None = None
+    parallelism_config: dict[str, Any] | None = None
+    megatron_lm_config: dict[str, Any] | None = None
+    mpirun_config: dict[str, Any] | None = None
+    downcast_bf16: bool = False
+
+    tpu_name: str | None = None
+    tpu_zone: str | None = None
+    tpu_use_cluster: bool = False
+    tpu_use_sudo: bool = False
+    command_file: str | None = None
+    commands: list[str] | None = None
+    tpu_vm: list[str] | None = None
+    tpu_env: list[str] | None = None
+
+    dynamo_config: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for section in SECTIONS:
+            if getattr(self, section) is None:
+                setattr(self, section, {})
+
+    def unknown_in_sections(self) -> list[str]:
+        """Keys of sections that no setting answers to, each with its section."""
+        return [
+            f"{section}.{key}"
+            for section, family in SECTIONS.items()
+            for key in getattr(self, section)
+            if family.option_for_key(key) is None
+        ]
+
+    def values(self) -> dict[str, Any]:
+        """The settings by their name on the command line."""
+        found: dict[str, Any] = {}
+        for family in (*FAMILIES, FILE_ONLY):
+            for option in family.options:
+                if not family.section and option.file_key and getattr(self, option.file_key, None) is not None:
+                    found[option.name] = _plain(getattr(self, option.file_key))
+        for section, family in SECTIONS.items():
+            for key, value in getattr(self, section).items():
+                known = family.option_for_key(key)
+                if known is not None and value is not None:
+                    found[known.name] = value
+        return found
+
+
+@dataclass
+class SageMakerConfig(BaseConfig):
+    """A config for Amazon SageMaker."""
+
+    ec2_instance_type: str
+    iam_role_name: str
+    image_uri: str | None = None
+    profile: str | None = None
+    region: str = "us-east-1"
+    num_machines: int = 1
+    gpu_ids: str = "all"
+    base_job_name: str = f"accelerate-sagemaker-{num_machines}"
+    pytorch_version: str = SAGEMAKER_PYTORCH_VERSION
+    transformers_version: str = SAGEMAKER_TRANSFORMERS_VERSION
+    py_version: str = SAGEMAKER_PYTHON_VERSION
+    sagemaker_inputs_file: str | None = None
+    sagemaker_metrics_file: str | None = None
+    additional_args: dict[str, Any] | None = None
+    dynamo_config: dict[str, Any] | None = None
+    enable_cpu_affinity: bool = False
+
+
+def load_config_from_file(config_file: str | os.PathLike[str] | None) -> BaseConfig:
+    """Reads a config file, YAML or JSON; without a name, the default one."""
+    path = default_path() if config_file is None else Path(config_file).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no config file {path}: give another one with `--config_file`, or make one with "
+            "`accelerate config`."
+        )
+    return _class_for(read(path))._from_file(path)
+
+
+def _class_for(content: Mapping[str, Any]) -> type[BaseConfig]:
+    sagemaker = content.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
+    return SageMakerConfig if sagemaker else ClusterConfig
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The content of a file as it stands. YAML reads JSON too, so that a name that promises YAML may hold either."""
+    text = path.read_text(encoding="utf-8")
+    try:
+        if path.suffix == ".json":
+            content = json.loads(text)
+        else:
+            import yaml
+
+            # Written in C where it is there: ten times as fast.
+            content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except ValueError as error:
+        raise ValueError(f"The config file {path} is not JSON: {error}.") from None
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "yaml":
+            raise
+        raise ValueError(f"The config file {path} is not YAML: {' '.join(str(error).split())}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"The config file {path} should hold names and values, but holds {type(content).__name__}.")
+    for section in SECTIONS:
+        inside = content.get(section)
+        if not isinstance(inside, dict | None):
+            kind = type(inside).__name__
+            raise ValueError(f"`{section}` in {path} should hold names and values, but holds {kind}.")
+    return content
+
+
+def write(content: dict[str, Any], path: Path) -> None:
+    """Writes JSON to a name that ends in `.json`, else YAML; makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_as_json(content) if path.suffix == ".json" else _as_yaml(content), encoding="utf-8")
+
+
+def _as_json(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=2, sort_keys=True) + "\n"
+
+
+def _as_yaml(content: dict[str, Any]) -> str:
+    import yaml
+
+    return str(yaml.safe_dump(content))
+
+
+def _distributed_type(settings: Mapping[str, Any]) -> str:
+    """What a file without a distributed type means."""
+    for section, kind in (
+        ("fsdp_config", "FSDP"),
+        ("deepspeed_config", "DEEPSPEED"),
+        ("megatron_lm_config", "MEGATRON_LM"),
+    ):
+        if settings.get(section):
+            return kind
+    try:
+        processes = OPTIONS["num_processes"].read(settings.get("num_processes", 1))
+    except ValueError as error:
+        raise ValueError(f"`num_processes` {error}.") from None
+    if processes < 2:
+        return "NO"
+    return "MULTI_CPU" if settings.get("use_cpu") else "MULTI_GPU"
+
+
+def _member(kind: type[enum.Enum], value: Any, key: str) -> Any:
+    try:
+        return kind(value)
+    except ValueError:
+        known = ", ".join(str(member.value) for member in kind)
+        raise ValueError(f"`{key}` is {value!r}: choose one of {known}.") from None
+
+
+def _plain(value: Any) -> Any:
+    return value.value if isinstance(value, enum.Enum) else value

@@ -1,0 +1,163 @@
+"""What one setting is: its flag, its place in the config file, its variable, its question, its help, its check."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from accelerate.config.environment import str_to_bool
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How the values of a setting are read from a word, checked and written into a variable."""
+
+    name: str  # completes the sentence "... should be <name>"
+    read: Callable[[Any], Any]
+    write: Callable[[Any], str] = str
+    placeholder: str = "TEXT"  # stands for a value in the help
+
+    def check(self, value: Any) -> Any:
+        try:
+            return self.read(value)
+        except (TypeError, ValueError):
+            raise ValueError(f"should be {self.name}, not {value!r}") from None
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, (bool, float)):
+        raise ValueError
+    return int(value)
+
+
+def _port(value: Any) -> int:
+    port = _whole(value)
+    if not 0 <= port <= 65535:
+        raise ValueError
+    return port
+
+
+def _streams(value: Any) -> str:
+    if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", str(value)):
+        raise ValueError
+    return str(value)
+
+
+def _yes_no(value: Any) -> bool:
+    return value if isinstance(value, bool) else bool(str_to_bool(str(value) or "no"))
+
+
+def _yes_no_word(value: Any) -> str:
+    return str(_yes_no(value)).lower()
+
+
+def _three_yes_no(value: Any) -> tuple[Any, ...]:
+    parts = tuple(value) if isinstance(value, (list, tuple)) else str(value).split(",")
+    if len(parts) != 3:
+        raise ValueError
+    return tuple(_yes_no(part) for part in parts)
+
+
+def _lower(value: Any) -> str:
+    return str(value).lower()
+
+
+TEXT = Kind("a word", str)
+LOWER = Kind("a word", str, _lower)
+WHOLE = Kind("a whole number", _whole, placeholder="N")
+PORT = Kind("a port from 0 to 65535", _port, placeholder="N")
+STREAMS = Kind("0, 1, 2 or 3, or one of them per process such as `0:3,1:1`", _streams, placeholder="N")
+NUMBER = Kind("a number", float, placeholder="X")
+FLAG = Kind("yes or no", _yes_no)
+YES_NO = Kind("yes or no", _yes_no, placeholder="yes|no")
+# Carried as the words `true` and `false`, on the command line and in the variable.
+YES_NO_WORD = Kind("yes or no", _yes_no_word, _lower, "yes|no")
+YES_NO_DIGIT = Kind("yes or no", _yes_no, lambda value: str(int(_yes_no(value))), "yes|no")
+THREE_YES_NO = Kind("three times yes or no, such as `true,false,false`", _three_yes_no, placeholder="A,B,C")
+WORDS = Kind("words", list)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One setting. Everything that shows it or carries it is derived from here.
+
+    name: of the attribute in a namespace, and of the flag unless `flags` says otherwise.
+    choices: the values it may take, each with what it means.
+    key: its name in the config file when that is another one; "" when it is not kept there.
+    env: the variable that carries it to the workers.
+    question: what `accelerate config` asks; without one it does not ask.
+    """
+
+    name: str
+    help: str
+    kind: Kind = TEXT
+    default: Any = None
+    choices: Mapping[str, str] = field(default_factory=dict)
+    question: str = ""
+    env: str = ""
+    key: str | None = None
+    flags: tuple[str, ...] = ()
+    negative: str = ""  # a flag that says no
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        return self.flags or (f"--{self.name}",)
+
+    @property
+    def file_key(self) -> str:
+        return self.name if self.key is None else self.key
+
+    def check(self, value: Any) -> Any:
+        """The value as it should be, or a ValueError that names the flag."""
+        if value is None:
+            return None
+        try:
+            return self.read(value)
+        except ValueError as error:
+            raise ValueError(f"`{self.spellings[-1]}` {error}.") from None
+
+    def read(self, value: Any) -> Any:
+        """The value as it should be, or a ValueError that goes on after the name of the setting."""
+        value = self.kind.check(value)
+        return self._among_choices(value) if self.choices else value
+
+    def _among_choices(self, value: Any) -> Any:
+        # Files of older versions write some of these in capitals, the command line in small letters.
+        for choice in self.choices:
+            if str(value).lower() == choice.lower():
+                return choice
+        raise ValueError(f"should be one of {', '.join(self.choices)}, not {value!r}")
+
+
+@dataclass(frozen=True)
+class Family:
+    """Settings that belong together: a heading in the help, and maybe a section of the config file.
+
+    section: the key of that section; its keys may leave out `prefix`.
+    short_keys: the section is written without the prefix.
+    switch: the setting that turns the family on; its variables are set only then.
+    """
+
+    title: str
+    help: str
+    options: tuple[Option, ...]
+    section: str = ""
+    prefix: str = ""
+    short_keys: bool = False
+    switch: str = ""
+
+    def option_for_key(self, key: str) -> Option | None:
+        """The setting that a key of the section means, with the prefix or without."""
+        names = (key, self.prefix + key)
+        return next((option for option in self.options if option.name in names), None)
+
+    def key_of(self, option: Option) -> str:
+        """How the section calls a setting."""
+        return option.name.removeprefix(self.prefix) if self.short_keys else option.name
+
+
+def either(*values: str) -> dict[str, str]:
+    """Choices that explain themselves."""
+    return dict.fromkeys(values, "")

@@ -1,0 +1,238 @@
+"""What is run, on which hardware, by how many processes, on how many machines."""
+
+from __future__ import annotations
+
+from accelerate.config.options.base import FLAG, NUMBER, PORT, STREAMS, TEXT, WHOLE, WORDS, Family, Option
+
+GENERAL = Family(
+    "General",
+    "",
+    (
+        Option("config_file", "the file with the settings; default: the one `accelerate config` writes", key=""),
+        Option(
+            "quiet",
+            "say nothing about a failure but the script's own traceback",
+            FLAG,
+            False,
+            key="",
+            flags=("-q", "--quiet"),
+        ),
+        Option(
+            "dry_run", "print commands, variables and where each setting came from; start nothing", FLAG, False, key=""
+        ),
+        Option("module", "the script is a module, as in `python -m`", FLAG, False, key="", flags=("-m", "--module")),
+        Option("no_python", "the script is a program, not Python", FLAG, False, key=""),
+        Option(
+            "debug",
+            "check every collective for mismatched shapes before it runs (slower)",
+            FLAG,
+            False,
+            env="ACCELERATE_DEBUG_MODE",
+            question="Check every collective for mismatched shapes? It finds hangs, and costs time.",
+        ),
+    ),
+)
+
+HARDWARE = Family(
+    "Hardware",
+    "What to run on; without one of these, the best that is found.",
+    (
+        Option(
+            "cpu",
+            "use the CPU, even where there is something faster",
+            FLAG,
+            False,
+            env="ACCELERATE_USE_CPU",
+            key="use_cpu",
+        ),
+        Option("multi_gpu", "one process per GPU (or NPU, XPU, ...), several of them", FLAG, False, key=""),
+        Option("tpu", "use a TPU", FLAG, False, key=""),
+    ),
+)
+
+PRECISIONS = {
+    "no": "the model's own number format",
+    "fp16": "half precision with a gradient scaler: any recent GPU",
+    "bf16": "half precision with the range of fp32, no scaler: newer GPUs, TPUs and CPUs",
+    "fp8": "8 bits where possible: the newest GPUs, with a library for it",
+}
+
+RESOURCES = Family(
+    "Resources",
+    "How much of it.",
+    (
+        Option(
+            "mixed_precision",
+            "the number format of the forward pass",
+            choices=PRECISIONS,
+            env="ACCELERATE_MIXED_PRECISION",
+            question="Which number format should the forward pass use?",
+        ),
+        Option(
+            "num_processes",
+            "processes in all, over all machines; default: one per device",
+            WHOLE,
+            question="How many processes in all, over all machines?",
+        ),
+        Option("num_machines", "machines that take part", WHOLE, question="How many machines take part?"),
+        Option(
+            "num_cpu_threads_per_process",
+            "threads each process computes with on the CPU (OMP_NUM_THREADS)",
+            WHOLE,
+            env="OMP_NUM_THREADS",
+            key="",
+        ),
+        Option(
+            "enable_cpu_affinity",
+            "keep each process on the processors closest to its GPU",
+            FLAG,
+            False,
+            env="ACCELERATE_CPU_AFFINITY",
+            question="Keep each process on the processors closest to its GPU?",
+        ),
+    ),
+)
+
+PARADIGMS = Family(
+    "Engines",
+    "How a model is spread over the processes; without one of these, every process has a copy.",
+    (
+        Option("use_deepspeed", "use DeepSpeed", FLAG, False, key=""),
+        Option("use_fsdp", "use Fully Sharded Data Parallel", FLAG, False, key=""),
+        Option(
+            "use_parallelism_config",
+            "spread over several axes at once: data, shard, tensor, context",
+            FLAG,
+            False,
+            key="",
+        ),
+        Option("use_megatron_lm", "use Megatron-LM", FLAG, False, key=""),
+    ),
+)
+
+RENDEZVOUS = {
+    "static": "every machine knows its rank and the address of the first",
+    "c10d": "machines meet at an address and get their ranks there; they may come and go",
+}
+
+DISTRIBUTED = Family(
+    "Processes and machines",
+    "Who takes part and where they meet.",
+    (
+        Option(
+            "gpu_ids",
+            "the GPUs of this machine to use, such as `0,2`; default: all",
+            question="Which GPUs of this machine, such as 0,2? (all: every one)",
+        ),
+        Option(
+            "same_network",
+            "all machines reach each other directly",
+            FLAG,
+            False,
+            question="Do all machines reach each other directly?",
+        ),
+        Option(
+            "machine_rank",
+            "which machine this is, counted from 0",
+            WHOLE,
+            question="Which machine is this, counted from 0?",
+        ),
+        Option(
+            "main_process_ip",
+            "the address of the machine with rank 0",
+            question="What is the address of the machine with rank 0?",
+        ),
+        Option(
+            "main_process_port",
+            "the port to meet at; 0: any free one",
+            PORT,
+            question="At which port do the processes meet?",
+        ),
+        Option(
+            "tee",
+            "also write what the processes print to files: 1 output, 2 errors, 3 both",
+            STREAMS,
+            "0",
+            key="",
+            flags=("-t", "--tee"),
+        ),
+        Option("log_dir", "where those files go", key=""),
+        Option("role", "a name for these processes in the launcher's messages", default="default", key=""),
+        Option(
+            "rdzv_backend",
+            f"how machines find each other: {', '.join(RENDEZVOUS)} or another one that torchrun knows",
+            default="static",
+            question="How do the machines find each other?",
+        ),
+        Option("rdzv_conf", "settings of that, such as `timeout=900,is_host=1`", default="", key=""),
+        Option("max_restarts", "start all processes again when one fails, at most so often", WHOLE, 0, key=""),
+        Option("monitor_interval", "look at the processes every so many seconds", NUMBER, 0.1, key=""),
+    ),
+)
+
+MPI = Family(
+    "MPI",
+    "Starting through mpirun.",
+    (
+        Option(
+            "mpirun_hostfile",
+            "start with mpirun on the machines of this file",
+            question="Which file lists the machines for mpirun?",
+        ),
+    ),
+    section="mpirun_config",
+    prefix="mpirun_",
+)
+
+TPU = Family(
+    "TPU",
+    "For TPUs.",
+    (
+        Option(
+            "tpu_use_cluster",
+            "run on all machines of a TPU pod",
+            FLAG,
+            False,
+            flags=("--tpu_cluster",),
+            negative="--no_tpu_cluster",
+        ),
+        Option("tpu_use_sudo", "use sudo on them", FLAG, False),
+        Option("tpu_vm", "the machines of the pod, one flag each", WORDS, flags=("--vm",)),
+        Option("tpu_env", "variables to set there, `NAME=value`, one flag each", WORDS, flags=("--env",)),
+        Option(
+            "main_training_function",
+            "the function of the script to run on each core",
+            question="What is the name of the script's main function?",
+        ),
+        Option(
+            "downcast_bf16",
+            "under bf16, let float mean bf16 and double mean fp32; without it, both mean bf16",
+            FLAG,
+            False,
+            question="Under bf16, should `float` be bf16 and `double` fp32?",
+        ),
+    ),
+)
+
+AWS = Family(
+    "AWS",
+    "For SageMaker.",
+    (
+        Option("aws_access_key_id", "the access key of your account", key=""),
+        Option("aws_secret_access_key", "its secret", key=""),
+    ),
+)
+
+# Known to the config file alone: what to run on, and what `tpu-config` and the question of the engine need.
+FILE_ONLY = Family(
+    "",
+    "",
+    (
+        Option("compute_environment", "", TEXT),
+        Option("distributed_type", "", TEXT),
+        Option("tpu_name", "", TEXT),
+        Option("tpu_zone", "", TEXT),
+        Option("commands", "", WORDS),
+        Option("command_file", "", TEXT),
+    ),
+)

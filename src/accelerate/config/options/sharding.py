@@ -1,0 +1,248 @@
+"""FSDP, and spreading over several axes at once."""
+
+from __future__ import annotations
+
+from accelerate.config.options.base import LOWER, WHOLE, YES_NO, YES_NO_WORD, Family, Option
+
+STRATEGIES = {
+    "FULL_SHARD": "parameters, gradients and optimizer states: least memory",
+    "SHARD_GRAD_OP": "gradients and optimizer states; parameters stay whole between forward and backward",
+    "NO_SHARD": "nothing, as under DDP",
+    "HYBRID_SHARD": "fully inside each machine, copies between machines",
+    "HYBRID_SHARD_ZERO2": "gradients and optimizer states inside each machine, copies between machines",
+}
+WRAPPING = {
+    "TRANSFORMER_BASED_WRAP": "one unit per layer class of a transformer",
+    "SIZE_BASED_WRAP": "one unit per so many parameters",
+    "NO_WRAP": "the whole model is one unit",
+}
+PREFETCH = {
+    "BACKWARD_PRE": "before the current gradients: fastest, most memory",
+    "BACKWARD_POST": "after the current gradients: a little slower, less memory",
+    "NO_PREFETCH": "not ahead: slowest, least memory",
+}
+STATE_DICTS = {
+    "SHARDED_STATE_DICT": "each process writes its part: fast, any number of processes can load it",
+    "FULL_STATE_DICT": "one process collects and writes everything",
+    "LOCAL_STATE_DICT": "each process writes its flat part",
+}
+
+FSDP = Family(
+    "FSDP",
+    "With `--use_fsdp`.",
+    (
+        Option(
+            "fsdp_version",
+            "1: FullyShardedDataParallel, 2: fully_shard",
+            default="1",
+            choices={"1": "FullyShardedDataParallel, the older one", "2": "fully_shard, per parameter"},
+            env="FSDP_VERSION",
+            question="Which version of FSDP?",
+        ),
+        Option(
+            "fsdp_offload_params",
+            "keep parameters and gradients on the CPU while they are not used",
+            YES_NO_WORD,
+            "false",
+            env="FSDP_OFFLOAD_PARAMS",
+            question="Keep parameters and gradients on the CPU while they are not used? Saves memory, costs time.",
+        ),
+        Option(
+            "fsdp_min_num_params",
+            "parameters per unit (SIZE_BASED_WRAP)",
+            WHOLE,
+            100_000_000,
+            env="FSDP_MIN_NUM_PARAMS",
+            question="How many parameters should a unit have?",
+        ),
+        # Numbers 1 to 5 are what files of 0.11 have here.
+        Option(
+            "fsdp_sharding_strategy",
+            f"what is sharded (version 1): {', '.join(STRATEGIES)}",
+            default="FULL_SHARD",
+            env="FSDP_SHARDING_STRATEGY",
+            question="What should be sharded?",
+        ),
+        Option(
+            "fsdp_reshard_after_forward",
+            "free gathered parameters after the forward pass (version 2): less memory, one more gather",
+            LOWER,
+            "true",
+            env="FSDP_RESHARD_AFTER_FORWARD",
+            question="Free gathered parameters after the forward pass? Less memory, one more gather.",
+        ),
+        Option(
+            "fsdp_auto_wrap_policy",
+            f"what makes a unit: {', '.join(WRAPPING)}",
+            env="FSDP_AUTO_WRAP_POLICY",
+            question="What makes a unit?",
+        ),
+        Option(
+            "fsdp_transformer_layer_cls_to_wrap",
+            "names of layer classes, with commas (TRANSFORMER_BASED_WRAP)",
+            env="FSDP_TRANSFORMER_CLS_TO_WRAP",
+            question="Which layer classes, with commas between them? (empty: those the model names itself)",
+        ),
+        Option(
+            "fsdp_backward_prefetch",
+            f"when the next parameters are gathered in the backward pass: {', '.join(PREFETCH)}",
+            env="FSDP_BACKWARD_PREFETCH",
+            question="When are the next parameters gathered in the backward pass?",
+        ),
+        Option(
+            "fsdp_state_dict_type",
+            f"how checkpoints are written: {', '.join(STATE_DICTS)}",
+            env="FSDP_STATE_DICT_TYPE",
+            question="How should checkpoints be written?",
+        ),
+        Option(
+            "fsdp_forward_prefetch",
+            "gather the next parameters during the forward pass (the same order every time)",
+            YES_NO_WORD,
+            "false",
+            env="FSDP_FORWARD_PREFETCH",
+            question="Gather the next parameters during the forward pass?",
+        ),
+        Option(
+            "fsdp_use_orig_params",
+            "keep the model's own parameters visible, so that some may be frozen",
+            YES_NO_WORD,
+            "true",
+            env="FSDP_USE_ORIG_PARAMS",
+            question="Keep the model's own parameters visible, so that some may be frozen?",
+        ),
+        Option(
+            "fsdp_cpu_ram_efficient_loading",
+            "only rank 0 loads a pretrained model, the others start empty",
+            YES_NO_WORD,
+            "true",
+            env="FSDP_CPU_RAM_EFFICIENT_LOADING",
+            question="Let only rank 0 load a pretrained model, while the others start empty?",
+        ),
+        Option(
+            "fsdp_sync_module_states",
+            "start with the parameters of rank 0 everywhere",
+            YES_NO_WORD,
+            "true",
+            env="FSDP_SYNC_MODULE_STATES",
+            question="Start with the parameters of rank 0 everywhere?",
+        ),
+        Option(
+            "fsdp_activation_checkpointing",
+            "compute activations again in the backward pass instead of keeping them",
+            YES_NO_WORD,
+            "false",
+            env="FSDP_ACTIVATION_CHECKPOINTING",
+            question="Compute activations again in the backward pass? Saves memory, costs time.",
+        ),
+        Option(
+            "fsdp_activation_checkpointing_offload",
+            "keep what is checkpointed on the CPU",
+            YES_NO_WORD,
+            "false",
+            env="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        ),
+        Option(
+            "fsdp_ignored_modules", "names of modules that are not sharded, as a pattern", env="FSDP_IGNORED_MODULES"
+        ),
+    ),
+    section="fsdp_config",
+    prefix="fsdp_",
+    switch="use_fsdp",
+)
+
+PARALLELISM = Family(
+    "Parallelism",
+    "With `--use_parallelism_config`: the sizes multiply to the number of processes.",
+    (
+        Option(
+            "parallelism_config_dp_replicate_size",
+            "copies of the model",
+            WHOLE,
+            1,
+            env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+            question="How many copies of the model?",
+        ),
+        Option(
+            "parallelism_config_dp_shard_size",
+            "processes that share a copy's parameters (FSDP)",
+            WHOLE,
+            1,
+            env="PARALLELISM_CONFIG_DP_SHARD_SIZE",
+            question="Over how many processes are a copy's parameters sharded?",
+        ),
+        Option(
+            "parallelism_config_tp_size",
+            "processes that share each layer (tensor parallel)",
+            WHOLE,
+            1,
+            env="PARALLELISM_CONFIG_TP_SIZE",
+            question="Over how many processes is each layer spread?",
+        ),
+        Option(
+            "parallelism_config_cp_size",
+            "processes that share each sequence (context parallel)",
+            WHOLE,
+            1,
+            env="PARALLELISM_CONFIG_CP_SIZE",
+            question="Over how many processes is each sequence spread?",
+        ),
+        Option(
+            "parallelism_config_cp_backend",
+            "who does context parallelism",
+            default="torch",
+            choices={"torch": "PyTorch"},
+            env="PARALLELISM_CONFIG_CP_BACKEND",
+        ),
+        Option(
+            "parallelism_config_cp_comm_strategy",
+            "how its processes exchange: allgather or alltoall",
+            default="allgather",
+            env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
+            question="How do they exchange: allgather or alltoall?",
+        ),
+        Option(
+            "parallelism_config_sp_size",
+            "processes that share each sequence in DeepSpeed's way (sequence parallel)",
+            WHOLE,
+            1,
+            env="PARALLELISM_CONFIG_SP_SIZE",
+        ),
+        Option(
+            "parallelism_config_sp_backend",
+            "who does sequence parallelism",
+            default="deepspeed",
+            choices={"deepspeed": "DeepSpeed"},
+            env="PARALLELISM_CONFIG_SP_BACKEND",
+        ),
+        Option(
+            "parallelism_config_sp_seq_length",
+            "the length of a sequence",
+            env="PARALLELISM_CONFIG_SP_SEQ_LENGTH",
+        ),
+        Option(
+            "parallelism_config_sp_seq_length_is_variable",
+            "whether that length changes",
+            YES_NO,
+            True,
+            env="PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
+        ),
+        Option(
+            "parallelism_config_sp_attn_implementation",
+            "the attention: sdpa, flash_attention_2 or flash_attention_3",
+            default="sdpa",
+            env="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
+        ),
+    ),
+    section="parallelism_config",
+    prefix="parallelism_config_",
+    switch="use_parallelism_config",
+)
+
+# Said only when the axis they belong to is there.
+NEEDS_AXIS = {
+    "parallelism_config_cp_comm_strategy": "parallelism_config_cp_size",
+    "parallelism_config_sp_seq_length": "parallelism_config_sp_size",
+    "parallelism_config_sp_seq_length_is_variable": "parallelism_config_sp_size",
+    "parallelism_config_sp_attn_implementation": "parallelism_config_sp_size",
+}

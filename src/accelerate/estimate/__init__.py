@@ -1,0 +1,1 @@
+"""How much memory training would take: `usage` adds it up, `batches` makes a step of a given model to measure."""

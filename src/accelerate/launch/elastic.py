@@ -1,0 +1,142 @@
+"""Runs torch elastic, as `python -m torch.distributed.run` does, and makes its failures readable.
+
+`accelerate launch` becomes this process when there are several to start. It is the only part of launching that imports
+torch, since torch elastic is part of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+from accelerate.config.environment import parse_flag_from_env
+from accelerate.launch import processes, program
+from accelerate.launch.engines.single import PROGRAM, WORKER
+from accelerate.launch.failure import details, say
+
+_STAND_IN = "\0--"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the processes to their end; returns the exit code of the first that failed."""
+    words = sys.argv[1:] if argv is None else argv
+    quiet = words[:1] == ["--quiet"]
+    program.adopt_orphans()
+    _limit_interrupts()
+    kills = processes.out_of_memory_kills()
+
+    from torch.distributed import run as torchrun
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    if not parse_flag_from_env("ACCELERATE_DEBUG_MODE"):
+        # Its report of a failure says less than ours, and hides it.
+        logging.disable(logging.CRITICAL)
+    # Its parser would take a `--` that belongs to the script for its own.
+    shielded = [_STAND_IN if word == "--" else word for word in (words[1:] if quiet else words)]
+    arguments = torchrun.get_args_parser().parse_args(shielded)
+    if arguments.master_port is None:
+        arguments.master_port = 29500
+    config, command, command_args = torchrun.config_from_args(arguments)
+    command_args = ["--" if word == _STAND_IN else word for word in command_args]
+    command, command_args = _through_worker(arguments, str(command), command_args)
+    try:
+        elastic_launch(config=config, entrypoint=command)(*command_args)
+        return 0
+    except ChildFailedError as failure:
+        return _report(failure, quiet, processes.out_of_memory_kills() - kills)
+    except SignalException as stopped:
+        number = int(stopped.sigval)
+        _say(f"The run {processes.signal_in_words(number)}.")
+        return 128 + number
+    except RendezvousError as problem:
+        _say(f"{_host()} could not meet the other machines at {config.rdzv_endpoint}: {problem}")
+        return 1
+    finally:
+        program.signal_descendants()
+
+
+def _through_worker(arguments: Any, command: str, words: list[str]) -> tuple[str, list[str]]:
+    """The command of a worker, run by our own first lines (see worker.py and program.py)."""
+    parent = str(os.getpid())
+    if arguments.no_python:
+        return sys.executable, ["-I", "-S", PROGRAM, parent, command, *words]
+    words = words[1:] if words[:1] == ["-u"] else words
+    kind, words = ("module", words[1:]) if arguments.module else ("script", words)
+    return command, ["-u", WORKER, parent, kind, *words]
+
+
+def _report(failure: Any, quiet: bool, memory_kills: int) -> int:
+    """Says who failed first and how, with its traceback as the last thing on the screen."""
+    first = min(failure.failures.values(), key=_when)
+    code = processes.exit_code(first.exitcode)
+    if quiet:
+        return code
+    rank = _rank(failure, first)
+    who = f"Rank {rank} on {_host()}"
+    if first.exitcode < 0:
+        _say(f"{who} {processes.signal_in_words(-first.exitcode, memory_kills)}.")
+        return code
+    traceback = details(first.error_file_data).get("py_callstack")
+    others = sum(other.exitcode != -signal.SIGTERM for other in failure.failures.values()) - 1
+    also = f" (and {others} more after it)" if others else ""
+    if traceback:
+        say(rank, _host(), traceback, also)
+    else:
+        _say(f"{who} was the first to fail{also}, with exit code {first.exitcode}.")
+    return code
+
+
+def _when(process: Any) -> tuple[int, float]:
+    """When a process failed, for sorting.
+
+    One that a signal killed was there before the others noticed. SIGTERM is what the others are ended with afterwards.
+    Torch's own time is that of noticing, in whole seconds: after any time that a worker wrote down itself.
+    """
+    number = -process.exitcode
+    order = 2 if number == signal.SIGTERM else 0 if number > 0 and number not in (signal.SIGABRT, signal.SIGINT) else 1
+    return order, float(details(process.error_file_data).get("time", process.timestamp + 1))
+
+
+def _rank(failure: Any, process: Any) -> int:
+    return next(rank for rank, other in failure.failures.items() if other is process)
+
+
+def _host() -> str:
+    return socket.gethostname()
+
+
+def _say(text: str) -> None:
+    print(f"\n{text}", file=sys.stderr, flush=True)
+
+
+def _limit_interrupts() -> None:
+    """After Ctrl-C the run ends within seconds, whatever its processes do.
+
+    Every handler that torch elastic installs writes the number of the signal to this pipe first.
+    """
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    def watch() -> None:
+        while (number := os.read(reading, 1)) != bytes([signal.SIGINT]):
+            if not number:
+                return
+        time.sleep(processes.GRACE)
+        program.signal_descendants()
+        os._exit(128 + signal.SIGINT)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

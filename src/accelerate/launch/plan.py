@@ -1,0 +1,45 @@
+"""What a launch will do, as data: it can be printed and tested without starting anything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from accelerate.launch.settings import Settings
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """A command, and the variables to set for it.
+
+    engine: who runs the processes, in words.
+    becomes: the command may take the place of this process (it looks after its own children).
+    each: what every one of the processes runs, where the command itself starts several.
+    gathers: failures are written down by the workers and told again at the end.
+    refused: what is not part of this version, and what to do instead; such a plan can only be shown.
+    """
+
+    engine: str
+    argv: list[str]
+    env: dict[str, str]
+    each: list[str] = field(default_factory=list)
+    becomes: bool = False
+    gathers: bool = False
+    refused: tuple[str, str] | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Something that runs processes: when it is the one, and its plan."""
+
+    matches: Callable[[Settings], bool]
+    plan: Callable[[Settings], LaunchPlan]
+
+
+def plan(settings: Settings) -> LaunchPlan:
+    """The plan of the first engine that is meant."""
+    from accelerate.launch.engines import ENGINES
+
+    engine = next(engine for engine in ENGINES if engine.matches(settings))
+    return engine.plan(settings)

@@ -1,0 +1,172 @@
+"""From parsed arguments to all settings: what nobody says is found out from the cluster and the machine."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+
+from accelerate import environments
+from accelerate.environments.base import DEFAULT_PORT
+from accelerate.launch import machine
+from accelerate.launch.settings import Settings, read_file, read_flags
+
+
+def resolve(
+    args: argparse.Namespace,
+    environ: Mapping[str, str] | None = None,
+    devices: machine.Accelerators | None = None,
+    port_in_use: Callable[[int], bool] | None = None,
+) -> Settings:
+    """Flags before the file, the file before what is detected, that before defaults."""
+    environ = os.environ if environ is None else environ
+    settings = Settings(str(args.training_script), [str(word) for word in args.training_script_args])
+    read_flags(settings, args)
+    read_file(settings, environ)
+    settings.devices = machine.accelerators(environ) if devices is None else devices
+    for detect in (_engine, _precision, _cluster, _machines, _processes, _threads):
+        detect(settings, environ)
+    _port(settings, port_in_use)
+    return settings
+
+
+def _engine(settings: Settings, environ: Mapping[str, str]) -> None:
+    file = settings.file
+    if not settings.use_parallelism_config and getattr(file, "parallelism_config", None):
+        settings.put("use_parallelism_config", True, "file", "it has a `parallelism_config`")
+    if settings.of["use_parallelism_config"].source == "flag" and not settings.use_fsdp:
+        raise ValueError("`--use_parallelism_config` spreads a model with FSDP: add `--use_fsdp --fsdp_version 2`.")
+
+
+def _precision(settings: Settings, environ: Mapping[str, str]) -> None:
+    if settings.mixed_precision is None:
+        settings.put("mixed_precision", "no", "default")
+    if settings.dynamo_backend is None:
+        settings.put("dynamo_backend", "no", "default")
+
+
+def _cluster(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Inside a step of mpirun or srun, the processes are there already; or one per node is, to start the others."""
+    if settings.mpirun_hostfile is not None or any(
+        settings.of[name].source == "flag" for name in ("num_machines", "machine_rank", "main_process_ip")
+    ):
+        return
+    world = environments.detect(environ)
+    if world.started_by not in ("mpirun", "srun"):
+        return
+    one_per_node = world.started_by == "srun" and world.local_size == 1
+    per_node = _processes_per_node(settings, world.size) if one_per_node else 1
+    if per_node == 1:
+        settings.world = world
+        settings.put("num_processes", world.size, "detected", world.reason)
+        settings.put("num_machines", max(1, world.size // world.local_size), "detected", world.reason)
+        return
+    settings.put("num_machines", world.size, "detected", world.reason)
+    settings.put("machine_rank", world.rank, "detected", world.reason)
+    settings.put("main_process_ip", world.address, "detected", "the first node of the job")
+    settings.put("main_process_port", world.port, "detected", "derived from the number of the job")
+    if settings.of["num_processes"].source != "flag":
+        settings.put("num_processes", per_node * world.size, "detected", f"{per_node} on each of {world.size} nodes")
+
+
+def _processes_per_node(settings: Settings, nodes: int) -> int:
+    if settings.of["num_processes"].source == "flag":
+        if settings.num_processes % nodes:
+            raise ValueError(
+                f"{settings.num_processes} processes cannot be shared evenly by {nodes} nodes: "
+                "`--num_processes` counts those of all nodes."
+            )
+        return max(1, settings.num_processes // nodes)
+    return 1 if settings.cpu else max(1, settings.devices.count)
+
+
+def _machines(settings: Settings, environ: Mapping[str, str]) -> None:
+    if settings.num_machines is None:
+        settings.put("num_machines", 1, "default")
+    if settings.num_machines < 1:
+        raise ValueError(f"`--num_machines` is {settings.num_machines}: at least one takes part.")
+    if settings.num_machines == 1 or settings.world is not None:
+        if settings.machine_rank is None:
+            settings.put("machine_rank", 0, "default")
+        return
+    if settings.mpirun_hostfile is not None:
+        return
+    if settings.main_process_ip is None:
+        raise ValueError(
+            f"{settings.num_machines} machines have to meet: give the address of the first with `--main_process_ip`."
+        )
+    if settings.machine_rank is None:
+        if settings.rdzv_backend == "static":
+            raise ValueError(
+                f"Which of the {settings.num_machines} machines is this? Give `--machine_rank`, from 0 for the first."
+            )
+        settings.put("machine_rank", 0, "default", f"{settings.rdzv_backend} gives the ranks")
+    if not 0 <= settings.machine_rank < settings.num_machines:
+        raise ValueError(
+            f"`--machine_rank` is {settings.machine_rank}, but {settings.num_machines} machines count from 0 to "
+            f"{settings.num_machines - 1}."
+        )
+
+
+def _processes(settings: Settings, environ: Mapping[str, str]) -> None:
+    count = settings.num_processes
+    if count is None or (count == -1 and settings.of["num_processes"].source == "file"):
+        if settings.cpu:
+            settings.put("num_processes", settings.num_machines, "default", "one per machine on the CPU")
+        else:
+            chosen = _chosen_devices(settings)
+            settings.put("num_processes", max(1, chosen) * settings.num_machines, "detected", settings.devices.reason)
+    elif count < 1:
+        raise ValueError(f"`--num_processes` is {count}: at least one is needed.")
+    here, found = settings.num_processes // settings.num_machines, _chosen_devices(settings)
+    if 0 < found < here and not settings.cpu and settings.world is None:
+        settings.notes.append(
+            f"{here} processes share {found} {settings.devices.kind} device(s): {settings.devices.reason}."
+        )
+    if settings.num_processes % settings.num_machines and settings.world is None:
+        raise ValueError(
+            f"{settings.num_processes} processes cannot be shared evenly by {settings.num_machines} machines: "
+            "`--num_processes` counts those of all machines."
+        )
+
+
+def _chosen_devices(settings: Settings) -> int:
+    if settings.devices.count and settings.gpu_ids not in (None, "all"):
+        return len(str(settings.gpu_ids).split(","))
+    return settings.devices.count
+
+
+def _threads(settings: Settings, environ: Mapping[str, str]) -> None:
+    if settings.num_cpu_threads_per_process is not None or "OMP_NUM_THREADS" in environ:
+        return
+    here = settings.world.local_size if settings.world is not None else settings.local_processes
+    if settings.on_cpu:
+        threads = max(1, machine.cores() // max(1, here))
+        settings.put("num_cpu_threads_per_process", threads, "detected", f"{machine.cores()} cores, {here} processes")
+    else:
+        settings.put("num_cpu_threads_per_process", 1, "default", "the work is on the accelerator")
+
+
+def _port(settings: Settings, port_in_use: Callable[[int], bool] | None) -> None:
+    """Where the processes meet; only the machine that listens there can tell whether the port is free."""
+    port, several = settings.main_process_port, settings.num_machines > 1
+    mpi = settings.mpirun_hostfile is not None
+    if not settings.elastic and not mpi:
+        return
+    from accelerate.machine import get_free_port, is_port_in_use
+
+    port_in_use = port_in_use or is_port_in_use
+    if several and not port:
+        settings.put("main_process_port", port := DEFAULT_PORT, "default")
+    if port:
+        listens_here = not several or (settings.machine_rank == 0 and not mpi)
+        if listens_here and port_in_use(port):
+            raise ConnectionError(
+                f"Something on this machine already listens on port {port}, where the processes should meet: "
+                "end it, or give another `--main_process_port` (0 for any free one)."
+            )
+    elif port is None and not port_in_use(DEFAULT_PORT):
+        settings.put("main_process_port", DEFAULT_PORT, "default")
+    else:
+        why = "0 asks for any free one" if port == 0 else f"{DEFAULT_PORT} is in use"
+        settings.put("main_process_port", get_free_port(), "detected", why)

@@ -1,0 +1,151 @@
+"""The first thing a worker runs: ties it to its launcher, runs the script as Python would, writes down how it failed.
+
+    python worker.py PARENT script train.py --lr 1
+    python worker.py PARENT module package.train --lr 1
+
+PARENT is the number of the process to end with; 0 is whatever started it.
+Run as a file and imports nothing of the package, so that it costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import SourceFileLoader
+from types import CodeType, ModuleType, TracebackType
+
+# What was `__main__` before the script took its place; without a reference it would be torn down.
+_kept: list[ModuleType] = []
+
+
+def die_with_parent(parent: int) -> None:
+    """Lets the kernel kill this process when its parent is gone, however that happened."""
+    if sys.platform == "linux":
+        import ctypes
+        import signal
+
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    else:
+        import threading
+
+        threading.Thread(target=_watch, args=(parent or os.getppid(),), daemon=True).start()
+    if parent and os.getppid() != parent:  # it was gone before the kernel was told
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    import time
+
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def run_script(path: str) -> None:
+    """Does what `python path` does."""
+    import io
+
+    full = os.path.abspath(path)
+    if os.path.isdir(full) or path.endswith((".zip", ".pyz")):
+        import runpy
+
+        runpy.run_path(full, run_name="__main__")  # its __main__.py
+        return
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(full))
+    main = ModuleType("__main__")
+    main.__file__ = full
+    main.__loader__ = SourceFileLoader("__main__", full)
+    main.__dict__["__builtins__"] = __builtins__
+    _kept.append(sys.modules["__main__"])
+    sys.modules["__main__"] = main
+    with io.open_code(full) as file:
+        code: CodeType = compile(file.read(), full, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def run_module(name: str) -> None:
+    """Does what `python -m name` does."""
+    import runpy
+
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.getcwd()
+    _kept.append(sys.modules["__main__"])
+    sys.modules["__main__"] = ModuleType("__main__")
+    runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+
+
+def record(error: BaseException, traceback: TracebackType | None) -> None:
+    """Writes the failure where the launcher looks for it, in the form torch elastic knows."""
+    path = _record_path()
+    if path is None or os.path.exists(path):
+        return
+    import json
+    import platform
+    import time
+    from traceback import format_exception
+
+    # Who ends with a code of its own has said why, if anything; only the time counts.
+    text = "" if isinstance(error, SystemExit) else "".join(format_exception(type(error), error, traceback))
+    now = time.time()
+    extra = {
+        "py_callstack": text,
+        "timestamp": str(int(now)),
+        "time": now,
+        "rank": _rank(),
+        "host": platform.node(),
+    }
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+    except OSError:
+        pass  # the traceback is on the screen, too
+
+
+def _record_path() -> str | None:
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        return os.environ["TORCHELASTIC_ERROR_FILE"]
+    if "ACCELERATE_FAILURES" in os.environ:
+        return os.path.join(os.environ["ACCELERATE_FAILURES"], f"{_rank()}.json")
+    return None
+
+
+def _rank() -> str:
+    names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MV2_COMM_WORLD_RANK")
+    return next((os.environ[name] for name in names if name in os.environ), "0")
+
+
+def _inside(traceback: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that belongs to the script."""
+    here = {__file__, "<frozen runpy>"}
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in here:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def main() -> None:
+    parent, kind, target, *arguments = sys.argv[1:]
+    die_with_parent(int(parent))
+    sys.argv = [target, *arguments]
+    try:
+        run_module(target) if kind == "module" else run_script(target)
+    except SystemExit as end:
+        if end.code:
+            record(end, None)
+        raise
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BaseException as error:
+        traceback = _inside(error.__traceback__)
+        # First on the screen: whoever shows an error may add to it, as which machine was lost.
+        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        record(error, traceback)
+        failed = True
+    else:
+        failed = False
+    if failed:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,300 @@
+"""Running a function, instead of a script, on several processes: from a notebook, or in a test."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from accelerate.available import has_package, is_cuda_available
+from accelerate.config.enums import DistributedType, PrecisionType
+from accelerate.config.environment import parse_flag_from_env, patch_environment
+from accelerate.devices import cuda_start
+from accelerate.machine import get_free_port, is_port_in_use
+from accelerate.state import AcceleratorState, GradientState, PartialState
+
+ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
+
+# These two report the failure of a worker with its traceback, which is then raised here anyway.
+_ECHOES = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+
+cuda_start.remember()
+
+
+class LaunchFailed(ChildFailedError):
+    """A process of `notebook_launcher` failed; the message ends with its traceback."""
+
+    def format_msg(self, *args: Any, **kwargs: Any) -> str:
+        rank, failure = self.get_first_failure()
+        return f"Rank {rank} of {self.name} {_how_it_ended(failure)}"
+
+
+class PrepareForLaunch:
+    """Makes a function one that `torch.multiprocessing.start_processes` can start: called with the local rank first.
+
+    launcher: the function. distributed_type: kept for those who read it.
+    debug: whether the processes are those of `debug_launcher`.
+    """
+
+    def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(distributed_type)
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> None:
+        before = int(os.environ.get("NODE_RANK", "0")) * int(os.environ.get("NPROC", "0"))
+        os.environ.update(LOCAL_RANK=str(index), RANK=str(before + index), FORK_LAUNCHED="1")
+        if self.debug:
+            _forget_parent()
+        self.launcher(*args)
+
+
+class _Entry:
+    """The user's function on its way to another process, which a function of a notebook cannot reach by its name."""
+
+    def __init__(self, function: Callable[..., Any], forked: bool) -> None:
+        self.function = function
+        self.forked = forked
+        self.__qualname__ = self.__name__ = getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, *args: Any) -> Any:
+        if self.forked:
+            _forget_parent()
+        return self.function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not _is_of_notebook(self.function):
+            return _Entry, (self.function, self.forked)
+        import cloudpickle
+
+        return _unpacked, (cloudpickle.dumps(self.function), self.forked)
+
+
+def _unpacked(function: bytes, forked: bool) -> _Entry:
+    return _Entry(pickle.loads(function), forked)
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: dict[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+    start_method: str | None = None,
+) -> None:
+    """Run a training function on several processes of this machine (and of others), from a notebook.
+
+    function, args: what to call on each process. The function makes the `Accelerator`, and whatever touches a GPU.
+    num_processes: on this machine; by default one per GPU, or one.
+    mixed_precision: "no", "fp16", "bf16" or "fp8", for the `Accelerator` in the function.
+    use_port, master_addr: where the processes meet. On one machine a free port is taken where this one is in use.
+    node_rank, num_nodes: which machine this is, of how many; call it on each of them.
+    rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id: torch elastic's rendezvous.
+    max_restarts: how often all processes are started again after one has failed.
+    monitor_interval: seconds between two looks at the processes.
+    log_line_prefix_template: what torch elastic puts before each line of output that it forwards.
+    start_method: "fork" (by default), or "spawn", which also works when CUDA is in use here already; it sends the
+        function to new processes, for which one that is defined in the notebook needs `cloudpickle`.
+    """
+    if num_processes is None:
+        num_processes = _gpus() or 1
+    _check(num_processes, mixed_precision, node_rank, num_nodes, start_method)
+    if num_processes * num_nodes == 1:
+        print(f"Running {_name(function)} in this process.")
+        with patch_environment(accelerate_mixed_precision=mixed_precision):
+            function(*args)
+        return
+
+    start_method = start_method or ("fork" if hasattr(os, "fork") else "spawn")
+    _check_ready(function, start_method)
+    if 0 < _gpus() < num_processes:
+        warnings.warn(f"{num_processes} processes will share {_gpus()} GPU(s), which NCCL refuses.", stacklevel=2)
+    use_port = _port(str(use_port), num_nodes)
+    if rdzv_backend == "static":
+        rdzv_conf = {"rank": node_rank, **(rdzv_conf or {})}
+        rdzv_endpoint = rdzv_endpoint or f"{master_addr}:{use_port}"
+
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    where = f" on each of {num_nodes} machines" if num_nodes > 1 else ""
+    print(f"Running {_name(function)} on {num_processes} processes{where}.")
+    with _environment(mixed_precision, start_method, num_nodes), _without_echoes():
+        config = LaunchConfig(
+            min_nodes=num_nodes,
+            max_nodes=num_nodes,
+            nproc_per_node=num_processes,
+            run_id=rdzv_id,
+            rdzv_backend=rdzv_backend,
+            rdzv_endpoint=rdzv_endpoint,
+            rdzv_configs=rdzv_conf or {},
+            max_restarts=max_restarts,
+            monitor_interval=monitor_interval,
+            start_method=start_method,
+            log_line_prefix_template=log_line_prefix_template,
+        )
+        try:
+            elastic_launch(config, _Entry(function, start_method == "fork"))(*args)
+        except ChildFailedError as error:
+            raise LaunchFailed(_name(function), error.failures) from None
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Run a function on several CPU processes of this machine, to test it; a failure in one is raised here.
+
+    function, args: what to call on each process.
+    num_processes: how many.
+    """
+    from torch.multiprocessing.spawn import start_processes
+
+    world = {
+        "world_size": num_processes,
+        "local_world_size": num_processes,
+        "master_addr": "127.0.0.1",
+        "master_port": get_free_port(),
+        "accelerate_use_cpu": "yes",
+    }
+    with _environment("no", "fork", 1), patch_environment(**world), _without_echoes():
+        launcher = PrepareForLaunch(function, debug=True)
+        start_processes(launcher, args=tuple(args), nprocs=num_processes, start_method="fork")
+
+
+def test_launch() -> None:
+    """Does nothing but join the others: a function to try a launcher with."""
+    PartialState()
+
+
+# pytest would take it for a test wherever it is imported.
+test_launch.__test__ = False  # type: ignore[attr-defined]
+
+
+def _check(num_processes: int, mixed_precision: str, node_rank: int, num_nodes: int, start_method: str | None) -> None:
+    if num_processes < 1:
+        raise ValueError(f"num_processes is {num_processes}: at least one is needed.")
+    if str(mixed_precision).lower() not in PrecisionType.list():
+        raise ValueError(f"mixed_precision is {mixed_precision!r}: choose one of {', '.join(PrecisionType.list())}.")
+    if not 0 <= node_rank < num_nodes:
+        raise ValueError(f"node_rank is {node_rank} and num_nodes {num_nodes}: machines count from 0 to num_nodes - 1.")
+    if start_method not in (None, "fork", "spawn"):
+        raise ValueError(f"start_method is {start_method!r}: choose 'fork' or 'spawn'.")
+
+
+def _check_ready(function: Callable[..., Any], start_method: str) -> None:
+    """Refuse what would fail in the new processes, where the error would be far from its cause."""
+    if PartialState._shared_state != {}:
+        raise ValueError(
+            "An Accelerator or PartialState has already been made in this notebook, so the function could use that one "
+            "instead of its own: restart the kernel, and make it inside the function only."
+        )
+    if start_method == "spawn":
+        if _is_of_notebook(function) and not has_package("cloudpickle"):
+            raise ValueError(
+                f"start_method='spawn' has to send {_name(function)} to new processes, which know nothing of this "
+                "notebook: install cloudpickle, or move the function into a module and import it."
+            )
+        return
+    if torch.cuda.is_initialized():
+        if (line := cuda_start.place()) is not None:
+            by = f" by {line}"
+        elif suspects := cuda_start.suspects():
+            by = f", by a line that ran before accelerate was imported (maybe {suspects[0]})"
+        else:
+            by = ", by a line that ran before accelerate was imported"
+        raise RuntimeError(
+            f"CUDA was started in this notebook{by}, and forked processes could not use the GPUs: restart the kernel "
+            "and do that inside the function only, or pass start_method='spawn'."
+        )
+
+
+def _is_of_notebook(function: Callable[..., Any]) -> bool:
+    """Whether a new process could not import it: it was typed in, not read from a file."""
+    return function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+
+
+def _port(port: str, num_nodes: int) -> str:
+    """On one machine nobody else needs to know the port, so a free one will do."""
+    if num_nodes == 1 and (port == "0" or is_port_in_use(int(port))):
+        return str(get_free_port())
+    return port
+
+
+def _gpus() -> int:
+    if parse_flag_from_env("ACCELERATE_USE_CPU") or not is_cuda_available():
+        return 0
+    return torch.cuda.device_count()
+
+
+@contextlib.contextmanager
+def _environment(mixed_precision: str, start_method: str, num_nodes: int) -> Iterator[None]:
+    """What the processes inherit."""
+    variables = {"accelerate_mixed_precision": str(mixed_precision).lower()}
+    if start_method == "fork":
+        variables["fork_launched"] = "1"
+        # A fork has none of the threads that OpenMP keeps for the next parallel loop, and would wait for them.
+        variables["omp_num_threads"] = "1"
+        # torch elastic asks whether there is a GPU; unless NVML answers, that alone keeps forked processes from it.
+        variables["pytorch_nvml_based_cuda_check"] = "1"
+    if num_nodes == 1 and sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        variables["gloo_socket_ifname"] = "lo"  # a laptop's own name need not resolve
+    # torch elastic sets this one for its workers, and leaves it.
+    signals = os.environ.get("TORCHELASTIC_SIGNALS_TO_HANDLE")
+    try:
+        with patch_environment(**variables):
+            yield
+    finally:
+        if signals is None:
+            os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
+
+
+def _forget_parent() -> None:
+    """In a forked process: start as if this one had been started by itself."""
+    torch.set_num_threads(1)
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+
+
+@contextlib.contextmanager
+def _without_echoes() -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in _ECHOES]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", function))
+
+
+def _how_it_ended(failure: ProcessFailure) -> str:
+    message: Any = failure.message  # a dict, if the process had the time to write one
+    if isinstance(message, dict):
+        return f"failed:\n\n{message.get('extraInfo', {}).get('py_callstack', message)}"
+    if failure.exitcode >= 0:
+        return f"exited with code {failure.exitcode}."
+    name = signal.Signals(-failure.exitcode).name
+    hint = ": most often the machine ran out of memory" if name == "SIGKILL" else ""
+    return f"was killed by {name}{hint}."

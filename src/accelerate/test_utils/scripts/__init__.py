@@ -1,0 +1,1 @@
+"""Scripts that check an installation on the machine it is on."""

@@ -1,0 +1,71 @@
+"""Two machines on one: network namespaces with an address each, joined by a cable that can be cut."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Machine:
+    name: str
+    interface: str
+    address: str
+
+    def command(self, *words: str) -> list[str]:
+        """`words` as a command that runs on this machine."""
+        return ["ip", "netns", "exec", self.name, *words]
+
+    @property
+    def variables(self) -> dict[str, str]:
+        return {"GLOO_SOCKET_IFNAME": self.interface}
+
+    def cut_off(self) -> None:
+        """Pull the cable: nothing that is sent arrives, and nobody is told."""
+        _ip("-n", self.name, "link", "set", self.interface, "down")
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why there can be no such machines here, or None."""
+    if shutil.which("ip") is None:
+        return "needs ip, from the package iproute2"
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    name = f"probe{os.getpid()}"
+    done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if done.returncode != 0:
+        return f"no network namespaces here: {done.stderr.strip()}"
+    _ip("netns", "del", name)
+    return None
+
+
+@contextlib.contextmanager
+def two_machines() -> Iterator[tuple[Machine, Machine]]:
+    """Two machines that reach each other, and nobody else."""
+    tag = os.getpid() % 100_000
+    machines = tuple(Machine(f"m{side}{tag}", f"v{side}{tag}", f"10.77.0.{side}") for side in (1, 2))
+    first, second = machines
+    try:
+        for machine in machines:
+            _ip("netns", "add", machine.name)
+        _ip("link", "add", first.interface, "type", "veth", "peer", "name", second.interface)
+        for machine in machines:
+            _ip("link", "set", machine.interface, "netns", machine.name)
+            _ip("-n", machine.name, "addr", "add", f"{machine.address}/24", "dev", machine.interface)
+            _ip("-n", machine.name, "link", "set", "lo", "up")
+            _ip("-n", machine.name, "link", "set", machine.interface, "up")
+        yield first, second
+    finally:
+        for machine in machines:
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _ip("netns", "del", machine.name)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)

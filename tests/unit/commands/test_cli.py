@@ -1,0 +1,135 @@
+"""The command line itself: its table, its help, its errors, and what it does not import."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accelerate.commands.accelerate_cli import COMMANDS, get_parser
+from accelerate.commands.launch import clean_option, launch_command_parser
+
+
+def accelerate(
+    *words: str, code: str = "from accelerate.commands.accelerate_cli import main; main()"
+) -> tuple[int, str, str]:
+    program = f"import sys; sys.argv = ['accelerate', *{list(words)!r}]\n{code}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_help_names_every_command() -> None:
+    code, out, _ = accelerate("--help")
+    assert code == 0
+    assert all(name in out for name in COMMANDS)
+
+
+def test_version() -> None:
+    import accelerate as package
+
+    assert accelerate("--version")[1].strip() == f"accelerate {package.__version__}"
+
+
+def test_without_a_command_the_help_is_shown() -> None:
+    code, out, _ = accelerate()
+    assert code == 1
+    assert "usage: accelerate" in out
+
+
+def test_every_command_has_a_parser_that_knows_what_to_call() -> None:
+    subparsers = next(action for action in get_parser()._actions if action.dest == "command")
+    assert isinstance(subparsers.choices, dict)
+    assert set(subparsers.choices) == set(COMMANDS)
+    for name, parser in subparsers.choices.items():
+        assert callable(parser.get_default("func")), name
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nonsense"], "there is no command 'nonsense'; choose one of config"),
+        (["launch"], "the following arguments are required: script"),
+        (["launch", "--nonsense", "x.py"], "accelerate launch: unrecognized arguments: --nonsense"),
+        (["launch", "--num_processes", "two", "x.py"], "should be a whole number, not 'two'"),
+        (["launch", "--cpu", "--multi_gpu", "x.py"], "`--multi_gpu` and `--cpu` exclude each other"),
+        (["launch", "-m", "--no_python", "x.py"], "`--module` and `--no_python` exclude each other"),
+        (["launch", "--config_file", "/nowhere.yaml", "x.py"], "There is no config file /nowhere.yaml"),
+        (["launch", "--tpu", "x.py"], "starting a run on a TPU is not part of this version"),
+        (["launch", "nowhere.py"], "There is no script nowhere.py"),
+        (["launch", "--num_processes", "0", "x.py"], "at least one is needed"),
+        (["launch", "--no_python", "/nowhere/program"], "There is no program /nowhere/program"),
+    ],
+)
+def test_mistakes_end_with_one_sentence(words: list[str], sentence: str) -> None:
+    code, _, err = accelerate(*words)
+    assert code in (1, 2)
+    assert sentence in err
+    assert len(err.strip().splitlines()) == 1, err
+
+
+def test_a_busy_port_ends_with_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "x.py").touch()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        words = ["launch", "--cpu", "--num_processes", "2", "--main_process_port", port, str(tmp_path / "x.py")]
+        code, _, err = accelerate(*words)
+    assert code == 1
+    assert f"already listens on port {port}" in err
+    assert len(err.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["launch", "--help"], ["config", "--help"], ["launch", "--nonsense"], ["launch", "--dry_run", "x.py"]],
+    ids=" ".join,
+)
+def test_nothing_heavy_is_imported(words: list[str]) -> None:
+    code = """
+from accelerate.commands.accelerate_cli import main
+try:
+    main()
+except SystemExit:
+    pass
+print("HEAVY", sorted({"torch", "numpy", "questionary", "huggingface_hub"} & set(sys.modules)))
+"""
+    assert accelerate(*words, code=code)[1].splitlines()[-1] == "HEAVY []"
+
+
+def test_flags_may_be_written_with_hyphens() -> None:
+    args = launch_command_parser().parse_args(["--num-processes=2", "--use-fsdp", "--fsdp-version", "2", "x.py"])
+    assert (args.num_processes, args.use_fsdp, args.fsdp_version) == (2, True, "2")
+    assert clean_option("--num-processes") == "--num_processes"
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [["--num_processes", "7"], ["--", "--lr", "1"], ["-m", "--", "--"], ["--help"], ["a b", "--x=1", ""]],
+    ids=str,
+)
+def test_what_follows_the_script_is_untouched(rest: list[str]) -> None:
+    args = launch_command_parser().parse_args(["--cpu", "x.py", *rest])
+    assert (args.training_script, args.training_script_args) == ("x.py", rest)
+
+
+def test_two_dashes_before_the_script_are_allowed() -> None:
+    args = launch_command_parser().parse_args(["--cpu", "--", "x.py", "--", "1"])
+    assert (args.training_script, args.training_script_args) == ("x.py", ["--", "1"])
+
+
+def test_help_of_one_engine_leaves_the_others_out() -> None:
+    assert "--zero_stage" in accelerate("launch", "--help")[1]
+    out = accelerate("launch", "--use_fsdp", "--help")[1]
+    assert "--fsdp_version" in out
+    assert "--zero_stage" not in out
+    assert "DeepSpeed:" not in out
+
+
+def test_the_installed_programs_start() -> None:
+    for name in ("accelerate", "accelerate-launch", "accelerate-config"):
+        program = Path(sys.executable).with_name(name)
+        done = subprocess.run([program, "--help"], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "usage: " in done.stdout

@@ -1,0 +1,138 @@
+"""`accelerate config` in a real terminal, driven by keys."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.unit.commands.terminal import CONTROL_C, DOWN, ENTER, Terminal
+
+COMMAND = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config"]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    return {**os.environ, "HF_HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def written(folder: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((folder / "accelerate" / "default_config.yaml").read_text())
+    return content
+
+
+def test_enter_all_the_way_gives_what_was_detected(tmp_path: Path) -> None:
+    terminal = Terminal(COMMAND, environment(tmp_path))
+    terminal.wait_for("Where will the training run?")
+    terminal.send(ENTER)
+    asked = terminal.wait_for("What will it run on?")
+    assert "no GPU: " in asked  # the reason of the suggestion
+    terminal.send(ENTER)
+    terminal.wait_for("Run on the CPU")
+    terminal.send(ENTER)
+    terminal.wait_for("Which number format")
+    terminal.send(ENTER)
+    terminal.wait_for("torch.compile?")
+    terminal.send(ENTER)
+    terminal.wait_for("Your answers")
+    assert terminal.end() == 0
+    assert "Written to" in terminal.shown
+    assert written(tmp_path)["distributed_type"] == "NO"
+    assert written(tmp_path)["use_cpu"] is True
+    assert written(tmp_path)["num_processes"] == 1
+
+
+def test_arrows_choose_several_processes_and_wrong_numbers_are_asked_again(tmp_path: Path) -> None:
+    terminal = Terminal(COMMAND, environment(tmp_path))
+    terminal.wait_for("Where will the training run?")
+    terminal.send(ENTER)
+    terminal.wait_for("What will it run on?")
+    terminal.wait_for("several processes on CPUs")  # each answer is explained
+    terminal.send(DOWN + ENTER)
+    terminal.wait_for("How many machines")
+    terminal.send(ENTER)
+    terminal.wait_for("How many processes")
+    terminal.send("x" + ENTER)
+    terminal.wait_for("should be a whole number")
+    terminal.send("\x7f\x7f3" + ENTER)
+    terminal.wait_for("mpirun?")
+    terminal.send(ENTER)
+    terminal.wait_for("Which number format")
+    terminal.send(DOWN + DOWN + ENTER)
+    terminal.wait_for("torch.compile?")
+    terminal.send("y")
+    terminal.wait_for("Which compiler?")
+    terminal.send(ENTER)
+    terminal.wait_for("Change how it compiles?")
+    terminal.send(ENTER)
+    terminal.wait_for("Check every collective")
+    terminal.send("y")
+    assert terminal.end() == 0
+    config = written(tmp_path)
+    assert config["distributed_type"] == "MULTI_CPU"
+    assert config["num_processes"] == 3
+    assert config["mixed_precision"] == "bf16"
+    assert config["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
+    assert config["debug"] is True
+
+
+def test_fsdp(tmp_path: Path) -> None:
+    terminal = Terminal(COMMAND, environment(tmp_path))
+    terminal.wait_for("Where will the training run?")
+    terminal.send(ENTER)
+    terminal.wait_for("What will it run on?")
+    terminal.send(DOWN + DOWN + ENTER)
+    answers = {
+        "How many machines": "",
+        "How is the model spread": DOWN,
+        "Which version of FSDP?": "",
+        "Free gathered parameters": "n",
+        "Keep parameters and gradients on the CPU": "y",
+        "What makes a unit?": "",
+        "Which layer classes": "Block",
+        "How should checkpoints be written?": "",
+        "Let only rank 0 load": "n",
+        "Compute activations again": "y",
+        "more axes": "n",
+        "How many processes": "",
+        "Which GPUs": "",
+        "closest to its GPU?": "n",
+        "Which number format": "",
+        "torch.compile?": "n",
+        "Check every collective": "n",
+    }
+    for question, keys in answers.items():
+        terminal.wait_for(question)
+        terminal.send(keys if keys in ("y", "n") else keys + ENTER)
+    assert terminal.end() == 0, terminal.shown
+    config = written(tmp_path)
+    assert config["distributed_type"] == "FSDP"
+    assert config["fsdp_config"] == {
+        "fsdp_version": 2,
+        "fsdp_reshard_after_forward": False,
+        "fsdp_offload_params": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "Block",
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False,
+        "fsdp_activation_checkpointing": True,
+    }
+
+
+def test_control_c_writes_nothing(tmp_path: Path) -> None:
+    terminal = Terminal(COMMAND, environment(tmp_path))
+    terminal.wait_for("Where will the training run?")
+    terminal.send(CONTROL_C)
+    assert terminal.end() == 130
+    assert "Nothing was written." in terminal.shown
+    assert not (tmp_path / "accelerate").exists()
+
+
+def test_without_a_terminal_the_way_out_is_named(tmp_path: Path) -> None:
+    done = subprocess.run(COMMAND, env=environment(tmp_path), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "`accelerate config default`" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,210 @@
+"""Where each value comes from: flags, then the file, then the machine or the cluster, then defaults."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.commands.launch import launch_command_parser
+from accelerate.launch.machine import Accelerators
+from accelerate.launch.plan import plan
+from accelerate.launch.resolve import resolve
+from accelerate.launch.settings import Setting, Settings
+
+NONE = Accelerators("cpu", 0, "the tests say so")
+FOUR = Accelerators("cuda", 4, "the driver knows 4")
+
+
+def settings(
+    *words: str,
+    file: dict[str, Any] | None = None,
+    folder: Path = Path("/nowhere"),
+    devices: Accelerators = NONE,
+    busy: tuple[int, ...] = (),
+    **environ: str,
+) -> Settings:
+    if file is not None:
+        (folder / "accelerate").mkdir()
+        (folder / "accelerate" / "default_config.json").write_text(json.dumps(file))
+    args = launch_command_parser().parse_args([*words, "x.py"])
+    return resolve(args, {"HF_HOME": str(folder), **environ}, devices, lambda port: port in busy)
+
+
+def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:
+    file = {"num_processes": 2, "mixed_precision": "bf16", "rdzv_backend": "c10d", "enable_cpu_affinity": True}
+    found = settings("--num_processes", "3", "--rdzv_backend", "static", file=file, folder=tmp_path)
+    assert found.of["num_processes"] == Setting(3, "flag")
+    assert found.of["mixed_precision"] == Setting("bf16", "file")
+    assert found.of["enable_cpu_affinity"] == Setting(True, "file")
+    # Given, though it is also the default.
+    assert found.of["rdzv_backend"] == Setting("static", "flag")
+    assert found.of["num_machines"] == Setting(1, "default")
+
+
+def test_a_section_of_the_file_gives_way_to_flags_one_by_one(tmp_path: Path) -> None:
+    file = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": {"version": 2, "offload_params": True}}
+    found = settings("--fsdp_offload_params", "false", file=file, folder=tmp_path)
+    assert found.use_fsdp is True
+    assert found.of["fsdp_version"] == Setting("2", "file")
+    assert found.of["fsdp_offload_params"] == Setting("false", "flag")
+
+
+def test_an_engine_named_by_a_flag_beats_the_type_in_the_file(tmp_path: Path) -> None:
+    found = settings("--use_fsdp", file={"distributed_type": "MULTI_GPU", "num_processes": 2}, folder=tmp_path)
+    assert found.use_fsdp
+    assert not found.multi_gpu
+
+
+def test_devices_are_counted_when_nothing_says_how_many() -> None:
+    found = settings(devices=FOUR)
+    assert found.of["num_processes"] == Setting(4, "detected", "the driver knows 4")
+    assert settings("--gpu_ids", "0,2", devices=FOUR).num_processes == 2
+    assert settings("--cpu", devices=FOUR).num_processes == 1
+    assert (
+        settings("--num_machines", "2", "--machine_rank", "1", "--main_process_ip", "h", devices=FOUR).num_processes
+        == 8
+    )
+
+
+def test_a_namespace_made_by_hand_counts_as_flags() -> None:
+    args = launch_command_parser().parse_args(["x.py"])
+    args.num_processes = 2
+    assert resolve(args, {"HF_HOME": "/nowhere"}, NONE, lambda port: False).of["num_processes"] == Setting(2, "flag")
+    bare = argparse.Namespace(training_script="x.py", training_script_args=[], cpu=True)
+    assert resolve(bare, {"HF_HOME": "/nowhere"}, NONE, lambda port: False).cpu is True
+
+
+def test_old_and_unknown_keys_are_mentioned(tmp_path: Path) -> None:
+    file = {"distributed_type": "FSDP", "num_processes": 2, "fp16": True, "fsdp_config": {"typo": 1}}
+    notes = settings(file=file, folder=tmp_path).notes
+    assert any("accelerate config update" in note for note in notes)
+    assert any("fsdp_config.typo" in note for note in notes)
+
+
+def test_threads_share_the_cores_on_the_cpu() -> None:
+    one, two = settings("--cpu"), settings("--cpu", "--num_processes", "2")
+    assert one.num_cpu_threads_per_process >= two.num_cpu_threads_per_process >= 1
+    assert one.of["num_cpu_threads_per_process"].source == "detected"
+    assert settings(devices=FOUR).num_cpu_threads_per_process == 1
+    assert settings("--cpu", OMP_NUM_THREADS="5").num_cpu_threads_per_process is None
+
+
+def test_the_port_is_any_free_one_for_0_or_when_the_default_is_busy() -> None:
+    several = ("--cpu", "--num_processes", "2")
+    assert settings(*several).of["main_process_port"] == Setting(29500, "default")
+    for found in (settings(*several, "--main_process_port", "0"), settings(*several, busy=(29500,))):
+        assert found.main_process_port not in (0, 29500)
+        assert found.of["main_process_port"].source == "detected"
+
+
+def test_a_busy_port_that_was_asked_for_is_an_error() -> None:
+    with pytest.raises(ConnectionError, match="already listens on port 4321"):
+        settings("--num_processes", "2", "--main_process_port", "4321", busy=(4321,))
+    # On another machine than the first, nobody listens there.
+    words = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "h", "--main_process_port", "4321"]
+    settings(*words, "--machine_rank", "1", busy=(4321,))
+    with pytest.raises(ConnectionError, match="4321"):
+        settings(*words, "--machine_rank", "0", busy=(4321,))
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--num_machines", "2"], "give the address of the first"),
+        (["--num_machines", "2", "--main_process_ip", "h"], "Which of the 2 machines is this"),
+        (["--num_machines", "2", "--main_process_ip", "h", "--machine_rank", "2"], "count from 0 to 1"),
+        (["--num_machines", "0"], "at least one takes part"),
+        (["--num_machines", "2", "--main_process_ip", "h", "--machine_rank", "0", "--num_processes", "3"], "evenly"),
+        (["--use_parallelism_config"], "add `--use_fsdp --fsdp_version 2`"),
+        (["--use_deepspeed", "--use_fsdp"], "exclude each other"),
+    ],
+)
+def test_contradictions_are_refused(words: list[str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        settings(*words)
+
+
+def test_machines_that_come_and_go_need_no_rank() -> None:
+    words = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "h", "--rdzv_backend", "c10d"]
+    assert settings(*words).machine_rank == 0
+
+
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_JOB_ID": "12",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+}
+ONE_EACH = {**SLURM, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", "SLURM_LOCALID": "0"} | {
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)"
+}
+
+
+def test_slurm_with_several_tasks_per_node_is_one_process_each(tmp_path: Path) -> None:
+    # The file is for a machine of its own; the job knows better.
+    found = settings(file={"distributed_type": "NO", "num_processes": 1}, folder=tmp_path, **SLURM)
+    planned = plan(found)
+    assert not planned.becomes
+    assert planned.env["RANK"] == "3"
+    assert planned.env["WORLD_SIZE"] == "4"
+    assert planned.env["LOCAL_RANK"] == "1"
+    assert planned.env["MASTER_ADDR"] == "n1"
+    assert found.of["num_processes"].source == "detected"
+
+
+def test_slurm_with_one_task_per_node_starts_a_process_per_device() -> None:
+    found = settings(devices=FOUR, **ONE_EACH)
+    assert (found.num_machines, found.machine_rank, found.num_processes) == (2, 1, 8)
+    command = plan(found).argv
+    assert "--nproc_per_node=4" in command
+    assert "--node_rank=1" in command
+    assert any(word.startswith("--rdzv_endpoint=n1:") for word in command)
+
+
+def test_slurm_with_one_task_per_node_and_no_device_is_one_process_each() -> None:
+    assert plan(settings("--cpu", **ONE_EACH)).env["WORLD_SIZE"] == "2"
+    found = settings("--cpu", "--num_processes", "4", **ONE_EACH)
+    assert "--nproc_per_node=2" in plan(found).argv
+    assert found.of["num_processes"].source == "flag"
+    with pytest.raises(ValueError, match="3 processes cannot be shared evenly by 2 nodes"):
+        settings("--cpu", "--num_processes", "3", **ONE_EACH)
+
+
+def test_flags_about_machines_beat_slurm() -> None:
+    words = ["--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "h", "--num_processes", "2"]
+    assert settings(*words, **ONE_EACH).machine_rank == 0
+
+
+def test_inside_mpirun_a_launch_is_one_process_of_it() -> None:
+    mpi = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+    planned = plan(settings("--cpu", "--num_processes", "2", OMPI_COMM_WORLD_LOCAL_SIZE="2", **mpi))
+    assert not planned.becomes
+    assert planned.env["RANK"] == "1"
+
+
+def test_a_wrong_value_of_the_file_is_named_with_the_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`mixed_precision` in .*default_config\.json should be one of no, fp16"):
+        settings(file={"mixed_precision": "half"}, folder=tmp_path)
+
+
+@pytest.mark.parametrize(("flag", "value"), [("--main_process_port", "99999"), ("--tee", "7"), ("--tee", "0:3,x")])
+def test_values_that_the_engine_would_choke_on_are_refused(
+    capsys: pytest.CaptureFixture[str], flag: str, value: str
+) -> None:
+    with pytest.raises(SystemExit):
+        settings(flag, value)
+    assert f"not '{value}'" in capsys.readouterr().err
+
+
+def test_ids_of_gpus_that_are_not_there_start_nothing_on_the_cpu() -> None:
+    assert settings("--gpu_ids", "0,1").num_processes == 1
+    assert settings("--gpu_ids", "0,1", devices=FOUR).num_processes == 2
+    assert settings("--tee", "0:3,1:1").tee == "0:3,1:1"

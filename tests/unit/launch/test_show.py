@@ -1,0 +1,63 @@
+"""`--dry_run`: commands, variables, and where each setting came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.unit.commands.terminal import Terminal
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--dry_run"]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    (folder / "accelerate").mkdir(exist_ok=True)
+    file = {"distributed_type": "FSDP", "num_processes": 2, "use_cpu": True, "fsdp_config": {"fsdp_version": 2}}
+    (folder / "accelerate" / "default_config.json").write_text(json.dumps(file))
+    return {**os.environ, "HF_HOME": str(folder), "CUDA_VISIBLE_DEVICES": ""}
+
+
+def shown(folder: Path, *words: str) -> list[str]:
+    done = subprocess.run([*LAUNCH, *words], capture_output=True, text=True, env=environment(folder))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_plain_text_where_there_is_no_terminal(tmp_path: Path) -> None:
+    lines = shown(tmp_path, "--mixed_precision", "bf16", "--main_process_port", "0", "x.py", "a b")
+    assert lines[0] == "Plan: 2 processes, on the CPU, talking through gloo"
+    assert f"  {sys.executable} x.py 'a b'" in lines
+    assert "  FSDP_VERSION=2" in lines
+    assert "  ACCELERATE_MIXED_PRECISION=bf16" in lines
+    rows = {line.split()[0]: line.split()[1:] for line in lines[lines.index("Settings") + 1 :] if line.strip()}
+    assert rows["mixed_precision"] == ["bf16", "flag"]
+    assert rows["num_processes"] == ["2", "file"]
+    assert rows["fsdp_version"] == ["2", "file"]
+    assert rows["fsdp_offload_params"] == ["false", "default"]
+    assert rows["main_process_port"][1:] == ["detected", "0", "asks", "for", "any", "free", "one"]
+    assert rows["use_fsdp"] == ["yes", "file", "distributed_type", "is", "FSDP"]
+    assert "zero_stage" not in rows  # an engine that is not used
+    assert not any("\x1b" in line for line in lines)
+
+
+def test_a_table_in_a_terminal(tmp_path: Path) -> None:
+    terminal = Terminal([*LAUNCH, "--num_processes", "1", "x.py"], environment(tmp_path))
+    assert terminal.end() == 0
+    assert "setting" in terminal.shown
+    assert "why" in terminal.shown
+    assert "distributed_type is FSDP" in terminal.shown
+
+
+def test_secrets_are_not_shown(tmp_path: Path) -> None:
+    text = "\n".join(shown(tmp_path, "--aws_secret_access_key", "hush", "x.py"))
+    assert "hush" not in text
+    assert "***" in text
+
+
+def test_what_cannot_be_started_is_shown_with_a_note(tmp_path: Path) -> None:
+    lines = shown(tmp_path, "--tpu", "--num_processes", "8", "--mixed_precision", "bf16", "x.py")
+    assert "  XLA_USE_BF16=1" in lines
+    assert lines[-1].startswith("Note: starting a run on a TPU is not part of this version:")

@@ -1,0 +1,135 @@
+"""Functions on several processes: `debug_launcher`, and what `notebook_launcher` checks before it starts anything."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.multiprocessing.spawn import ProcessRaisedException
+
+from accelerate import Accelerator, debug_launcher, notebook_launcher
+from accelerate.devices import cuda_start
+from accelerate.launchers import LaunchFailed, PrepareForLaunch, _Entry
+from accelerate.state import PartialState
+from tests.harness import run_world
+from tests.harness.world import free_port
+
+
+def _write_what_i_see(folder: str, factor: int) -> None:
+    accelerator = Accelerator()
+    mine = torch.tensor([accelerator.process_index * factor])
+    # enough work for OpenMP to use threads, if it had any
+    (torch.ones(400, 400) @ torch.ones(400, 400)).exp().sort()
+    text = f"{accelerator.gather(mine).tolist()} {accelerator.device} {accelerator.mixed_precision}"
+    Path(folder, str(accelerator.process_index)).write_text(text)
+
+
+def test_debug_launcher(tmp_path: Path) -> None:
+    (torch.ones(400, 400) @ torch.ones(400, 400)).exp().sort()
+    # What a test left behind in this process does not reach the others.
+    Accelerator(cpu=True, mixed_precision="bf16")
+    debug_launcher(_write_what_i_see, (str(tmp_path), 5), num_processes=3)
+    assert [(tmp_path / str(rank)).read_text() for rank in range(3)] == ["[0, 5, 10] cpu no"] * 3
+
+
+def _second_fails() -> None:
+    if PartialState().process_index == 1:
+        raise ValueError("the second one is ill")
+
+
+def test_debug_launcher_raises_what_a_process_raised() -> None:
+    with pytest.raises(ProcessRaisedException) as caught:
+        debug_launcher(_second_fails)
+    assert "in _second_fails" in str(caught.value) and "ValueError: the second one is ill" in str(caught.value)
+
+
+def _second_is_killed() -> None:
+    if PartialState().process_index == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (_second_fails, ["Rank 1 of _second_fails failed", "ValueError: the second one is ill"]),
+        (_second_is_killed, ["Rank 1 of _second_is_killed was killed by SIGKILL", "memory"]),
+    ],
+)
+def test_notebook_launcher_says_how_a_rank_ended(
+    function: object, words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with pytest.raises(LaunchFailed) as caught:
+        notebook_launcher(function, num_processes=2, use_port="0")  # type: ignore[arg-type]
+    assert all(word in str(caught.value) for word in words)
+
+
+def _one_machine(port: str, folder: str) -> None:
+    machine = int(os.environ["RANK"])
+    notebook_launcher(
+        _write_what_i_see, (folder, 3), num_processes=1, num_nodes=2, node_rank=machine, use_port=port,
+        master_addr="127.0.0.1", mixed_precision="bf16",
+    )  # fmt: skip
+
+
+def test_notebook_launcher_on_two_machines(tmp_path: Path) -> None:
+    run_world(_one_machine, 2, str(free_port()), str(tmp_path))
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0, 3] cpu bf16"] * 2
+
+
+def test_one_process_is_this_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    seen = []
+    notebook_launcher(lambda: seen.append((os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"])), (), 1, "bf16")
+    assert seen == [(os.getpid(), "bf16")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"num_processes": 0}, "num_processes is 0"),
+        ({"mixed_precision": "fp64"}, "mixed_precision is 'fp64'"),
+        ({"node_rank": 2, "num_nodes": 2}, "node_rank is 2 and num_nodes 2"),
+        ({"start_method": "thread"}, "start_method is 'thread'"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        notebook_launcher(print, **{"num_processes": 2, **arguments})  # type: ignore[arg-type]
+
+
+def test_an_accelerator_that_exists_already_is_refused() -> None:
+    Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="already been made in this notebook"):
+        notebook_launcher(print, num_processes=2)
+
+
+def test_the_line_that_starts_cuda_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    # This machine may have no GPU, so the moment of starting is played: torch makes the calls that were put off.
+    monkeypatch.setattr(cuda_start, "_stack", None)
+    (ours,) = [call for call, _ in torch.cuda._queued_calls if call is cuda_start._note]
+    ours()  # the line of the user
+    place = cuda_start.place()
+    assert place is not None and place.startswith(__file__) and place.endswith("`ours()  # the line of the user`")
+
+
+def test_a_function_travels_by_its_name_or_by_its_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")  # as in a notebook
+    assert pickle.loads(pickle.dumps(_Entry(_second_fails, False))).function is _second_fails
+    pytest.importorskip("cloudpickle", reason="needs cloudpickle, from the test extra")
+    space: dict[str, object] = {"__name__": "__main__"}
+    exec("def double(x): return 2 * x", space)
+    assert pickle.loads(pickle.dumps(_Entry(space["double"], False)))(4) == 8  # type: ignore[arg-type]
+
+
+def test_prepare_for_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOCAL_RANK", "RANK", "FORK_LAUNCHED"):
+        monkeypatch.setenv(name, "")
+    seen = []
+    PrepareForLaunch(lambda *args: seen.append((os.environ["RANK"], args)), "MULTI_CPU")(3, "a", "b")
+    assert seen == [("3", ("a", "b"))]

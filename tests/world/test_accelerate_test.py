@@ -1,0 +1,39 @@
+"""`accelerate test`: the script that it launches, on two real processes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelerate.test_utils.scripts import test_script as script
+
+
+def test_all_that_the_config_says(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\nmixed_precision: bf16\n")
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "test", "--config_file", str(config)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "utf-8"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    *lines, last = done.stdout.splitlines()
+    assert [line.split()[:2] for line in lines] == [["\u2714", check.__name__] for check in script.CHECKS]
+    assert "2 x cpu (gloo), MULTI_CPU bf16: 7 of 7 checks passed" in last and f"torch {torch.__version__}" in last
+
+
+def _fails() -> str:
+    raise AssertionError("the cable is loose")
+
+
+def test_a_check_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setattr(script, "CHECKS", (script.randomness, _fails))
+    with pytest.raises(SystemExit) as ended:
+        script.main()
+    assert ended.value.code == 1
+    passed, failed, last = capsys.readouterr().out.splitlines()
+    assert "randomness" in passed and "_fails" in failed and "rank 0: AssertionError: the cable is loose" in failed
+    assert "1 of 2 checks passed" in last and last.endswith("; failed: _fails")

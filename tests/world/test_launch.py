@@ -1,0 +1,312 @@
+"""`accelerate launch` for real: what starts, how it fails, and that nothing outlives it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate.commands.launch import launch_command, launch_command_parser
+from tests.unit.commands.terminal import CONTROL_C, Terminal
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+TWO = ["--cpu", "--num_processes", "2", "--main_process_port", "0"]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("ACCELERATE_", "OMPI_", "SLURM_"))
+    }
+    return {**kept, "HF_HOME": str(folder), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+
+
+def script(folder: Path, text: str, name: str = "train.py") -> str:
+    path = folder / name
+    path.write_text("import json, os, signal, sys, time\nrank = int(os.environ.get('RANK', 0))\n" + text)
+    return str(path)
+
+
+def launch(folder: Path, *words: str, limit: float = 90) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAUNCH, *words], capture_output=True, text=True, timeout=limit, env=environment(folder), cwd=folder
+    )
+
+
+def results(text: str) -> list[Any]:
+    lines = [line.removeprefix("RESULT ") for line in text.splitlines() if line.startswith("RESULT ")]
+    return sorted(json.loads(line) for line in lines)
+
+
+def wait_for(*paths: Path, limit: float = 60) -> list[int]:
+    """Waits until each process has written its number."""
+    end = time.monotonic() + limit
+    while not all(path.exists() and path.read_text().endswith("\n") for path in paths):
+        assert time.monotonic() < end, "the processes have not started"
+        time.sleep(0.05)
+    return [int(path.read_text()) for path in paths]
+
+
+def gone(process: int, limit: float = 20) -> bool:
+    end = time.monotonic() + limit
+    while time.monotonic() < end:
+        try:
+            if Path(f"/proc/{process}/stat").read_text().split(")")[1].split()[0] == "Z":
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+WRITE_NUMBER = "open(f'{rank}.pid', 'w').write(f'{os.getpid()}\\n')\n"
+STUBBORN = "signal.signal(signal.SIGINT, signal.SIG_IGN); signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+
+TRAIN = """
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+accelerator = Accelerator()
+state = accelerator.state
+total = accelerator.reduce(torch.ones(1), "sum").item()
+mine = [accelerator.process_index, accelerator.num_processes, str(state.distributed_type), state.backend,
+        accelerator.mixed_precision, total, sys.argv[1:]]
+everyone = gather_object([mine])
+if accelerator.is_main_process:
+    print("RESULT", json.dumps(everyone))
+accelerator.end_training()
+"""
+
+
+def test_two_processes_on_the_cpu_train_and_say_so(tmp_path: Path) -> None:
+    done = launch(tmp_path, *TWO, "--mixed_precision", "bf16", script(tmp_path, TRAIN), "--", "--num_processes", "9")
+    assert done.returncode == 0, done.stderr
+    rest = [2, "DistributedType.MULTI_CPU", "gloo", "bf16", 2.0, ["--", "--num_processes", "9"]]
+    assert results(done.stdout) == [[[0, *rest], [1, *rest]]]
+    assert done.stderr.splitlines() == ["accelerate: starting 2 processes, on the CPU, talking through gloo"]
+
+
+def test_the_first_traceback_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
+    # Rank 0 notices the failure of rank 1 and fails of it, as a collective would.
+    train = script(
+        tmp_path,
+        """
+def step():
+    raise ValueError("rank 1 has had enough")
+if rank == 1:
+    time.sleep(0.5)
+    open("failed", "w").close()
+    step()
+while not os.path.exists("failed"):
+    time.sleep(0.01)
+time.sleep(0.05)
+raise ConnectionError("lost the other one")
+""",
+    )
+    done = launch(tmp_path, *TWO, "--monitor_interval", "1", train)
+    assert done.returncode == 1
+    last = done.stderr.split(f"Rank 1 on {socket.gethostname()} was the first to fail")[-1]
+    assert last.rstrip().endswith("ValueError: rank 1 has had enough")
+    assert "in step" in last
+    assert "worker.py" not in done.stderr
+    assert "torch" not in last
+    quiet = launch(tmp_path, *TWO, "--quiet", train)
+    assert "was the first to fail" not in quiet.stderr
+
+
+def test_the_exit_code_is_kept(tmp_path: Path) -> None:
+    done = launch(tmp_path, *TWO, script(tmp_path, "sys.exit(3) if rank == 1 else time.sleep(60)"))
+    assert done.returncode == 3
+    assert done.stderr.rstrip().endswith("was the first to fail, with exit code 3.")
+    assert launch(tmp_path, "--cpu", script(tmp_path, "sys.exit(7)")).returncode == 7
+
+
+def test_a_signal_is_named_in_words(tmp_path: Path) -> None:
+    train = script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL) if rank == 1 else time.sleep(60)")
+    done = launch(tmp_path, *TWO, train)
+    assert done.returncode == 128 + signal.SIGKILL
+    assert "Rank 1 on" in done.stderr.splitlines()[-1]
+    assert "memory ran out: try a smaller batch" in done.stderr.splitlines()[-1]
+    alone = launch(tmp_path, "--cpu", script(tmp_path, "os.kill(os.getpid(), signal.SIGSEGV)"))
+    assert alone.returncode == 128 + signal.SIGSEGV
+    assert "was ended by SIGSEGV: a library touched memory" in alone.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends children of a killed process")
+@pytest.mark.parametrize("count", [1, 2])
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path, count: int) -> None:
+    train = script(tmp_path, STUBBORN + WRITE_NUMBER + "time.sleep(120)")
+    words = ["--cpu"] if count == 1 else TWO
+    launcher = subprocess.Popen([*LAUNCH, *words, train], env=environment(tmp_path), cwd=tmp_path)
+    try:
+        numbers = wait_for(*(tmp_path / f"{rank}.pid" for rank in range(count)))
+    finally:
+        launcher.kill()
+        launcher.wait()
+    assert all(gone(number) for number in numbers)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends children of a killed process")
+@pytest.mark.parametrize(("count", "number"), [(1, signal.SIGKILL), (1, signal.SIGTERM), (2, signal.SIGKILL)])
+def test_nothing_that_a_shell_script_has_started_outlives_the_launcher(
+    tmp_path: Path, count: int, number: signal.Signals
+) -> None:
+    train = script(tmp_path, STUBBORN + WRITE_NUMBER + "time.sleep(120)")
+    words = ["--cpu"] if count == 1 else TWO
+    shell = ["--no_python", "sh", "-c", f"{sys.executable} {train}; true"]
+    launcher = subprocess.Popen([*LAUNCH, *words, *shell], env=environment(tmp_path), cwd=tmp_path)
+    try:
+        numbers = wait_for(*(tmp_path / f"{rank}.pid" for rank in range(count)))
+    finally:
+        launcher.send_signal(number)
+        launcher.wait()
+    assert launcher.returncode in (-number, 128 + number)
+    assert all(gone(number) for number in numbers)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_control_c_ends_everything_also_what_does_not_want_to(tmp_path: Path, count: int) -> None:
+    train = script(tmp_path, STUBBORN + WRITE_NUMBER + "time.sleep(120)")
+    words = ["--cpu"] if count == 1 else TWO
+    terminal = Terminal(
+        ["sh", "-c", 'cd "$0" && exec "$@"', str(tmp_path), *LAUNCH, *words, train], environment(tmp_path)
+    )
+    try:
+        numbers = wait_for(*(tmp_path / f"{rank}.pid" for rank in range(count)))
+        terminal.send(CONTROL_C)
+        code = terminal.process.wait(timeout=60)
+    finally:
+        terminal.close()
+    assert code != 0
+    assert all(gone(number) for number in numbers)
+
+
+def test_a_request_to_end_reaches_the_script(tmp_path: Path) -> None:
+    train = script(
+        tmp_path,
+        "def end(*_):\n    open('ended', 'w').close()\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n" + WRITE_NUMBER + "time.sleep(120)",
+    )
+    launcher = subprocess.Popen([*LAUNCH, "--cpu", train], env=environment(tmp_path), cwd=tmp_path)
+    wait_for(tmp_path / "0.pid")
+    launcher.terminate()
+    assert launcher.wait(timeout=60) == 0
+    assert (tmp_path / "ended").exists()
+
+
+def test_restarts_and_files_of_output(tmp_path: Path) -> None:
+    train = script(
+        tmp_path,
+        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
+        "sys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 1)",
+    )
+    words = ["--max_restarts", "1", "--tee", "3", "--log_dir", str(tmp_path / "logs"), "--rdzv_backend", "c10d"]
+    done = launch(tmp_path, *TWO, *words, train)
+    assert done.returncode == 0, done.stderr
+    assert "attempt 1" in done.stdout
+    written = [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")]
+    assert sorted(written) == ["attempt 0\n"] * 2 + ["attempt 1\n"] * 2
+
+
+ABOUT = """
+main = sys.modules["__main__"]
+import multiprocessing
+class Thing: pass
+def who(queue):
+    queue.put([__name__, type(Thing()).__module__])
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    child = context.Process(target=who, args=(queue,))
+    child.start()
+    spawned = queue.get()
+    child.join()
+    about = [__name__, __file__, __package__ or None, __doc__, sys.argv, sys.path[0], main.__dict__ is globals(),
+             type(__loader__).__name__]
+    print("RESULT", json.dumps([*about, spawned]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["script", "module"])
+def test_a_worker_runs_a_script_as_python_does(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").touch()
+    path = script(tmp_path / "package", ABOUT)
+    words = [path, "a", "--b"] if kind == "script" else ["-m", "package.train", "a", "--b"]
+    plain = subprocess.run(
+        [sys.executable, *words], capture_output=True, text=True, env=environment(tmp_path), cwd=tmp_path
+    )
+    launched = launch(tmp_path, *TWO, *words)
+    assert launched.returncode == 0, launched.stderr
+    assert results(launched.stdout) == results(plain.stdout) * 2
+
+
+def test_a_program_that_is_not_python(tmp_path: Path) -> None:
+    program = tmp_path / "run.sh"
+    program.write_text('#!/bin/sh\necho "RESULT [\\"$RANK\\", \\"$1\\"]"\n')
+    program.chmod(0o755)
+    assert results(launch(tmp_path, *TWO, "--no_python", str(program), "x").stdout) == [["0", "x"], ["1", "x"]]
+    assert results(launch(tmp_path, "--cpu", "--no_python", str(program), "x").stdout) == [["", "x"]]
+
+
+def test_one_process_gets_its_arguments_and_variables(tmp_path: Path) -> None:
+    told = (
+        "print('RESULT', json.dumps([sys.argv[1:], os.environ['ACCELERATE_MIXED_PRECISION'], os.environ.get('RANK')]))"
+    )
+    done = launch(tmp_path, "--cpu", "--mixed_precision", "fp16", script(tmp_path, told), "--cpu", "--", "a b")
+    assert results(done.stdout) == [[["--cpu", "--", "a b"], "fp16", None]]
+    assert done.stderr == ""
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return launch_command_parser().parse_args(list(words))
+
+
+def test_in_process_it_returns_when_the_run_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    train = script(tmp_path, "open(f'{rank}.done', 'w').close(); sys.exit(len(sys.argv) - 1)")
+    assert launch_command(parsed(*TWO, train)) is None
+    assert (tmp_path / "0.done").exists()
+    assert (tmp_path / "1.done").exists()
+    with pytest.raises(subprocess.CalledProcessError) as failure:
+        launch_command(parsed("--cpu", train, "a", "b"))
+    assert failure.value.returncode == 2
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="mpirun is not installed")
+def test_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PRTE_ALLOW_RUN_AS_ROOT", "1")
+    monkeypatch.setenv("PRTE_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    words = ["--cpu", "--num_processes", "2", "--mpirun_hostfile", "hosts", "--main_process_port", "0"]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*LAUNCH, *words, *more],
+            capture_output=True,
+            text=True,
+            timeout=90,
+            env={**environment(tmp_path), **root},
+            cwd=tmp_path,
+        )
+
+    done = run("--mixed_precision", "bf16", script(tmp_path, TRAIN))
+    assert done.returncode == 0, done.stderr
+    rest = [2, "DistributedType.MULTI_CPU", "gloo", "bf16", 2.0, []]
+    assert results(done.stdout) == [[[0, *rest], [1, *rest]]]
+    failing = "raise ValueError('no') if os.environ['OMPI_COMM_WORLD_RANK'] == '1' else time.sleep(60)"
+    failed = run(script(tmp_path, failing))
+    assert failed.returncode == 1
+    assert failed.stderr.rstrip().endswith("ValueError: no")
+    assert f"Rank 1 on {socket.gethostname()} was the first to fail:" in failed.stderr

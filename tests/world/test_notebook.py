@@ -1,0 +1,81 @@
+"""`notebook_launcher` in a real Jupyter kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nbclient", reason="needs nbclient and ipykernel, from the test extra")
+pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel, from the test extra")
+
+# In a process of its own, so that the client's threads and warnings stay there.
+CLIENT = """
+import sys, nbformat, nbclient
+notebook = nbformat.read(sys.argv[1], 4)
+nbclient.NotebookClient(notebook, timeout=100, allow_errors=True, kernel_name="python3").execute()
+nbformat.write(notebook, sys.argv[1])
+"""
+
+
+def run_cells(cells: list[str], folder: Path) -> list[dict[str, Any]]:
+    """What each cell printed and, where it failed, its error."""
+    path = folder / "notebook.ipynb"
+    code = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
+    cell_list = [{**code, "id": f"c{number}", "source": source} for number, source in enumerate(cells)]
+    path.write_text(json.dumps({"cells": cell_list, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    # The kernel does not capture what new processes print where it finds itself under pytest.
+    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    command = [sys.executable, "-c", CLIENT, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environ)
+    assert done.returncode == 0, done.stderr
+    results = []
+    for cell in json.loads(path.read_text())["cells"]:
+        text = "".join("".join(output.get("text", "")) for output in cell["outputs"])
+        errors = [output for output in cell["outputs"] if output["output_type"] == "error"]
+        results.append({"text": text, "error": errors[0]["evalue"] if errors else None})
+    return results
+
+
+def test_a_notebook(tmp_path: Path) -> None:
+    imported, defined, trained, spawned, restarted, failed, late = run_cells(
+        [
+            "import os, torch\n"
+            "from accelerate import Accelerator, notebook_launcher\n"
+            "os.environ['ACCELERATE_USE_CPU'] = 'true'\n"
+            # threads of OpenMP, for which a fork would wait if it had to use them
+            "torch.set_num_threads(2); (torch.ones(500, 500) @ torch.ones(500, 500)).exp().sort()[0].sum()",
+            "def train(scale):\n"
+            "    accelerator = Accelerator()\n"
+            "    model = accelerator.prepare(torch.nn.Linear(500, 500))\n"
+            "    accelerator.backward(model(torch.ones(300, 500)).sum())\n"
+            "    ranks = accelerator.gather(torch.tensor([accelerator.process_index])) * scale\n"
+            "    accelerator.print('RANKS', ranks.tolist(), accelerator.mixed_precision, torch.get_num_threads())\n"
+            "def fail():\n"
+            "    if Accelerator().process_index == 1:\n"
+            "        raise ValueError('the second one is ill')\n"
+            "def fail_once(mark):\n"
+            "    if Accelerator().process_index == 1 and not os.path.exists(mark):\n"
+            "        open(mark, 'w').close()\n"
+            "        raise ValueError('only the first time')\n",
+            "notebook_launcher(train, (10,), num_processes=2, mixed_precision='bf16')",
+            "notebook_launcher(train, (3,), num_processes=2, start_method='spawn')",
+            f"notebook_launcher(fail_once, ({str(tmp_path / 'mark')!r},), num_processes=2, max_restarts=1)",
+            "notebook_launcher(fail, num_processes=2)",
+            "accelerator = Accelerator()\nnotebook_launcher(train, (1,), num_processes=2)",
+        ],
+        tmp_path,
+    )
+    assert imported["error"] is None and defined["error"] is None
+    assert trained["error"] is None and "RANKS [0, 10] bf16 1" in trained["text"]
+    assert spawned["error"] is None and "RANKS [0, 3] no" in spawned["text"]
+    assert restarted["error"] is None
+    assert "Rank 1 of fail failed" in failed["error"]
+    assert failed["error"].rstrip().endswith("ValueError: the second one is ill")
+    assert "raise ValueError('the second one is ill')" in failed["error"]
+    assert "has already been made in this notebook" in late["error"]

@@ -1,0 +1,106 @@
+"""Scripts started by a real Slurm: by srun directly or through `accelerate launch`, on one node and on two."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import slurm
+
+pytestmark = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
+
+# Each rank writes a file: on a terminal the lines of several ranks may run into one another.
+SCRIPT = """
+import json, os, sys
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+state = accelerator.state
+gathered = accelerator.gather(torch.tensor([state.process_index])).tolist()
+told = [state.local_process_index, state.world.local_size, state.world.started_by, state.world.address]
+with open(os.path.join(sys.argv[1], str(state.process_index)), "w") as file:
+    json.dump([os.environ["SLURMD_NODENAME"], *told, gathered], file)
+accelerator.end_training()
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm_variables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    with slurm.cluster(tmp_path_factory.mktemp("slurm") / "lab") as variables:
+        yield variables
+
+
+def run(command: list[str], variables: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ACCELERATE_", "SLURM_", "MASTER_")) and name not in ("RANK", "WORLD_SIZE")
+    }
+    nothing = {"HF_HOME": "/nonexistent"}  # no config file of whoever runs the tests
+    environ = {**inherited, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **nothing, **variables}
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
+
+
+LAUNCH = ["-m", "accelerate.commands.accelerate_cli", "launch"]
+
+
+def ranks(options: list[str], size: int, folder: Path, variables: dict[str, str], *launch: str) -> list[Any]:
+    """What each rank of a step says of itself."""
+    script, answers = folder / "script.py", folder / "answers"
+    script.write_text(SCRIPT)
+    answers.mkdir()
+    done = run(["srun", *options, sys.executable, *launch, str(script), str(answers)], variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [json.loads((answers / str(rank)).read_text()) for rank in range(size)]
+
+
+def test_two_tasks_on_one_node(slurm_variables: dict[str, str], tmp_path: Path) -> None:
+    assert ranks(["-N", "1", "-n", "2"], 2, tmp_path, slurm_variables) == [
+        ["n1", 0, 2, "srun", "127.0.0.1", [0, 1]],
+        ["n1", 1, 2, "srun", "127.0.0.1", [0, 1]],
+    ]
+
+
+def test_two_nodes_with_unequal_shares(slurm_variables: dict[str, str], tmp_path: Path) -> None:
+    assert ranks(["-N", "2", "-n", "3"], 3, tmp_path, slurm_variables) == [
+        ["n1", 0, 2, "srun", "n1", [0, 1, 2]],
+        ["n1", 1, 2, "srun", "n1", [0, 1, 2]],
+        ["n2", 0, 1, "srun", "n1", [0, 1, 2]],
+    ]
+
+
+def test_launch_in_every_task_of_a_node(slurm_variables: dict[str, str], tmp_path: Path) -> None:
+    answers = ranks(["-N", "1", "-n", "2"], 2, tmp_path, slurm_variables, *LAUNCH)
+    assert [(node, local, everyone) for node, local, *_, everyone in answers] == [("n1", 0, [0, 1]), ("n1", 1, [0, 1])]
+
+
+def test_launch_once_per_node(slurm_variables: dict[str, str], tmp_path: Path) -> None:
+    answers = ranks(["-N", "2", "-n", "2"], 2, tmp_path, slurm_variables, *LAUNCH)
+    assert [(node, local, everyone) for node, local, *_, everyone in answers] == [("n1", 0, [0, 1]), ("n2", 0, [0, 1])]
+
+
+def test_a_batch_script_is_one_process_and_its_steps_are_many(slurm_variables: dict[str, str], tmp_path: Path) -> None:
+    show = "import os; from accelerate.environments import detect; w = detect(os.environ)"
+    (tmp_path / "show.py").write_text(f"{show}; print(w.started_by, w.rank, w.size, w.port)\n")
+    show_command = f"{sys.executable} {tmp_path / 'show.py'}"
+    job = f"#!/bin/sh\n{show_command}\nsrun -N 1 -n 1 {show_command}\nsrun {show_command}\nsrun {show_command}\n"
+    (tmp_path / "job.sh").write_text(job)
+    out = tmp_path / "out"
+    done = run(["sbatch", "-W", "-N", "2", "-n", "2", "-o", str(out), str(tmp_path / "job.sh")], slurm_variables)
+    text = out.read_text()
+    assert done.returncode == 0, done.stdout + done.stderr + text
+    alone, one_task, *steps = text.split("\n")[:-1]
+    assert alone.split()[:3] == ["single", "0", "1"]
+    assert one_task.split()[:3] == ["single", "0", "1"]
+    first, second = sorted(steps[:2]), sorted(steps[2:])
+    for step in (first, second):
+        assert [line.split()[:3] for line in step] == [["srun", "0", "2"], ["srun", "1", "2"]]
+        assert len({line.split()[3] for line in step}) == 1
+    assert first[0].split()[3] != second[0].split()[3], "two steps of a job must not meet at one port"
