@@ -17,6 +17,7 @@ from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
 from accelerate.accumulation import ItemWindows
 from accelerate.compilation import has_compiled_regions, is_compiled_module
 from accelerate.config.enums import DynamoBackend
+from accelerate.config.environment import parse_flag_from_env
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader, skip_first_batches
 from accelerate.memory import release_memory
 from accelerate.optimizer import AcceleratedOptimizer
@@ -64,10 +65,16 @@ class Preparing(AcceleratorBase):
         if device_placement is None:
             device_placement = self.device_placement
         spread = self.verify_device_map(model)
-        if spread and self.num_processes > 1 and not evaluation_mode:
+        if (
+            spread
+            and self.num_processes > 1
+            and not evaluation_mode
+            and not parse_flag_from_env("ACCELERATE_BYPASS_DEVICE_MAP")
+        ):
             raise ValueError(
                 "This model is spread over several devices (`device_map`), so it cannot also be trained on "
-                f"{self.num_processes} processes: load it without `device_map`, or start one process."
+                f"{self.num_processes} processes: load it without `device_map`, start one process, or set "
+                "ACCELERATE_BYPASS_DEVICE_MAP=true where each process has devices of its own."
             )
         placed = device_placement and not spread and not _is_quantized(model)
         if placed and (evaluation_mode or not self._strategy.places_models):

@@ -18,6 +18,7 @@ from accelerate.utils import (
     DistributedType,
     ProfileKwargs,
     ProjectConfiguration,
+    patch_environment,
 )
 from tests.harness import run_world
 from tests.unit.accelerator.toys import ALONE, Net, loader
@@ -125,6 +126,8 @@ def _world(folder: str) -> None:
     spread.hf_device_map = {"a": 0, "b": 1}
     with pytest.raises(ValueError, match=f"cannot also be trained on {ranks} processes"):
         accelerator.prepare(spread)
+    with patch_environment(accelerate_bypass_device_map="true"):
+        assert accelerator.unwrap_model(accelerator.prepare(spread)) is spread
 
     with accelerator.profile(ProfileKwargs(activities=["cpu"], output_trace_dir=folder)) as profiler:
         torch.ones(8, 8) @ torch.ones(8, 8)
