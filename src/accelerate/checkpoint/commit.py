@@ -110,7 +110,9 @@ def settle(target: Path, everywhere: bool) -> None:
     old = Manifest.read(target)
     for parent in {(target / name).parent for name in (*new.files, *(old.files if old is not None else ()))}:
         if not parent.resolve().is_relative_to(target.resolve()):
-            raise CheckpointError(f"{parent} leads out of the checkpoint, where nothing is moved or deleted: remove it.")
+            raise CheckpointError(
+                f"{parent} leads out of the checkpoint, where nothing is moved or deleted: remove it."
+            )
     for name in new.files:
         if (committed / name).exists():
             disk.make_folder((target / name).parent)

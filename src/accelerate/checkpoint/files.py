@@ -107,11 +107,6 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
 
 
-def read_weights(path: Path) -> dict[str, Any]:
-    weights: dict[str, Any] = read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path)
-    return weights
-
-
 @contextmanager
 def explaining(path: Path) -> Iterator[None]:
     """What goes wrong while a file is read, in one sentence."""

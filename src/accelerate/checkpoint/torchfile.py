@@ -1,7 +1,7 @@
 """Files of `torch.save`, written from wherever the tensors are and read to wherever they go, without a copy between.
 
 torch keeps a pickle and the memory of each tensor as uncompressed members of a zip archive. `pieces` plans such an
-archive. `opened` has torch read the pickle (with `weights_only`) and only notes where the memory of large tensors is.
+archive. `Opened` has torch read the pickle (with `weights_only`) and only notes where the memory of large tensors is.
 """
 
 from __future__ import annotations

@@ -360,7 +360,7 @@ def test_a_manifest_says_nothing_of_other_folders(tmp_path: Path, name: str) -> 
     content["files"][name] = {"size": 0, "crc32": []}
     (folder / "accelerate_manifest.json").write_text(json.dumps(content))
     for look in (run.accelerator.load_state, run.accelerator.save_state):
-        with pytest.raises(CheckpointError, match="mine is not in its folder|link leads out of the checkpoint"):
+        with pytest.raises(CheckpointError, match=r"mine is not in its folder|link leads out of the checkpoint"):
             look(folder)
     assert (tmp_path / "mine").exists()
 
