@@ -50,7 +50,9 @@ def test_it_is_the_state_of_the_moment(tmp_path: Path, monkeypatch: pytest.Monke
     assert run.state() == expected and torch.equal(torch.rand(1), draw)
 
 
-def test_the_next_save_waits_and_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_next_save_waits_and_tells(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     run = Training()
     run.accelerator.save_state(tmp_path / "x", async_save=True)
     run.step()
@@ -70,6 +72,8 @@ def test_the_next_save_waits_and_tells(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(CheckpointError, match=r"could not write .* \(No space left on device\): what was there"):
             ask()
         run.accelerator.wait_for_checkpoint()  # said once
+        # and logged at once, for a script that asks no more
+        assert "The last checkpoint was not saved: " in caplog.text and "No space left" in caplog.text
         run.step()
         run.accelerator.load_state(tmp_path / "x")
         assert run.state() == expected
@@ -108,10 +112,17 @@ def test_a_script_may_go_elsewhere_meanwhile(tmp_path: Path, monkeypatch: pytest
 
 
 SCRIPT = """
-import sys, torch
+import sys, time, torch
 from accelerate import Accelerator
+from accelerate.checkpoint import save
+
+def late(*args, write=save.write_parts):
+    time.sleep(0.5)  # the script is over by now
+    return write(*args)
+
+save.write_parts = late
 accelerator = Accelerator(cpu=True)
-model = accelerator.prepare(torch.nn.Linear(1000, 1000))
+model = accelerator.prepare(torch.nn.Linear(2000, 2000))
 accelerator.save_state(sys.argv[1], async_save=True)
 """
 

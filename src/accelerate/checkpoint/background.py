@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -11,6 +13,8 @@ import torch.distributed as dist
 
 from accelerate.checkpoint.host import HostMemory
 from accelerate.comm import current
+
+logger = logging.getLogger(__name__)
 
 # How the processes exchange something: the value of each, by rank.
 Gather = Callable[[Any], list[Any]]
@@ -23,21 +27,29 @@ class Background:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._group: Any = None
+        self._waited_for = False
         self.memory = HostMemory()
 
     def start(self, work: Callable[[Gather, Any], None]) -> None:
         """Run `work` behind the training; call it on all processes, after `wait`."""
-        gather = self._gather()
+        gather, first = self._gather(), current().rank == 0
 
         def run() -> None:
             try:
                 work(gather, self._group)
             except Exception as error:
                 self._error = error
+                if first:  # a script that ends now would never hear of it
+                    logger.error("The last checkpoint was not saved: %s", error)
 
-        # No daemon: at the end of the program Python waits for it, so a checkpoint that was begun is finished.
+        # No daemon: a checkpoint that was begun is finished, also at the end of the program.
         self._thread = threading.Thread(target=run, name="accelerate-checkpoint")
         self._thread.start()
+        if not self._waited_for:
+            # Python waits for threads at its end, but lets them start no others by then, which a save needs to do.
+            # This is called before, as are the functions that `concurrent.futures` registers.
+            threading._register_atexit(_join, weakref.ref(self))  # type: ignore[attr-defined]
+            self._waited_for = True
 
     def wait(self) -> None:
         """Return when the last save is on the disk; raise what it failed with, once."""
@@ -63,3 +75,9 @@ class Background:
             return values
 
         return gather
+
+
+def _join(background: weakref.ref[Background]) -> None:
+    running = background()
+    if running is not None and running._thread is not None:
+        running._thread.join()

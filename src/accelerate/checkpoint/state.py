@@ -13,6 +13,7 @@ from accelerate.checkpoint import layout, rng
 from accelerate.checkpoint.files import read_torch
 from accelerate.checkpoint.parts import File
 from accelerate.devices import Device
+from accelerate.errors import CheckpointError
 from accelerate.unwrap import extract_model_from_parallel
 
 
@@ -116,15 +117,26 @@ def apply_objects(loaded: Loaded, run: Run) -> None:
 
     All of them come before the models: they may object while the weights are still as they were.
     """
-    for item, state in zip(run.custom, loaded.custom, strict=True):
-        item.load_state_dict(state)
-    for scheduler, state in zip(run.schedulers, loaded.schedulers, strict=True):
-        scheduler.load_state_dict(state)
+    for number, (item, state) in enumerate(zip(run.custom, loaded.custom, strict=True)):
+        _fill(item, state, layout.custom(number))
+    for number, (scheduler, state) in enumerate(zip(run.schedulers, loaded.schedulers, strict=True)):
+        _fill(scheduler, state, layout.scheduler(number))
     if run.scaler is not None and loaded.scaler is not None:
-        run.scaler.load_state_dict(loaded.scaler)
+        _fill(run.scaler, loaded.scaler, layout.scaler())
     for number, state in loaded.loaders.items():
         if getattr(run.loaders[number], "use_stateful_dataloader", False):
             run.loaders[number].load_state_dict(state)
+
+
+def _fill(item: Any, state: Any, name: str) -> None:
+    try:
+        item.load_state_dict(state)
+    except Exception as error:
+        kind = type(getattr(item, "scheduler", item)).__name__
+        raise CheckpointError(
+            f"{name} does not fit the {kind} that it is loaded into ({type(error).__name__}: {error}): give the same "
+            "objects, in the same order, as when it was saved."
+        ) from error
 
 
 def apply_random_states(loaded: Loaded, run: Run) -> None:
