@@ -5,9 +5,9 @@ Names and submodules are imported when they are first used, so that `import acce
 
 from __future__ import annotations
 
-import importlib
 import os
-from typing import Any
+
+from accelerate.lazy import lazy
 
 __version__ = "2.0.0"
 
@@ -44,24 +44,7 @@ _NAMES = {
 
 __all__ = sorted(_NAMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        value = getattr(importlib.import_module(_NAMES[name]), name)
-        globals()[name] = value
-        return value
-    module = f"{__name__}.{name}"
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        # Only the lack of this very module is an unknown name; a package that it needs is another matter.
-        if error.name != module:
-            raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_NAMES})
+__getattr__, __dir__ = lazy(__name__, _NAMES)
 
 
 def _install_rich_tracebacks() -> None:

@@ -5,8 +5,7 @@ Names are imported when they are first used: this package and `accelerate.hooks`
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from accelerate.lazy import lazy
 
 _NAMES = {
     "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING": "accelerate.constants",
@@ -23,20 +22,4 @@ _NAMES = {
 
 __all__ = sorted(_NAMES)
 
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        value = getattr(importlib.import_module(_NAMES[name]), name)
-        globals()[name] = value
-        return value
-    module = f"{__name__}.{name}"
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_NAMES})
+__getattr__, __dir__ = lazy(__name__, _NAMES)

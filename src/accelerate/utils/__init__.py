@@ -5,8 +5,7 @@ Nothing inside the package imports from here.
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from accelerate.lazy import lazy
 
 # At once, because the name is also that of its module: whatever is imported later, the function keeps it.
 from accelerate.utils.tqdm import tqdm
@@ -242,21 +241,4 @@ _NAMES = {
 
 __all__ = sorted([*_NAMES, tqdm.__name__])
 
-
-def __getattr__(name: str) -> Any:
-    if name in _NAMES:
-        value = getattr(importlib.import_module(_NAMES[name]), name)
-        globals()[name] = value
-        return value
-    module = f"{__name__}.{name}"
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        # Only the lack of this very module is an unknown name; a package that it needs is another matter.
-        if error.name != module:
-            raise
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_NAMES})
+__getattr__, __dir__ = lazy(__name__, _NAMES)
