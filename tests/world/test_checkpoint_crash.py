@@ -136,13 +136,20 @@ def _every_moment(folder: str, automatic: bool, behind: bool, apart: bool) -> di
     return counts
 
 
-WAYS = {"at once": (False, False), "behind": (True, False), "two disks": (False, True)}
+WAYS = {
+    "same folder, at once": (False, False, False),
+    "same folder, behind": (False, True, False),
+    "automatic, at once": (True, False, False),
+    "automatic, behind": (True, True, False),
+    "same folder, two disks": (False, False, True),
+}
 if SOAK > 1:
-    WAYS["two disks behind"] = (True, True)
+    WAYS["same folder, two disks, behind"] = (False, True, True)
+    WAYS["automatic, two disks"] = (True, False, True)
+    WAYS["automatic, two disks, behind"] = (True, True, True)
 
 
-@pytest.mark.parametrize(("behind", "apart"), WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("automatic", [False, True], ids=["same folder", "automatic"])
+@pytest.mark.parametrize(("automatic", "behind", "apart"), WAYS.values(), ids=WAYS)
 def test_killed_at_every_moment(tmp_path: Path, automatic: bool, behind: bool, apart: bool) -> None:
     [counts] = run_world(_every_moment, 1, str(tmp_path), automatic, behind, apart, env=ALONE, timeout=300)
     for who, (old, new, moments) in counts.items():
