@@ -303,7 +303,7 @@ def deepspeed_required(func: F) -> F:
     def guarded(*args: Any, **kwargs: Any) -> Any:
         # Asked of what is already imported: without that module there is no Accelerator to be wrong.
         state = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
-        if state is not None and state._shared_state and state().distributed_type != "DEEPSPEED":
+        if state is not None and state._shared_state and getattr(state(), "deepspeed_plugin", None) is None:
             label = state().distributed_type.value
             raise ValueError(
                 f"`{func.__name__}` needs DeepSpeed, but the Accelerator runs as {label}; "

@@ -13,7 +13,7 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from accelerate.utils import DataLoaderConfiguration
 from tests.harness import run_world
 from tests.unit.accelerator.toys import loader
-from tests.world.towers import Tower, loss_of, tokens_of, train_alone
+from tests.world.towers import Tower, loss_of, tokens_of, trains_as_one_process
 
 
 def _plugin(**kwargs: Any) -> FullyShardedDataParallelPlugin:
@@ -31,22 +31,7 @@ def _trains_as_one_process(settings: dict[str, Any], steps: int = 20) -> None:
             plain = Tower()
     model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
     assert isinstance(model, Wrapper)
-    rank, ranks = accelerator.process_index, accelerator.num_processes
-    losses, norms = [], []
-    for step in range(steps):
-        loss = loss_of(model, tokens_of(step, rank, ranks))
-        accelerator.backward(loss)
-        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-    expected, expected_norms, weights = train_alone(steps)
-    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(norms, expected_norms, rtol=1e-5, atol=1e-5)
-    state = accelerator.get_state_dict(model)
-    assert set(state) == (set(weights) if rank == 0 else set())
-    for name, value in state.items():
-        torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-4)
+    trains_as_one_process(accelerator, model, optimizer, steps, accelerator.process_index, accelerator.num_processes)
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

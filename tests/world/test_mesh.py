@@ -16,7 +16,7 @@ from accelerate.errors import NotYetSupported
 from accelerate.parallel.shards import local, whole
 from accelerate.utils import DataLoaderConfiguration, TorchTensorParallelConfig, TorchTensorParallelPlugin
 from tests.harness import run_world
-from tests.world.towers import Tower, loss_of, tokens_of, train_alone
+from tests.world.towers import Tower, loss_of, tokens_of, trains_as_one_process
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
@@ -35,22 +35,9 @@ def _trains_as_one_process(sizes: dict[str, int], held: float, fsdp: bool = True
     model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
     here = sum(local(p).numel() for block in model.blocks for p in (block.up.weight, block.down.weight))
     assert here == whole_size * held
-    share, shares = accelerator.data_parallel_rank, config.data_parallel_size
-    losses, norms = [], []
-    for step in range(steps):
-        loss = loss_of(model, tokens_of(step, share, shares))
-        accelerator.backward(loss)
-        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-    expected, expected_norms, weights = train_alone(steps)
-    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(norms, expected_norms, rtol=1e-5, atol=1e-5)
-    state = accelerator.get_state_dict(model)
-    assert set(state) == (set(weights) if accelerator.is_main_process else set())
-    for name, value in state.items():
-        torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-4)
+    trains_as_one_process(
+        accelerator, model, optimizer, steps, accelerator.data_parallel_rank, config.data_parallel_size
+    )
 
 
 def test_copies_of_shards() -> None:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+
+from accelerate import Accelerator
 
 
 class Block(nn.Module):
@@ -63,3 +67,24 @@ def train_alone(steps: int, max_norm: float = 1.0) -> tuple[list[float], list[fl
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     return losses, norms, model.state_dict()
+
+
+def trains_as_one_process(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, steps: int, share: int, shares: int
+) -> None:
+    """Train a prepared tower on a share of the data: losses, norms and weights must be those of one process."""
+    losses, norms = [], []
+    for step in range(steps):
+        loss = loss_of(model, tokens_of(step, share, shares))
+        accelerator.backward(loss)
+        norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    expected, expected_norms, weights = train_alone(steps)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(norms, expected_norms, rtol=1e-5, atol=1e-5)
+    state = accelerator.get_state_dict(model)
+    assert set(state) == (set(weights) if accelerator.is_main_process else set())
+    for name, value in state.items():
+        torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-4)

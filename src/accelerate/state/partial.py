@@ -89,8 +89,8 @@ class PartialState(ProcessControl):
 
     @property
     def use_distributed(self) -> bool:
-        """Whether several processes (or a launcher that could start several) are at work."""
-        return self.distributed_type != DistributedType.NO and self.num_processes > 1
+        """Whether several processes are at work."""
+        return self.num_processes > 1
 
     @property
     def default_device(self) -> torch.device:
