@@ -45,13 +45,15 @@ def stop_elastic(args: Any) -> None:
     raise Stop("elastic", dict(os.environ))
 
 
-def pretend_installed() -> None:
-    """DeepSpeed and fp8 are asked for by name only; what they would do is not looked at."""
+def pretend() -> None:
+    """DeepSpeed and fp8 are asked for by name only; what they would do is not looked at. Every port is free, whatever
+    else runs on this machine."""
     for name in ("deepspeed", "deepspeed.launcher", "deepspeed.launcher.runner"):
         sys.modules[name] = types.ModuleType(name)
     sys.modules["deepspeed.launcher.runner"].DEEPSPEED_ENVIRONMENT_NAME = os.devnull  # type: ignore[attr-defined]
     launch.is_deepspeed_available = lambda: True
     launch_utils.is_fp8_available = lambda: True
+    launch_utils.is_port_in_use = lambda port: False
 
 
 def capture(argv: list[str], config: dict[str, Any] | None, environ: dict[str, str]) -> dict[str, Any]:
@@ -81,7 +83,7 @@ def main() -> None:
     cases, result = sys.argv[1:3]
     subprocess.Popen = Captured  # type: ignore[misc]
     torchrun.run = stop_elastic
-    pretend_installed()
+    pretend()
     with open(cases) as file:
         asked = json.load(file)
     answers = {name: capture(case["argv"], case.get("config"), case.get("environ", {})) for name, case in asked.items()}
