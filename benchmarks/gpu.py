@@ -36,7 +36,7 @@ def figures() -> list[Figure]:
         for accumulation in (1, 4):
             args = {"precision": precision, "accumulation": accumulation}
             name = f"step, {precision}, accumulation {accumulation}"
-            found.append(Figure(name, "step", "added", 0.25, args, steps=60, rounds=30, seconds=8.0))
+            found.append(Figure(name, "step", "added", 0.25, args, steps=60, rounds=120, seconds=25.0))
     for output, text in (("logits", "loss in the loop"), ("both", "loss and logits returned in fp32")):
         name = f"125M transformer, bf16, {text}"
         args = {"task": "gpt", "output": output}

@@ -52,50 +52,51 @@ class OnHost(Blocking):
 
 
 class Behind(Blocking):
-    """Copied on a side stream behind the compute, where the batch lies in pinned memory.
+    """Copied on a side stream behind the compute, where batches lie in pinned memory.
 
     The side stream first waits for all work the loop has submitted so far, so a copy runs beside the step of the
-    previous batch and memory that a former batch has given back is never overwritten under a running kernel.
+    previous batch and memory that a former batch has given back is never overwritten under a running kernel. Whether
+    memory is pinned costs a question to the driver: it is asked once, of the first batch.
     """
 
     def __init__(self, device: torch.device, non_blocking: bool, stream: Any) -> None:
         super().__init__(device, non_blocking)
         self._stream = stream
         self._module = torch.get_device_module(device)
+        self._decided = self._ahead = False
         self._copied: Any = None
 
     def start(self, batch: Any) -> Any:
-        pinned = [tensor.is_pinned() for tensor in leaves(batch)[:_LOOKED_AT]]
-        if not pinned or not all(pinned):
-            # A copy from pageable memory has read its source when it returns: waiting for more than that, as a
-            # blocking copy does, would only stop the loop until the device has caught up.
-            return _Copied(batch, None, self.non_blocking or not any(pinned))
+        """The batch as it is, or the one on its way to the device and the event of its arrival."""
+        if not self._decided:
+            self._decide(batch)
+        if not self._ahead:
+            return batch
         self._stream.wait_stream(self._module.current_stream(self.device))
         with self._module.stream(self._stream):
             moved = send_to_device(batch, self.device, non_blocking=True)
         self._copied = self._stream.record_event()
-        return _Copied(moved, self._copied, True)
+        return moved, self._copied
+
+    def _decide(self, batch: Any) -> None:
+        pinned = [tensor.is_pinned() for tensor in leaves(batch)[:_LOOKED_AT]]
+        self._decided, self._ahead = True, bool(pinned) and all(pinned)
+        # A copy from pageable memory has read its source when it returns: waiting for more than that, as a blocking
+        # copy does, would only stop the loop until the device has caught up.
+        self.non_blocking = self.non_blocking or (bool(pinned) and not any(pinned))
 
     def finish(self, batch: Any) -> Any:
-        if batch.event is None:
-            return send_to_device(batch.data, self.device, batch.non_blocking)
-        self._module.current_stream(self.device).wait_event(batch.event)
-        return batch.data
+        if not self._ahead:
+            return super().finish(batch)
+        moved, arrived = batch
+        self._module.current_stream(self.device).wait_event(arrived)
+        return moved
 
     def wait(self) -> None:
         # A dataset may reuse its pinned buffers for the batch after the next.
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
-
-
-class _Copied:
-    """A started batch: on its way to the device (`event` says when it is there), or still to be moved."""
-
-    def __init__(self, data: Any, event: Any, non_blocking: bool) -> None:
-        self.data = data
-        self.event = event
-        self.non_blocking = non_blocking
 
 
 def side_stream(device: torch.device) -> Any | None:
