@@ -4,6 +4,7 @@ VENV := .venv
 PEER := .venv-peer
 TRACKERS := .venv-trackers
 QUANTIZATION := .venv-quantization
+CLIENTS := .venv-clients
 BIN := $(VENV)/bin
 PIP := -m pip --disable-pip-version-check install --quiet
 
@@ -11,7 +12,7 @@ PIP := -m pip --disable-pip-version-check install --quiet
 make_venv = $(PYTHON) -m venv $(1) || \
 	{ $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 
-.PHONY: help quickstart test trackers peer-checkpoints peer-models quantization peer-launch soak lint format bench
+.PHONY: help quickstart test trackers peer-checkpoints peer-models quantization clients peer-launch soak lint format bench
 .DEFAULT_GOAL := help
 
 help:
@@ -22,6 +23,7 @@ help:
 	@echo "make peer-launch  this package and the released one tell launched processes the same"
 	@echo "make peer-models  device maps and sizes as in the released package"
 	@echo "make quantization weights in 8 and 4 bits, with the real bitsandbytes"
+	@echo "make clients      transformers, peft, diffusers and trl as released, on this package"
 	@echo "make soak         kill saves at thousands of moments"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite the code"
@@ -58,6 +60,14 @@ $(QUANTIZATION)/.ready: tests/quantization/requirements.txt pyproject.toml const
 	$(QUANTIZATION)/bin/python $(PIP) -c constraints.txt -r tests/quantization/requirements.txt -e .
 	@touch $@
 
+# The released package lies in a folder of the same environment: first on the path, it takes this one's place.
+$(CLIENTS)/.ready: tests/clients/requirements.txt benchmarks/peer-requirements.txt pyproject.toml constraints.txt
+	@echo "installing the libraries built on accelerate into $(CLIENTS)"
+	test -x $(CLIENTS)/bin/python -a -x $(CLIENTS)/bin/pip || $(call make_venv,$(CLIENTS))
+	$(CLIENTS)/bin/python $(PIP) -c constraints.txt -r tests/clients/requirements.txt -e .
+	$(CLIENTS)/bin/python $(PIP) --no-deps --upgrade --target $(CLIENTS)/released $$(grep ^accelerate benchmarks/peer-requirements.txt)
+	@touch $@
+
 # On CPU even where there is a GPU: two processes cannot share one.
 quickstart: $(VENV)/.ready-examples
 	ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/quickstart.py
@@ -90,6 +100,9 @@ peer-models: $(VENV)/.ready-test $(PEER)/.ready
 
 quantization: $(QUANTIZATION)/.ready
 	REQUIRE_QUANTIZATION=1 $(QUANTIZATION)/bin/python -m pytest tests/quantization $(ARGS)
+
+clients: $(CLIENTS)/.ready
+	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
 # The tests of crashes, with SOAK times as many moments.
 soak: $(VENV)/.ready-test
