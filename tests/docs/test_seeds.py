@@ -1,17 +1,19 @@
 """The snippets in `seeds/snippets.txt` run as they stand there.
 
-Left out, because they belong to other parts of the library: `save_state`, `load_state` and `save_model`
-(checkpoints), `load_checkpoint_in_model` (big models), `notebook_launcher` (launching), `accelerate config`, `launch`
-and `test` (the command line). `log_with` (trackers) is passed as None.
+`accelerate config` and `accelerate test` have tests of their own among those of the command line; launches are planned
+here, not started (many of them ask for GPUs). `log_with` (trackers) is passed as None.
 
 Models that would be downloaded are replaced by a small stand-in for `transformers`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import os
 import re
+import subprocess
 import sys
 import types
 from dataclasses import dataclass
@@ -26,19 +28,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.docs.runner import PLAIN_PROCESS
 from tests.harness import run_world
 
-SNIPPETS = dict(
-    re.findall(
-        r"^### ([^\n]+)\n\n```python\n(.*?)^```$",
-        (Path(__file__).parent / "seeds" / "snippets.txt").read_text(encoding="utf-8"),
-        re.DOTALL | re.MULTILINE,
-    )
-)
+DOCUMENT = (Path(__file__).parent / "seeds" / "snippets.txt").read_text(encoding="utf-8")
+SNIPPETS = dict(re.findall(r"^### ([^\n]+)\n\n```python\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE))
+(COMMANDS,) = re.findall(r"^```shell\n(.*?)^```$", DOCUMENT, re.DOTALL | re.MULTILINE)
 
 # What cannot be meant as it is written: (as written, as meant).
 CORRECTIONS = {
     # The object is called `accelerator` in these two; `accelerate` is not even imported.
     "a loop with the device by hand": ("accelerate.", "accelerator."),
     "a loop with the device by itself": ("accelerate.", "accelerator."),
+    # An arrow at the line in question.
+    "random numbers before a save": ("<<<", ""),
+    "random numbers after a load": ("<<<", ""),
     # A colon at the end of an assignment.
     "autocast": ("target):", "target)"),
     "mixed precision as a diff": ("target):", "target)"),
@@ -137,6 +138,7 @@ def objects(rows: bool) -> dict[str, Any]:
         "clip_value": 0.5,
         "device": torch.device("cpu"),
         "done": done,
+        "global_step": 3,
         "max_grad_norm": 1.0,
         "metric": Metric(),
         "num_epochs": 2,
@@ -147,6 +149,7 @@ def objects(rows: bool) -> dict[str, Any]:
         "save_directory": ".",
         "target": torch.randint(2, (4,)),
         "torch": torch,
+        "training_function": note("trained"),
         "tqdm": lambda iterable: types.SimpleNamespace(update=lambda count: None),
     }
     found |= dict.fromkeys(("model", "my_model"), model)
@@ -243,6 +246,7 @@ OTHERS = {
     "the device": CREATED,
     "an accelerator with arguments": "from accelerate import Accelerator\n",
     "main processes": CREATED,
+    "a state, saved and loaded": PREPARED,
     "save as torch does": CREATED,
     "a logger": CREATED,
     "create an accelerator": "",
@@ -268,9 +272,20 @@ OTHERS = {
     "a progress bar on one process": CREATED,
     "print once per machine": CREATED,
     "wait": CREATED,
+    "save a model": PREPARED,
+    "save a model in shards": PREPARED,
 }
 # Needs no accelerator, or has a test of its own below.
-ALONE = {"a loop without accelerate", "distributed evaluation", "upload once", *CALLED}
+ALONE = {
+    "a loop without accelerate",
+    "distributed evaluation",
+    "upload once",
+    "random numbers before a save",
+    "random numbers after a load",
+    "a notebook",
+    "load a saved model",
+    *CALLED,
+}
 
 
 def test_every_snippet_has_a_test() -> None:
@@ -330,3 +345,67 @@ def define_and_call(name: str, before: str) -> list[str]:
 def test_only_the_main_process_uploads(tmp_path: Path) -> None:
     results = run("upload once", 2, CREATED, tmp_path)
     assert [result["done"] for result in results] == [["push_to_hub"], []]
+
+
+def test_a_loaded_state_fixes_the_random_numbers_that_follow(tmp_path: Path) -> None:
+    def printed(name: str) -> list[str]:
+        (output,) = run_world(what_is_printed, 1, name, env=PLAIN_PROCESS, cwd=tmp_path)
+        return output.splitlines()
+
+    printed("random numbers before a save")
+    first, second = printed("random numbers after a load"), printed("random numbers after a load")
+    assert first[1:] == second[1:]
+    assert first[0] != second[0]
+    assert len({*first, second[0]}) == 4
+
+
+def what_is_printed(name: str) -> str:
+    torch.seed()
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(as_meant(name), {})
+    return output.getvalue()
+
+
+def test_a_notebook_trains(tmp_path: Path) -> None:
+    (result,) = run("a notebook", 1, "", tmp_path)
+    assert result["done"] == ["trained"]
+
+
+@pytest.mark.parametrize("saved", ["save a model", "save a model in shards"])
+def test_a_saved_model_is_loaded(saved: str, tmp_path: Path) -> None:
+    results = run_world(save_spoil_load, 2, saved, cwd=tmp_path)
+    assert results == [True, True]
+
+
+def save_spoil_load(saved: str) -> bool:
+    found = objects(rows=False)
+    exec(PREPARED, found)
+    exec(as_meant(saved), found)
+    weights = copy.deepcopy(found["model"].state_dict())
+    with torch.no_grad():
+        for parameter in found["model"].parameters():
+            parameter.zero_()
+    exec("from accelerate import load_checkpoint_in_model\nunwrapped_model = accelerator.unwrap_model(model)", found)
+    found["accelerator"].wait_for_everyone()
+    exec(as_meant("load a saved model"), found)
+    return all(torch.equal(value, weights[name]) for name, value in found["model"].state_dict().items())
+
+
+@pytest.mark.parametrize("command", COMMANDS.replace("\\\n", "").splitlines())
+def test_launches_are_understood(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for config in (Path("path_to_config.yaml"), Path("path/to/config/my_config_file.yaml")):
+        config.parent.mkdir(parents=True, exist_ok=True)
+        config.write_text("compute_environment: LOCAL_MACHINE\nnum_processes: 1\nuse_cpu: true\n")
+    typed = re.sub(r"[{}]", "", command.replace("{script_name.py}", "script.py")).removesuffix("...")
+    for name in ("script.py", "xxx.py", "train.py", "path_to_script.py"):
+        Path(name).touch()
+    program = f"{sys.executable} -m accelerate.commands.accelerate_cli launch --dry_run"
+    assert "accelerate launch" in typed
+    planned = subprocess.run(
+        ["bash", "-c", typed.replace("accelerate launch", program)], capture_output=True, text=True
+    )
+    assert planned.returncode == 0, planned.stderr
+    script = re.search(r"\w+\.py", typed)
+    assert script is None or script.group() in planned.stdout
