@@ -11,24 +11,16 @@ from typing import Any
 import torch
 
 from accelerate.comm.tree import convert_to_fp32
-from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
+from accelerate.config.handlers import AutocastKwargs
 from accelerate.devices import Device
 from accelerate.precision.base import Precision
-from accelerate.precision.scaler import Scaler
 
 
 class Autocast(Precision):
     mode = "bf16"
     dtype = torch.bfloat16
 
-    def __init__(
-        self,
-        device: Device,
-        autocast: AutocastKwargs,
-        scaler: GradScalerKwargs,
-        scaler_kind: type[Scaler] = Scaler,
-    ) -> None:
-        super().__init__(device, autocast, scaler, scaler_kind)
+    def check(self, device: Device) -> None:
         if not device.supports(self.mode):
             raise ValueError(f"mixed_precision={self.mode!r} does not run on this {device.name} device: use 'no'.")
 

@@ -13,6 +13,7 @@ from accelerate.precision.scaler import Scaler
 
 class Precision:
     mode = "no"
+    scales = False  # whether losses are scaled up
 
     def __init__(
         self,
@@ -21,9 +22,13 @@ class Precision:
         scaler: GradScalerKwargs,
         scaler_kind: type[Scaler] = Scaler,
     ) -> None:
+        self.check(device)
         self.device = device
         self.handler = autocast
-        self.scaler: Scaler | None = None
+        self.scaler = scaler_kind(device.name, **scaler.to_kwargs()) if self.scales else None
+
+    def check(self, device: Device) -> None:
+        """Refuse hardware that cannot compute like this."""
 
     @property
     def casts(self) -> bool:
