@@ -20,3 +20,7 @@ class NotYetSupported(NotImplementedError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or cannot be loaded. Nothing was lost, and nothing was half-loaded."""
+
+
+class CommandFailed(RuntimeError):
+    """A command cannot do what it was asked to. Its message is for the person who typed it."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.commands.utils import CustomArgumentParser, one_sentence
+from accelerate.errors import CommandFailed
 from accelerate.text import convert_bytes
 
 DESCRIPTION = """Say how much memory a model takes: to load it in several formats, and to train it, per rank, under DDP,
@@ -194,7 +195,7 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     except (RuntimeError, OSError) as error:
         if (library := check_has_model(error)) == "unknown":
             raise
-        raise RuntimeError(
+        raise CommandFailed(
             f"{library} has no model {args.model_name}: check its name, or pass --library_name."
         ) from None
     total, (largest, _) = calculate_maximum_sizes(model.float())

@@ -15,6 +15,7 @@ from accelerate.config.options import FAMILIES, FLAG, Option
 from accelerate.config.options.base import WORDS
 from accelerate.config.options.compiling import LEGACY_DYNAMO_BACKENDS as DYNAMO_BACKENDS
 from accelerate.constants import DEEPSPEED_MULTINODE_LAUNCHERS, TORCH_DYNAMO_MODES
+from accelerate.errors import CommandFailed, NotYetSupported
 
 if TYPE_CHECKING:
     # What help and a wrong flag do not need is imported when something is launched.
@@ -181,14 +182,12 @@ def _planned(args: argparse.Namespace) -> LaunchPlan | None:
 def _ready(planned: LaunchPlan, settings: Settings) -> None:
     """Refuses what cannot be run here, and says what should be known."""
     if planned.refused is not None:
-        from accelerate.errors import NotYetSupported
-
         raise NotYetSupported(*planned.refused)
     if settings.mixed_precision == "fp8":
         from accelerate.available import is_fp8_available
 
         if not is_fp8_available():
-            raise RuntimeError(
+            raise CommandFailed(
                 "`--mixed_precision fp8` needs a library for it: install torchao, transformer_engine or MS-AMP."
             )
     if settings.mpirun_hostfile is None and not settings.module:

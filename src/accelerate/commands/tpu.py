@@ -10,6 +10,7 @@ from typing import Any
 
 from accelerate.commands.utils import CustomArgumentParser, one_sentence
 from accelerate.config import file as config_file
+from accelerate.errors import CommandFailed
 
 DESCRIPTION = "Run commands on all machines of a TPU pod, to prepare them for `accelerate launch`."
 
@@ -48,7 +49,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     except FileNotFoundError:
         raise FileNotFoundError("There is no `gcloud` here: install the Google Cloud command line first.") from None
     if code != 0:
-        raise RuntimeError(f"`{shlex.join(command)}` ended with code {code}; what it printed above says why.")
+        raise CommandFailed(f"`{shlex.join(command)}` ended with code {code}; what it printed above says why.")
     print("The commands have run on all machines of the pod.")
 
 

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+from accelerate.errors import CheckpointError, CommandFailed
+
 
 @contextmanager
 def one_sentence(command: str) -> Iterator[None]:
     """Ends a command with the sentence of an error instead of its traceback: the mistake is in what was asked."""
     try:
         yield
-    except (ValueError, OSError, NotImplementedError, RuntimeError) as error:
+    except (ValueError, OSError, NotImplementedError, CheckpointError, CommandFailed) as error:
         sys.exit(f"{command}: {error}")
 
 

@@ -11,6 +11,8 @@ import pytest
 
 from accelerate.commands.accelerate_cli import COMMANDS, get_parser
 from accelerate.commands.launch import clean_option, launch_command_parser
+from accelerate.commands.utils import one_sentence
+from accelerate.errors import CommandFailed
 
 
 def accelerate(
@@ -133,3 +135,10 @@ def test_the_installed_programs_start() -> None:
         done = subprocess.run([program, "--help"], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert "usage: " in done.stdout
+
+
+def test_a_mistake_of_the_user_is_a_sentence_and_a_fault_of_the_package_a_traceback() -> None:
+    with pytest.raises(SystemExit, match="accelerate x: there is no mpirun"), one_sentence("accelerate x"):
+        raise CommandFailed("there is no mpirun")
+    with pytest.raises(RuntimeError, match="a fault"), one_sentence("accelerate x"):
+        raise RuntimeError("a fault")

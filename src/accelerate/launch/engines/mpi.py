@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from dataclasses import dataclass
 
+from accelerate.errors import CommandFailed
 from accelerate.launch.engines import single
 from accelerate.launch.plan import Engine, LaunchPlan
 from accelerate.launch.settings import Settings
@@ -48,7 +49,7 @@ def installed() -> Flavour:
     try:
         version = subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
     except FileNotFoundError:
-        raise RuntimeError(
+        raise CommandFailed(
             "`--mpirun_hostfile` needs `mpirun`, which is not installed here: install Open MPI or Intel MPI."
         ) from None
     return flavour(version)
