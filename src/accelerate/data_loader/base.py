@@ -12,14 +12,8 @@ from accelerate.available import is_torchdata_stateful_dataloader_available
 from accelerate.comm.tree import ignorant_find_batch_size
 from accelerate.data_loader.iterable import skips_samples, without_first_samples
 from accelerate.data_loader.position import Position
-from accelerate.data_loader.samplers import (
-    SamplerShard,
-    SkipBatchSampler,
-    SkipSampler,
-    get_sampler,
-    sampler_owner,
-    without_samples,
-)
+from accelerate.data_loader.rest import SkipSampler, without_batches, without_samples
+from accelerate.data_loader.samplers import SamplerShard, get_sampler, sampler_owner
 from accelerate.state import GradientState
 
 
@@ -143,12 +137,10 @@ def skipped_batches(loader: Any, count: int) -> dict[str, Any] | None:
     """The arguments for a new loader whose sampler leaves `count` batches out; None where no sampler decides."""
     if isinstance(loader.dataset, IterableDataset):
         return None
-    if isinstance(loader.sampler, SamplerShard):
-        return {"sampler": loader.sampler.without_first(count), "batch_size": None}
-    if isinstance(loader.sampler, BatchSampler):
-        return {"sampler": SkipBatchSampler(loader.sampler, count), "batch_size": None}
+    if isinstance(loader.sampler, (SamplerShard, BatchSampler)):
+        return {"sampler": without_batches(loader.sampler, count), "batch_size": None}
     if loader.batch_sampler is not None:
-        return {"batch_sampler": SkipBatchSampler(loader.batch_sampler, count)}
+        return {"batch_sampler": without_batches(loader.batch_sampler, count)}
     return None
 
 

@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
 
 from accelerate.data_loader.iterable import IterableDatasetShard
-from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler, SkipSampler, sampler_owner
+from accelerate.data_loader.rest import SkipSampler
+from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler, sampler_owner
 
 
 class Position:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -252,9 +251,6 @@ class SamplerShard(Sampler[Any]):
             raise AttributeError(name)
         return getattr(self.shard, name)
 
-    def without_first(self, count: int) -> SamplerShard:
-        return SamplerShard(self.sampler, SkipBatchSampler(self.shard, count))
-
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
@@ -265,109 +261,6 @@ class SamplerShard(Sampler[Any]):
     def __iter__(self) -> Iterator[Any]:
         for batch in self.shard:
             yield batch[0]
-
-
-class SkipSampler(Sampler[Any]):
-    """A sampler without its first `skip_samples` indices."""
-
-    def __init__(self, sampler: Any, skip_samples: int) -> None:
-        self.sampler = sampler
-        self.skip_samples = skip_samples
-
-    def __len__(self) -> int:
-        return max(len(self.sampler) - self.skip_samples, 0)
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self.sampler, self.skip_samples, None)
-
-    def set_epoch(self, epoch: int) -> None:
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
-
-
-class RestOfDistributed(Sampler[Any]):
-    """What a DistributedSampler has after the first `count` samples of its order, dealt out anew."""
-
-    def __init__(self, distributed: Any, count: int) -> None:
-        self._distributed = distributed
-        self._count = count
-        self.num_replicas, self.rank = distributed.num_replicas, distributed.rank
-        self.dataset = range(max(len(distributed.dataset) - count, 0))
-
-    def __len__(self) -> int:
-        share, extra = divmod(len(self.dataset), self.num_replicas)
-        return share + (extra > 0 and not self._distributed.drop_last)
-
-    def __iter__(self) -> Iterator[Any]:
-        everyone = copy.copy(self._distributed)
-        everyone.num_replicas, everyone.rank, everyone.drop_last = 1, 0, False
-        everyone.num_samples = everyone.total_size = len(everyone.dataset)
-        order = list(everyone)
-        dealt = itertools.chain(order[self._count :], itertools.cycle(order))
-        return itertools.islice(dealt, self.rank, len(self) * self.num_replicas, self.num_replicas)
-
-    def set_epoch(self, epoch: int) -> None:
-        self._distributed.set_epoch(epoch)
-
-
-def without_samples(batches: Any, count: int) -> Any:
-    """The batches of what follows the first `count` samples; `batches` may be sharded."""
-    if isinstance(batches, SamplerShard):
-        return SamplerShard(SkipSampler(batches.sampler, count), without_samples(batches.shard, count))
-    if isinstance(batches, BatchSamplerShard):
-        twin = copy.copy(batches)
-        twin.batch_sampler = without_samples(batches.batch_sampler, count)
-        return twin
-    if type(batches) is BatchSampler:
-        return BatchSampler(SkipSampler(batches.sampler, count), batches.batch_size, batches.drop_last)
-    if isinstance(batches, KeptShard) and type(batches.batch_sampler) is BatchSampler:
-        rest: Any = RestOfDistributed(batches.sampler, count)
-        return KeptShard(BatchSampler(rest, batches.batch_size, batches.drop_last), rest)
-    # A batch sampler of its own kind: whole batches, of the size it says they have.
-    return SkipBatchSampler(batches, count // (getattr(batches, "batch_size", None) or 1))
-
-
-class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first `skip_batches` batches: nothing of them is fetched."""
-
-    def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
-        self.batch_sampler = batch_sampler
-        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]
-        self.skip_batches = skip_batches
-
-    def __getattr__(self, name: str) -> Any:
-        # batch_size, drop_last, split_batches, num_processes ... are those of the wrapped one
-        if name == "batch_sampler":
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
-
-    def counts(self, number: int) -> tuple[int, int] | None:
-        """As in `BatchSamplerShard`, for the batches that are left."""
-        counts = getattr(self.batch_sampler, "counts", None)
-        return None if counts is None else counts(number if number == -1 else number + self.skip_batches)
-
-    @property
-    def missed_steps(self) -> int:
-        """As in `BatchSamplerShard`: other processes, too, skip what they have more."""
-        missed: int = getattr(self.batch_sampler, "missed_steps", 0)
-        return missed and max(len(self.batch_sampler) + missed - self.skip_batches, 0) - len(self)
-
-    @property
-    def uneven(self) -> bool:
-        """As in `BatchSamplerShard`."""
-        uneven = getattr(self.batch_sampler, "uneven", False)
-        return uneven and len(self.batch_sampler) + self.batch_sampler.missed_steps > self.skip_batches  # type: ignore[attr-defined]
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        yield from itertools.islice(self.batch_sampler, self.skip_batches, None)
-
-    @property
-    def total_length(self) -> int:
-        """The number of batches before skipping."""
-        return len(self.batch_sampler)
-
-    def __len__(self) -> int:
-        return max(len(self.batch_sampler) - self.skip_batches, 0)
 
 
 def get_sampler(dataloader: Any) -> Any:
