@@ -3,14 +3,34 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
-from pathlib import Path
 from typing import Any
 
 from accelerate.commands.utils import CustomArgumentParser, one_sentence
 from accelerate.errors import CommandFailed
+from accelerate.estimate.models import (
+    add_timm_hub_prefix,
+    check_has_model,
+    create_empty_model,
+    library_of,
+    timm_model,
+    transformers_config,
+    verify_on_hub,
+)
 from accelerate.text import convert_bytes
+
+__all__ = [
+    "add_timm_hub_prefix",
+    "check_has_model",
+    "create_ascii_table",
+    "create_empty_model",
+    "estimate_command",
+    "estimate_command_parser",
+    "estimate_training_usage",
+    "gather_data",
+    "main",
+    "verify_on_hub",
+]
 
 DESCRIPTION = """Say how much memory a model takes: to load it in several formats, and to train it, per rank, under DDP,
 FSDP and FSDP with offload to the CPU. Nothing of it is allocated, and no weights are downloaded.
@@ -50,127 +70,6 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     training.add_argument("--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="default: bf16")
     parser.set_defaults(func=_from_shell)
     return parser
-
-
-def verify_on_hub(repo: str, token: str | None = None) -> Any:
-    """What the Hub knows of a model; "gated" for one that needs permission, False for one that is not there."""
-    from huggingface_hub import model_info
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
-
-    try:
-        return model_info(repo, token=token)
-    except GatedRepoError:
-        return "gated"
-    except RepositoryNotFoundError:
-        return False
-
-
-def check_has_model(error: Exception) -> str:
-    """The library that says with an error that it has no such model; "unknown" if it says something else."""
-    text = str(error)
-    if isinstance(error, RuntimeError) and "Unknown model" in text:
-        return "timm"
-    if isinstance(error, OSError) and "does not appear to have a file named" in text:
-        return "transformers"
-    return "unknown"
-
-
-def add_timm_hub_prefix(model_name: str) -> str:
-    """The name by which timm finds a model of the Hub; timm's own names stay as they are."""
-    return f"hf-hub:{model_name}" if "/" in model_name and not model_name.startswith("hf-hub:") else model_name
-
-
-def create_empty_model(
-    model_name: str, library_name: str | None, trust_remote_code: bool = False, access_token: str | None = None
-) -> Any:
-    """The model without weights, on the `meta` device.
-
-    model_name: of the Hub, or a local folder or config file.
-    library_name: "transformers" or "timm"; may be None where the Hub, or the config, says it.
-    trust_remote_code: run the model's own code.
-    access_token: for models that need one.
-    """
-    from accelerate.big_modeling import init_empty_weights
-
-    library = _library(model_name, library_name, access_token)
-    with init_empty_weights():
-        if library == "timm":
-            return _timm(model_name)
-        from transformers import AutoModel
-
-        config = _transformers_config(model_name, trust_remote_code, access_token)
-        return AutoModel.from_config(config, trust_remote_code=trust_remote_code)
-
-
-def _library(model_name: str, library_name: str | None, token: str | None) -> str:
-    if library_name is None:
-        local = _local_config(model_name)
-        if local is not None:
-            library_name = "timm" if "pretrained_cfg" in _json(local) else "transformers"
-        else:
-            library_name = _library_of_hub(model_name, token)
-    if library_name not in ("timm", "transformers"):
-        raise ValueError(
-            f"{model_name} is a model of {library_name!r}: only those of transformers and timm can be built here."
-        )
-    from accelerate.available import has_package
-
-    if not has_package(library_name):
-        raise ValueError(
-            f"{model_name} is a model of {library_name}, which is not installed: `pip install {library_name}`."
-        )
-    return library_name
-
-
-def _library_of_hub(model_name: str, token: str | None) -> str:
-    try:
-        info = verify_on_hub(model_name, token)
-    except Exception as error:  # whatever the network layer of the day raises
-        raise ValueError(
-            f"The Hub could not be asked about {model_name} ({type(error).__name__}: {error}): name a local folder or "
-            "config file, or pass --library_name to use what was downloaded before."
-        ) from None
-    if not info:
-        raise ValueError(f"There is no model {model_name} on the Hub, and no such folder or file here: check its name.")
-    if info == "gated":
-        raise ValueError(
-            f"{model_name} is only for those who were given access: ask for it on its page, and log in with "
-            "`hf auth login`."
-        )
-    if not getattr(info, "library_name", None):
-        raise ValueError(f"The Hub does not say which library {model_name} is for: pass --library_name.")
-    return str(info.library_name)
-
-
-def _local_config(model_name: str) -> Path | None:
-    path = Path(model_name).expanduser()
-    found = path / "config.json" if path.is_dir() else path
-    if path.is_dir() and not found.is_file():
-        raise ValueError(f"The folder {path} has no config.json: name the folder of a model, or a config file.")
-    if not found.is_file() and (model_name.startswith((".", "/", "~")) or path.suffix == ".json"):
-        raise ValueError(f"There is no folder or file {model_name} here: check its name.")
-    return found if found.is_file() else None
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}): name the config file of a model.") from None
-
-
-def _transformers_config(model_name: str, trust_remote_code: bool, token: str | None) -> Any:
-    from transformers import AutoConfig
-
-    local = _local_config(model_name)
-    return AutoConfig.from_pretrained(local or model_name, trust_remote_code=trust_remote_code, token=token)
-
-
-def _timm(model_name: str) -> Any:
-    import timm
-
-    local = Path(model_name).expanduser().is_dir()
-    return timm.create_model(f"local-dir:{model_name}" if local else add_timm_hub_prefix(model_name), pretrained=False)
 
 
 def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
@@ -295,10 +194,10 @@ def _task(args: argparse.Namespace) -> tuple[Any, str]:
     from accelerate.estimate import batches
     from accelerate.estimate.usage import OPTIMIZERS, Task, measure
 
-    if _library(args.model_name, args.library_name, None) == "timm":
-        step = batches.of_timm(lambda: _timm(args.model_name), args.batch_size)
+    if library_of(args.model_name, args.library_name) == "timm":
+        step = batches.of_timm(lambda: timm_model(args.model_name), args.batch_size)
     else:
-        config = _transformers_config(args.model_name, args.trust_remote_code, None)
+        config = transformers_config(args.model_name, args.trust_remote_code)
         step = batches.of_transformers(config, args.batch_size, args.sequence_length, args.trust_remote_code)
     with init_empty_weights():
         model = step.build().float()

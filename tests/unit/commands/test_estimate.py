@@ -10,6 +10,7 @@ from torch import nn
 
 from accelerate.available import has_package
 from accelerate.commands import estimate
+from accelerate.estimate import models
 from accelerate.estimate.usage import Task, measure, usage
 
 needs_transformers = pytest.mark.skipif(not has_package("transformers"), reason="needs transformers")
@@ -134,7 +135,7 @@ def test_a_local_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_models_that_cannot_be_built(answer: object, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(estimate, "verify_on_hub", lambda *args: answer)
+    monkeypatch.setattr(models, "verify_on_hub", lambda *args: answer)
     with pytest.raises(ValueError, match=words):
         estimate.create_empty_model("some/model", None)
 
@@ -143,7 +144,7 @@ def test_without_the_hub_and_without_a_config(tmp_path: Path, monkeypatch: pytes
     def unreachable(*args: object) -> None:
         raise OSError("no network")
 
-    monkeypatch.setattr(estimate, "verify_on_hub", unreachable)
+    monkeypatch.setattr(models, "verify_on_hub", unreachable)
     with pytest.raises(ValueError, match="name a local folder"):
         estimate.create_empty_model("some/model", None)
     with pytest.raises(ValueError, match=r"has no config\.json"):
