@@ -1,4 +1,5 @@
-"""The trainers of transformers and trl, as released, log the same numbers on this package as on the released one.
+"""The trainers of transformers and trl, and a loop around diffusers, log the same numbers on this package as on the
+released one.
 
 `make clients` puts the released package into a folder beside its environment; put first on the path, it takes this
 one's place.
@@ -58,3 +59,12 @@ def test_logs_the_same(case: str, tmp_path: Path) -> None:
     assert all("loss" in log[0] and len(log) > 3 for log in ours.values())
     for name, log in released.items():
         assert ours[name] == log, name
+
+
+def test_diffusers_train_the_same_and_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    case: tuple[str, int, dict[str, Any]] = ("train_diffusers.py", 2, {})
+    ours = logs(*case, tmp_path / "ours.json", "")
+    released = logs(*case, tmp_path / "released.json", str(RELEASED))
+    assert ours["whole"] == released["whole"]
+    # After a restart the released one goes on with other samples.
+    assert ours["resumed"] == ours["whole"][-3:]

@@ -25,3 +25,29 @@ def evaluate_and_end() -> int:
 def test_a_run_can_be_ended_right_after_a_collective() -> None:
     for _ in range(6):
         assert run_world(evaluate_and_end, 2, timeout=30) == [15, 15]
+
+
+def train_again_after_the_end() -> list[float]:
+    losses = []
+    for _ in range(3):
+        accelerator = Accelerator()
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for _ in range(3):
+            loss = model(torch.ones(2, 4) * (accelerator.process_index + 1)).mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(round(accelerator.reduce(loss.detach(), "mean").item(), 4))
+        accelerator.end_training()
+        # What a script may still ask for after the end.
+        assert accelerator.is_main_process == (accelerator.process_index == 0)
+    return losses
+
+
+def test_a_process_may_train_again_after_the_end() -> None:
+    results = run_world(train_again_after_the_end, 2, timeout=60)
+    assert results[0] == results[1]
+    assert len(set(results[0])) == 1

@@ -42,6 +42,9 @@ class AcceleratorState(PartialState):
     ) -> None:
         self.__dict__ = self._shared_state
         mixed_precision = _checked_precision(mixed_precision)
+        if _from_accelerator and self._group_ended:
+            # A second training after `end_training`: all processes come here, and meet again.
+            self._reset_state(reset_partial_state=True)
         if self.initialized:
             self._check_unchanged(mixed_precision, cpu)
             return

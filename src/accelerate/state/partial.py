@@ -47,6 +47,8 @@ class PartialState(ProcessControl):
     distributed_type: DistributedType
     backend: str | None
     debug: bool
+    _group_ended = False  # whether there was a process group that has been taken down
+    _groups_ended = 0  # how many of them there were in this process
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
@@ -109,6 +111,9 @@ class PartialState(ProcessControl):
         if dist.is_available() and dist.is_initialized():
             _destroyed.append(dist.group.WORLD if group is None else group)
             dist.destroy_process_group(group)
+            if group is None:
+                self._group_ended = True
+                PartialState._groups_ended += 1
 
     def _set_up(self, cpu: bool, kwargs: dict[str, Any]) -> None:
         kwargs.pop("_use_sagemaker", None)
@@ -165,7 +170,7 @@ def _join_group(world: World, device: devices.Device, kwargs: dict[str, Any]) ->
     if "init_method" in kwargs:
         # Only env:// finds these by itself.
         kwargs = {"rank": world.rank, "world_size": world.size, **kwargs}
-    elif (attempt := os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) != "0":
+    elif (attempt := (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), PartialState._groups_ended)) != ("0", 0):
         kwargs = {**_store_of_attempt(attempt, world), **kwargs}
     if world.started_by != "torchrun":
         # The script's other libraries read these too, as they would under torchrun.
@@ -186,13 +191,13 @@ def _join_group(world: World, device: devices.Device, kwargs: dict[str, Any]) ->
     return str(backend)
 
 
-def _store_of_attempt(attempt: str, world: World) -> dict[str, Any]:
-    """Arguments for joining after torch elastic has started all ranks again.
+def _store_of_attempt(attempt: tuple[str, int], world: World) -> dict[str, Any]:
+    """Arguments for joining once more: after torch elastic has started all ranks again, or after a group was ended.
 
-    Its static rendezvous keeps the store of the attempt before, and in it the addresses of processes that are gone.
+    The store may be that of the attempt before, and hold the addresses of processes or sockets that are gone.
     """
     store, rank, size = next(dist.rendezvous("env://", world.rank, world.size))
-    return {"store": dist.PrefixStore(f"attempt_{attempt}", store), "rank": rank, "world_size": size}
+    return {"store": dist.PrefixStore("attempt_{}_{}".format(*attempt), store), "rank": rank, "world_size": size}
 
 
 def _select(choice: devices.Choice, world: World) -> torch.device:
