@@ -5,8 +5,9 @@
     ... --out FILE.json                                                              # keep the figures
 
 This file is also the script of its subjects: `--worker` runs with the package that its Python imports. Each of them has
-a process of its own, and they take turns. "Cold" asks the system to forget the files before each load. Memory is how
-much the process grew at most while loading, by kind: of its own, shared, and mapped files.
+a process of its own, and they take turns. "Cold" asks the system to forget the files before each load. "Used" adds one
+look at every page: files that are mapped are read only then. Memory is how much the process grew at most while loading,
+by kind: of its own, shared, and mapped files.
 """
 
 from __future__ import annotations
@@ -171,6 +172,7 @@ def measure_loading(subject: str, folder: Path, width: int, layers: int, rounds:
     }
     load = loads[subject]()
     times: list[float] = []
+    used: list[float] = []
     checks = set()
     for number in range(rounds + 1):
         if kind == COLD:
@@ -179,9 +181,13 @@ def measure_loading(subject: str, folder: Path, width: int, layers: int, rounds:
         result = load()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        if number or kind == COLD:  # the first one warms up
-            times.append(time.perf_counter() - start)
+        loaded = time.perf_counter() - start
         tensors = result if isinstance(result, dict) else {} if result is None else result.state_dict()
+        for value in tensors.values():
+            value.view(-1).view(torch.uint8)[::4096].sum().item()
+        if number or kind == COLD:  # the first one warms up
+            times.append(loaded)
+            used.append(time.perf_counter() - start)
         checks.add(sum(float(value.double().sum()) for value in tensors.values()))
         del result, tensors
         if device.type == "cuda":
@@ -189,7 +195,7 @@ def measure_loading(subject: str, folder: Path, width: int, layers: int, rounds:
     memory: dict[str, int] = {}
     with growth(memory):
         load()
-    return {"times": times, "memory": memory, "sum": sorted(checks), "device": str(device)}
+    return {"times": times, "used": used, "memory": memory, "sum": sorted(checks), "device": str(device)}
 
 
 def measure_planning(rounds: int) -> dict[str, Any]:
@@ -260,8 +266,12 @@ def main(options: argparse.Namespace) -> None:
                 results[f"{kind} {subject}"] = found
                 sums[subject] = found["sum"]
                 best, middle = min(found["times"]), statistics.median(found["times"])
+                used = statistics.median(found["used"])
                 memory = ", ".join(f"{name} {value / 2**30:.2f}" for name, value in found["memory"].items())
-                print(f"  {subject:12} {middle:7.3f} (best {best:7.3f})   GiB of host memory: {memory}", flush=True)
+                print(
+                    f"  {subject:12} {middle:7.3f} (best {best:7.3f}), used {used:7.3f}   GiB of host memory: {memory}",
+                    flush=True,
+                )
             if len({tuple(sums[subject]) for subject in ("ours", "peer", "safetensors")}) != 1:
                 raise SystemExit(f"The weights that were loaded are not the same: {sums}")
     finally:

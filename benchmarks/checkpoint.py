@@ -5,9 +5,10 @@
                                                                           # 4.5 GiB, for a machine with a GPU
 
 This file is also the script of its subjects: `--worker` runs with the package that its Python imports. Subjects take
-turns; a save, a plain write and a load follow each other in every round. Host memory is what a save took at most beyond
-what the process had before (Linux). The parts of the time are of a save and a load of their own, and add up to more
-than it lasted, because they go on at the same time.
+turns; a save, a plain write, a load and a plain copy in memory, by every process at once, follow each other in every
+round. The first load of a process gets its memory from the system; later ones find some of it in the process. Host
+memory is what a save took at most beyond what the process had before (Linux). The parts of the time are of a save and a
+load of their own, and add up to more than it lasted, because they go on at the same time.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 SAVE, LOAD, STALL, BEHIND = "save", "load", "asynchronous save: stall", "asynchronous save: until it is on the disk"
 PLAIN = "plain write of the same bytes, flushed"
+COPY = "copy of the same bytes in memory"
+FIRST = "the first load of a process"
 
 
 def memory_peak(function: Callable[[], Any]) -> int:
@@ -67,7 +70,7 @@ class Stages:
             (disk, "write", "writing"),
             (disk, "start_flush", "starting to flush"),
             (disk, "sync", "flushing"),
-            (stream, "_read_into", "reading"),
+            (disk, "read", "reading"),
             (disk, "rename", "renaming"),
             (disk, "remove_tree", "removing"),
         ):
@@ -113,6 +116,7 @@ def worker(width: int, depth: int, rounds: int, folder: str) -> None:
     def measured(name: str, function: Callable[[], Any]) -> None:
         if accelerator.is_main_process:
             os.sync()  # from a quiet disk
+        time.sleep(0.3)  # our save frees what it has replaced behind the training
         accelerator.wait_for_everyone()
         start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
         function()
@@ -136,12 +140,20 @@ def worker(width: int, depth: int, rounds: int, folder: str) -> None:
             file.flush()
             os.fsync(file.fileno())
 
+    def copy() -> None:
+        for _ in range(size // (1 << 26)):
+            memory[1].copy_(memory[0])
+
+    memory = torch.ones(2, 1 << 26, dtype=torch.uint8)
+
     def behind() -> None:
         accelerator.save_state(target, async_save=True)
 
     for number in range(rounds + 1):  # the first one warms up, and is not counted
         if number == 1:
+            first = times[LOAD]
             times.clear()
+            times[FIRST] = first
             processor.clear()
         measured(SAVE, lambda: accelerator.save_state(target))
         size = sum(path.stat().st_size for path in Path(target).iterdir())
@@ -149,17 +161,18 @@ def worker(width: int, depth: int, rounds: int, folder: str) -> None:
         if accelerator.is_main_process:
             os.remove(os.path.join(folder, "plain"))
         measured(LOAD, lambda: accelerator.load_state(target))
+        measured(COPY, copy)
         if ours:
-            start = time.perf_counter()
             measured(STALL, behind)
+            start = time.perf_counter()
             accelerator.wait_for_checkpoint()
             accelerator.wait_for_everyone()
-            times[BEHIND].append(time.perf_counter() - start)
+            times[BEHIND].append(times[STALL][-1] + time.perf_counter() - start)
     if ours:
         accelerator._background.memory = type(accelerator._background.memory)()  # as before the first one
-    memory = {SAVE: memory_peak(lambda: accelerator.save_state(target))}
+    peaks = {SAVE: memory_peak(lambda: accelerator.save_state(target))}
     accelerator.wait_for_everyone()
-    memory[LOAD] = memory_peak(lambda: accelerator.load_state(target))
+    peaks[LOAD] = memory_peak(lambda: accelerator.load_state(target))
     stages = {}
     if ours:
 
@@ -167,13 +180,13 @@ def worker(width: int, depth: int, rounds: int, folder: str) -> None:
             behind()
             accelerator.wait_for_checkpoint()
 
-        memory[STALL] = memory_peak(whole)
+        peaks[STALL] = memory_peak(whole)
         for name, work in ((SAVE, accelerator.save_state), (LOAD, accelerator.load_state)):
             watch = Stages()
             work(target)
             stages[name] = watch.taken()
     if accelerator.is_main_process:
-        facts = {"bytes": size, "times": times, "processor": processor, "memory": memory, "stages": stages}
+        facts = {"bytes": size, "times": times, "processor": processor, "memory": peaks, "stages": stages}
         print(json.dumps(facts | {"device": str(accelerator.device), "torch": torch.__version__}))
 
 
@@ -208,7 +221,7 @@ def show(processes: int, ours: dict[str, Any], peer: dict[str, Any]) -> None:
     print(
         f"\n{processes} processes on {ours['device']}, {size / 2**20:.0f} MiB in a checkpoint: median (least) seconds"
     )
-    for name in (SAVE, LOAD, STALL, BEHIND, PLAIN):
+    for name in (SAVE, LOAD, FIRST, STALL, BEHIND, PLAIN, COPY):
         cells = []
         for subject in (ours, peer):
             values = subject["times"].get(name)
@@ -221,8 +234,8 @@ def show(processes: int, ours: dict[str, Any], peer: dict[str, Any]) -> None:
         held = ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in one["memory"].items())
         print(f"  {label}: save / plain write {statistics.median(ratios):.2f}, processor seconds: {taken}")
         print(f"        host memory at most beyond what was there: {held}")
-    for name in (LOAD, STALL):
-        other = SAVE if name == STALL else LOAD
+    for name in (LOAD, FIRST, STALL):
+        other = SAVE if name == STALL else name
         share = statistics.median(ours["times"][name]) / statistics.median(peer["times"][other])
         print(f"  our {name} / the peer's {other}: {share:.2f}")
     for name, stages in ours["stages"].items():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import collections
+import datetime
 import logging
 import os
+import pathlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +20,13 @@ from accelerate.state import PartialState
 
 logger = logging.getLogger(__name__)
 
-# What a file may contain beyond tensors and plain values: NumPy's arrays and numbers, and the states of its generators.
+# What a file may contain beyond tensors and plain values: NumPy's arrays and numbers, the states of its generators, and
+# types of Python that hold values and do nothing.
 TORCH_SAFE_GLOBALS: list[Any] = [
+    *(int, float, bool, str, list, tuple, dict, set, frozenset, range),
+    *(collections.Counter, collections.defaultdict, collections.deque),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    *(pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path())),
     np.array(0).__reduce__()[0],
     np.float64(0).__reduce__()[0],
     np.ndarray,

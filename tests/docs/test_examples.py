@@ -60,7 +60,21 @@ def test_split_layers_end_as_on_one_process() -> None:
     assert on(2, "sharding", "train", 2, 1, 2, 2, 32) == pytest.approx([alone] * 2, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["evaluation", "gradient_accumulation", "sharding"])
+def test_cut_sequences_end_as_on_one_process() -> None:
+    (alone,) = on(1, "sharding_sequences", "train", 1, "allgather", 2, 16)
+    assert alone < 2.0  # guessing gives 3.5
+    assert on(2, "sharding_sequences", "train", 2, "allgather", 2, 16) == pytest.approx([alone] * 2, rel=1e-4)
+    assert on(4, "sharding_sequences", "train", 2, "alltoall", 2, 8) == pytest.approx([alone] * 4, rel=1e-4)
+
+
+def test_stages_answer_as_the_whole_model() -> None:
+    (alone,) = on(1, "sharding_pipeline", "infer")
+    assert len(alone) == 24 and on(2, "sharding_pipeline", "infer") == [alone, alone]
+
+
+@pytest.mark.parametrize(
+    "name", ["evaluation", "gradient_accumulation", "sharding", "sharding_pipeline", "sharding_sequences"]
+)
 def test_as_a_script(name: str) -> None:
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--help"]
     assert "usage:" in subprocess.run(command, capture_output=True, text=True, check=True).stdout

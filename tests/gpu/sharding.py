@@ -151,3 +151,33 @@ def fsdp_checkpoints() -> None:
                 accelerator.load_state(f"{folder}/checkpoint")
                 _close([step() for _ in range(3)], expected, 1e-5)
                 accelerator.save_model(model, f"{folder}/weights")
+
+
+@check
+def fsdp_saves_inside_a_window() -> None:
+    """Two micro-batches into a window of three: what follows is the same after a load."""
+    settings: list[dict[str, Any]] = [{"fsdp_version": 2}, {"fsdp_version": 2, "cpu_offload": True}]
+    settings += [{"fsdp_version": 1}, {"fsdp_version": 1, "use_orig_params": True}]
+    for one in settings:
+        with launched(), tempfile.TemporaryDirectory() as folder:
+            _, accelerator, model, optimizer = _sharded(1, one)
+            accelerator.gradient_accumulation_steps = 3
+
+            def train(
+                start: int, accelerator: Any = accelerator, model: Any = model, optimizer: Any = optimizer
+            ) -> Any:
+                losses = []
+                for x, y in _batches(start + 5)[start:]:
+                    with accelerator.accumulate(model):
+                        loss = F.cross_entropy(model(x.cuda()), y.cuda())
+                        accelerator.backward(loss)
+                        optimizer.step()
+                        optimizer.zero_grad()
+                    losses.append(float(loss.detach()))
+                return losses
+
+            train(0)
+            accelerator.save_state(f"{folder}/checkpoint")
+            expected = train(5)
+            accelerator.load_state(f"{folder}/checkpoint")
+            _close(train(5), expected, 1e-6)

@@ -28,7 +28,14 @@ PRELOAD = (
     "torch.utils.data",
     "torch._dynamo",
 )
-PRELOAD_IF_THERE = ("accelerate.accelerator", "accelerate.utils")
+# The engines among them bring in a second's worth of torch each time, were it not for this.
+PRELOAD_IF_THERE = (
+    "accelerate.accelerator",
+    "accelerate.utils",
+    "accelerate.strategies.fsdp1",
+    "accelerate.strategies.fsdp2",
+    "accelerate.strategies.tensor",
+)
 POLL_SECONDS = 0.005
 STACK_DUMP_SECONDS = 1.0
 

@@ -235,7 +235,7 @@ def _load_two(folder: str, automatic: bool) -> int:
 def test_one_of_two_ranks_is_killed(tmp_path: Path, automatic: bool, victim: int) -> None:
     (tmp_path / "whole").mkdir()
     steps = run_world(_two_ranks, 2, str(tmp_path / "whole"), automatic, victim, 10**6)[victim]
-    assert steps > 8
+    assert steps >= 8
     seen = set()
     stride = max(1, steps // (4 * SOAK))
     for number in sorted({*range(1, steps, stride), steps - 1, steps}):

@@ -294,6 +294,33 @@ def _on_each_machine(folder: str, everywhere: bool) -> tuple[Any, Any]:
     return names, found
 
 
+def _damaged_on_the_second(folder: str, automatic: bool) -> list[str]:
+    """Two machines as above; on the second one a file that all read goes bad."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    machine = Path(folder, f"machine{rank}")
+    machine.mkdir()
+    os.chdir(machine)
+    run = Version(".", automatic)
+    run.accelerator.project_configuration.save_on_each_node = True
+    run.save()
+    if rank == 1:
+        [path] = Path().rglob("custom_checkpoint_0.pkl")
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    run.accelerator.wait_for_everyone()
+    with pytest.raises(CheckpointError) as caught:
+        run.loaded()
+    return [str(caught.value)]
+
+
+@pytest.mark.parametrize("automatic", [False, True], ids=["a folder", "the newest"])
+def test_each_machine_looks_at_its_own_copy(tmp_path: Path, automatic: bool) -> None:
+    for [sentence] in run_world(_damaged_on_the_second, 2, str(tmp_path), automatic):
+        assert "custom_checkpoint_0.pkl is damaged" in sentence
+
+
 @pytest.mark.parametrize("everywhere", [True, False])
 def test_machines_with_disks_of_their_own(tmp_path: Path, everywhere: bool) -> None:
     first, second = run_world(_on_each_machine, 2, str(tmp_path), everywhere)

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
+from accelerate.errors import CheckpointError
 from accelerate.utils import DataLoaderConfiguration
 from tests.harness import run_world
 from tests.unit.accelerator.toys import loader
-from tests.world.towers import Tower, loss_of, tokens_of, trains_as_one_process
+from tests.world.towers import Block, Tower, loss_of, tokens_of, trains_as_one_process
 
 
 def _plugin(**kwargs: Any) -> FullyShardedDataParallelPlugin:
@@ -75,6 +80,108 @@ def _holds_its_part() -> None:
 
 def test_holds_its_part() -> None:
     run_world(_holds_its_part, 2)
+
+
+def _settings_reach_the_engine() -> None:
+    variables = {
+        "SHARDING_STRATEGY": "SHARD_GRAD_OP",
+        "BACKWARD_PREFETCH": "BACKWARD_POST",
+        "FORWARD_PREFETCH": "true",
+        "USE_ORIG_PARAMS": "true",
+        "SYNC_MODULE_STATES": "true",
+        "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "TRANSFORMER_CLS_TO_WRAP": "Block",
+        "IGNORED_MODULES": r"blocks\.1",
+        "STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+        "ACTIVATION_CHECKPOINTING": "true",
+    }
+    os.environ |= {f"FSDP_{name}": value for name, value in variables.items()}
+    policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=1, limit_all_gathers=False, mixed_precision_policy=policy)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    plain = Tower()
+    model: Any = accelerator.prepare(plain)
+    assert [isinstance(block, Wrapper) for block in plain.blocks] == [True, False]
+    for wrapped in (model, plain.blocks[0]):
+        assert wrapped.sharding_strategy == ShardingStrategy.SHARD_GRAD_OP
+        assert wrapped.backward_prefetch == BackwardPrefetch.BACKWARD_POST and wrapped.forward_prefetch
+        assert wrapped._use_orig_params and not wrapped.limit_all_gathers and wrapped.mixed_precision == policy
+    assert "forward" in vars(plain.blocks[0].module)  # which computes twice
+    assert accelerator.state.fsdp_plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
+
+
+def test_settings_reach_the_engine() -> None:
+    run_world(_settings_reach_the_engine, 2)
+
+
+def _makes_its_parameters(first_has_weights: bool) -> None:
+    """`param_init_fn`: for models without memory; whatever the first process has counts for all."""
+
+    def make(module: nn.Module) -> None:
+        module.to_empty(device="cpu", recurse=False)
+        for parameter in module.parameters(recurse=False):
+            nn.init.constant_(parameter, float(accelerator.process_index + 1))
+
+    accelerator = Accelerator(cpu=True, fsdp_plugin=_plugin(param_init_fn=make, use_orig_params=True))
+    with torch.device("cpu" if first_has_weights and accelerator.is_main_process else "meta"):
+        plain = Tower()
+    plain.shift = Tower().shift
+    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+    if first_has_weights:
+        trains_as_one_process(accelerator, model, optimizer, 4, accelerator.process_index, accelerator.num_processes)
+    else:
+        assert all(bool((p == 1.0).all()) for p in model.parameters())
+        accelerator.backward(loss_of(model, tokens_of(0, accelerator.process_index, 2)))
+        optimizer.step()
+
+
+@pytest.mark.parametrize("first_has_weights", [False, True])
+def test_makes_its_parameters(first_has_weights: bool) -> None:
+    run_world(_makes_its_parameters, 2, first_has_weights)
+
+
+def _wrapped_by_the_script(folder: str, own: bool) -> None:
+    """Before it is prepared; it is trained, saved and loaded all the same."""
+    accelerator = Accelerator(cpu=True, fsdp_plugin=_plugin())
+    given = Wrapper(
+        Tower(),
+        device_id=torch.device("cpu"),
+        use_orig_params=own,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+    )
+    model, optimizer = accelerator.prepare(given, torch.optim.AdamW(given.parameters(), lr=1e-2))
+    assert model is given
+    trains_as_one_process(accelerator, model, optimizer, 4, accelerator.process_index, accelerator.num_processes)
+    accelerator.save_state(folder)
+    before = accelerator.get_state_dict(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    accelerator.load_state(folder)
+    for name, value in accelerator.get_state_dict(model).items():
+        assert torch.equal(value, before[name])
+    half = nn.Sequential(Wrapper(nn.Linear(2, 2), device_id=torch.device("cpu")), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="wrap all of it, or nothing"):
+        accelerator.prepare(half)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_wrapped_by_the_script(tmp_path: Path, own: bool) -> None:
+    run_world(_wrapped_by_the_script, 2, str(tmp_path / "checkpoint"), own)
+
+
+def _optimizer_of_two_models(folder: str) -> str:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=_plugin())
+    one, other = Tower(), Tower(seed=1)
+    accelerator.prepare(one, other, torch.optim.SGD([*one.parameters(), *other.parameters()], lr=0.1))
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.save_state(folder)
+    return str(caught.value)
+
+
+def test_optimizer_of_two_models(tmp_path: Path) -> None:
+    for message in run_world(_optimizer_of_two_models, 2, str(tmp_path / "checkpoint")):
+        assert "parameters of 2 prepared models" in message
 
 
 def _groups_and_state(own: bool) -> None:

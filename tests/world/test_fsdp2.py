@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, StateDictType
 from torch.distributed.tensor import DTensor
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.parallel import shards
 from accelerate.utils import TorchDynamoPlugin
 from tests.harness import run_world
-from tests.world.towers import Tower, loss_of, tokens_of, train_alone, trains_as_one_process
+from tests.world.towers import Tower, loss_of, peak, tokens_of, train_alone, trains_as_one_process
 
 
 def _plugin(**kwargs: Any) -> FullyShardedDataParallelPlugin:
@@ -75,6 +76,41 @@ def _holds_its_part() -> None:
 def test_holds_its_part() -> None:
     run_world(_holds_its_part, 2)
     run_world(_holds_its_part, 4)
+
+
+def _settings_reach_the_engine() -> None:
+    variables = {
+        "VERSION": "2",
+        "RESHARD_AFTER_FORWARD": "false",
+        "OFFLOAD_PARAMS": "true",
+        "AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+        "MIN_NUM_PARAMS": "200",
+        "IGNORED_MODULES": r"blocks\.\d\.norm",
+        "ACTIVATION_CHECKPOINTING": "true",
+        "ACTIVATION_CHECKPOINTING_OFFLOAD": "true",
+        "CPU_RAM_EFFICIENT_LOADING": "true",
+        "STATE_DICT_TYPE": "FULL_STATE_DICT",
+    }
+    os.environ |= {f"FSDP_{name}": value for name, value in variables.items()} | {"ACCELERATE_USE_FSDP": "true"}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    accelerator = Accelerator(cpu=True)
+    plugin = accelerator.state.fsdp_plugin
+    plugin.mixed_precision_policy = policy
+    assert plugin.cpu_ram_efficient_loading and plugin.activation_checkpointing_offload
+    assert plugin.state_dict_type == StateDictType.FULL_STATE_DICT
+    model: Any = accelerator.prepare(Tower())
+    assert isinstance(model.blocks[0], FSDPModule) and not isinstance(model.blocks[0].up, FSDPModule)
+    assert not isinstance(model.blocks[0].norm.weight, DTensor)
+    assert "forward" in vars(model.blocks[0])  # which computes twice
+    state = model.blocks[0]._get_fsdp_state()
+    group = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    assert group[0].mp_policy == policy and isinstance(group[0].offload_policy, CPUOffloadPolicy)
+    model(tokens_of(0, 0, 1))
+    assert group[0].is_unsharded  # until the backward
+
+
+def test_settings_reach_the_engine() -> None:
+    run_world(_settings_reach_the_engine, 2)
 
 
 def _whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -378,35 +414,22 @@ def test_cannot_join() -> None:
     run_world(_cannot_join, 2)
 
 
-def _peak(function: Any) -> float:
-    """How much memory a call takes at most, over what there was before, in MiB."""
-
-    before = _resident()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the highest value so far is forgotten
-    function()
-    with open("/proc/self/status") as file:
-        peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
-    return (peak - before) / 1024
-
-
-def _resident() -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))
-
-
-def _memory() -> tuple[float, float]:
-    """What preparing adds to a model that only rank 0 has; and how large that is."""
+def _memory(folder: str) -> tuple[float, float, float]:
+    """What preparing adds to a model that only rank 0 has, and what saving its pieces adds; and how large it is."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=_plugin(cpu_ram_efficient_loading=True))
     accelerator.prepare(Tower())  # whatever is needed once
+    accelerator.save_state(f"{folder}/first")
     with torch.device("cpu" if accelerator.is_main_process else "meta"):
         model = Tower(width=512, depth=32)
     size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
-    return _peak(lambda: accelerator.prepare(model)), size
+    loading = peak(lambda: accelerator.prepare(model))
+    return loading, peak(lambda: accelerator.save_state(f"{folder}/second")), size
 
 
-def test_memory_of_loading_on_the_first_process() -> None:
-    (first, size), (second, _) = run_world(_memory, 2)
+def test_memory_of_the_first_process(tmp_path: Path) -> None:
+    (first, saving, size), (second, _, _) = run_world(_memory, 2, str(tmp_path))
     # Rank 0 has the whole model and gets its half of it, the other one only its half, and one tensor at a time.
     assert size + first <= 1.1 * 1.5 * size
     assert second < 0.95 * size
+    # Written from where they are.
+    assert size / 2 + saving <= 1.1 * size / 2

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import resource
+import shutil
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.checkpointing import verify_checkpoint
@@ -16,9 +23,9 @@ from accelerate.errors import CheckpointError
 from accelerate.parallel.shards import whole
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import load_checkpoint_in_model
-from tests.harness import run_world
+from tests.harness import run_world, world_outcomes
 from tests.unit.accelerator.toys import ALONE
-from tests.world.towers import Tower, loss_of, tokens_of
+from tests.world.towers import Tower, loss_of, peak, tokens_of
 
 STEPS = 3
 
@@ -40,7 +47,7 @@ def _engine(name: str) -> dict[str, Any]:
         return {"fsdp_plugin": _plugin(1, sharding_strategy="NO_SHARD")}
     if name == "flat":
         return {"fsdp_plugin": _plugin(1)}
-    if name == "fsdp2":
+    if name in ("fsdp2", "fsdp2-by-hand"):
         return {"fsdp_plugin": _plugin(2)}
     if name == "fsdp1-full":
         return {"fsdp_plugin": _plugin(1, "FULL_STATE_DICT", use_orig_params=True)}
@@ -58,15 +65,17 @@ SAVE = {1: ["single"], 2: ["ddp", "fsdp1", "fsdp2", "fsdp1-full", "fsdp2-full"],
 LOAD = {1: ["single"], 2: ["ddp", "fsdp1", "fsdp2"], 4: ["ddp", "fsdp1", "fsdp2", "hsdp"]}
 
 
-def _prepared(name: str, seed: int = 0, flat: bool = False) -> tuple[Accelerator, Any, Any]:
+def _prepared(name: str, seed: int = 0, flat: bool = False, precision: str = "no") -> tuple[Accelerator, Any, Any]:
     """flat: one group of parameters, as flat ones cannot be told apart."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
     PartialState(cpu=True)
-    accelerator = Accelerator(cpu=True, **_engine(name))
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, **_engine(name))
     assert (accelerator.distributed_type == DistributedType.FSDP) == (name not in ("single", "ddp"))
     plain = Tower(seed=seed)
     plain.shift = Tower().shift  # which is not saved
+    if name == "fsdp2-by-hand":
+        fully_shard(plain, mesh=init_device_mesh("cpu", (accelerator.num_processes,)))
     groups: Any = plain.parameters()
     if not flat:
         # Two groups, so that the order of parameters is not that of the model.
@@ -172,17 +181,116 @@ def test_refuses_another_model(tmp_path: Path) -> None:
         assert "other shapes" in message and "(16, 8) for (16, 4)" in message
 
 
-def _saves_the_model(folder: str) -> None:
+def _damaged() -> str:
+    """Each process has a disk of its own, and the piece of the second one has changed there."""
+    accelerator, model, optimizer = _prepared("fsdp2")
+    os.makedirs(f"disk-{accelerator.process_index}")
+    accelerator.save_state("checkpoint")
+    shutil.copytree("checkpoint", f"disk-{accelerator.process_index}/checkpoint")
+    if accelerator.process_index == 1:
+        path = Path("disk-1/checkpoint/pytorch_model_fsdp_0/__1_0.distcp")
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    _train(accelerator, model, optimizer, range(1))
+    before = whole(model.embed.weight)
+    os.chdir(f"disk-{accelerator.process_index}")
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.load_state("checkpoint")
+    assert torch.equal(whole(model.embed.weight), before)
+    return str(caught.value)
+
+
+def test_damaged() -> None:
+    for message in run_world(_damaged, 2):
+        assert "__1_0.distcp" in message and "\n" not in message
+
+
+def _no_space(folder: str) -> str:
+    """One process cannot write its pieces: the others are told, and the checkpoint before stays."""
+    accelerator, model, optimizer = _prepared("fsdp2")
+    accelerator.save_state(folder)
+    before = whole(model.embed.weight)
+    _train(accelerator, model, optimizer, range(1))
+    if accelerator.process_index == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.save_state(folder)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    accelerator.wait_for_everyone()
+    assert os.listdir(os.path.dirname(folder)) == ["checkpoint"]
+    accelerator.load_state(folder)
+    assert torch.equal(whole(model.embed.weight), before)
+    return str(caught.value)
+
+
+def test_no_space(tmp_path: Path) -> None:
+    for message in run_world(_no_space, 2, str(tmp_path / "checkpoint")):
+        assert message.startswith("Rank 1 could not write") and "raise the limit on the size" in message
+        assert "\n" not in message
+
+
+def _saves_until_killed(folder: str, moment: float) -> None:
+    """Saves again and again to one folder; one process is killed on the way."""
     accelerator, model, _ = _prepared("fsdp2")
-    accelerator.save_model(model, folder, max_shard_size="1KB")
+    for number in range(1000):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float(number))
+        accelerator.save_state(folder)
+        if number == 0 and accelerator.process_index == 1:
+            threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+
+def _what_is_left(folder: str) -> set[float]:
+    accelerator, model, _ = _prepared("fsdp2")
+    accelerator.load_state(folder)
+    verify_checkpoint(folder)
+    return {float(value) for parameter in model.parameters() for value in whole(parameter).unique()}
+
+
+@pytest.mark.parametrize("moment", [0.05, 0.13, 0.21])
+def test_killed_while_saving(tmp_path: Path, moment: float) -> None:
+    folder = str(tmp_path / "checkpoint")
+    outcomes = world_outcomes(_saves_until_killed, 2, folder, moment)
+    assert outcomes[1].signal == "SIGKILL"
+    first, second = run_world(_what_is_left, 2, folder)
+    assert first == second and len(first) == 1  # of one save, whole
+
+
+def _saves_the_model(folder: str, names: list[str]) -> None:
+    for name in names:
+        accelerator, model, _ = _prepared(name, flat=True)
+        accelerator.save_model(model, f"{folder}/{name}", max_shard_size="1KB")
+        accelerator.save_model(model, f"{folder}/{name}-torch", max_shard_size="1KB", safe_serialization=False)
+        with pytest.raises(CheckpointError if accelerator.process_index else ValueError, match="is a file"):
+            accelerator.save_model(model, f"{folder}/{name}/model.safetensors.index.json")
 
 
 def test_saves_the_model(tmp_path: Path) -> None:
-    run_world(_saves_the_model, 2, str(tmp_path))
-    model = Tower(seed=5)
-    load_checkpoint_in_model(model, tmp_path, strict=True)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), Tower().parameters(), strict=True))
-    assert model.head.weight is model.embed.weight
+    names = ["fsdp2", "fsdp1", "flat", "unsharded"]
+    run_world(_saves_the_model, 2, str(tmp_path), names)
+    for name in names + [f"{name}-torch" for name in names]:
+        assert len(list((tmp_path / name).glob("*-of-*"))) > 1
+        model = Tower(seed=5)
+        load_checkpoint_in_model(model, tmp_path / name, strict=True)
+        assert all(torch.equal(a, b) for a, b in zip(model.parameters(), Tower().parameters(), strict=True))
+        assert model.head.weight is model.embed.weight
+
+
+def _exports(folder: str) -> tuple[float, float]:
+    """What an export adds at most; and how large the model is, in MiB."""
+    accelerator, _, _ = _prepared("fsdp2")
+    model = accelerator.prepare(Tower(width=256, depth=64))
+    accelerator.save_model(model, f"{folder}/first", max_shard_size="4MB")
+    size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+    return peak(lambda: accelerator.save_model(model, f"{folder}/second", max_shard_size="4MB")), size
+
+
+def test_export_holds_one_file_at_a_time(tmp_path: Path) -> None:
+    for added, size in run_world(_exports, 2, str(tmp_path)):
+        assert size > 60 and added < 16, (added, size)
 
 
 def _single_functions(folder: str, version: int, kind: str, use_dcp: bool) -> None:
@@ -250,20 +358,69 @@ def _micro_batches(accelerator: Accelerator, model: Any, optimizer: Any, steps: 
     return losses
 
 
-def _in_the_middle_of_a_window(folder: str, save: bool, name: str) -> list[float]:
-    accelerator, model, optimizer = _prepared(name, seed=0 if save else 7)
+def _window_of(name: str, each: bool, seed: int) -> tuple[Accelerator, Any, Any]:
+    """each: exchange gradients at every micro-batch."""
+    accelerator, model, optimizer = _prepared(name, seed=seed, flat=True)
     accelerator.gradient_accumulation_steps = 3
-    if save:
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = each
+    return accelerator, model, optimizer
+
+
+def _save_inside(folder: str, names: list[str]) -> dict[str, list[float]]:
+    found = {}
+    for name in names:
+        accelerator, model, optimizer = _window_of(name.removesuffix("-each"), name.endswith("-each"), 0)
         _micro_batches(accelerator, model, optimizer, range(5))  # two into the second window
-        accelerator.save_state(folder)
-    else:
-        accelerator.load_state(folder)
-    return _micro_batches(accelerator, model, optimizer, range(5, 10))
+        path = f"{folder}/{name}"
+        accelerator.save_state(path)
+        verify_checkpoint(path)
+        found[name] = _micro_batches(accelerator, model, optimizer, range(5, 10))
+        # One into the fourth, of which nothing may be left.
+        accelerator.load_state(path)
+        assert _micro_batches(accelerator, model, optimizer, range(5, 10)) == found[name], name
+    return found
+
+
+def _load_inside(ways: list[tuple[str, str]]) -> list[list[float]]:
+    found = []
+    for path, name in ways:
+        accelerator, model, optimizer = _window_of(name.removesuffix("-each"), name.endswith("-each"), 7)
+        accelerator.load_state(path)
+        found.append(_micro_batches(accelerator, model, optimizer, range(5, 10)))
+    return found
+
+
+INSIDE = ["ddp", "fsdp2", "fsdp2-by-hand", "fsdp2-each", "flat", "flat-each", "fsdp1", "fsdp1-each", "unsharded"]
 
 
 def test_in_the_middle_of_a_window(tmp_path: Path) -> None:
-    folder = str(tmp_path / "checkpoint")
-    expected = run_world(_in_the_middle_of_a_window, 2, folder, True, "fsdp2")[0]
-    for processes, name in ((2, "fsdp2"), (4, "fsdp2"), (2, "ddp")):
-        found = run_world(_in_the_middle_of_a_window, processes, folder, False, name)[0]
-        assert found == pytest.approx(expected, abs=1e-5), (processes, name)
+    (expected, _) = run_world(_save_inside, 2, str(tmp_path), INSIDE)
+    folders = {name: str(tmp_path / name) for name in INSIDE}
+    (again, _) = run_world(_load_inside, 2, [(path, name) for name, path in folders.items()])
+    assert again == [expected[name] for name in INSIDE]  # to the last bit
+    # Waiting on each process, and exchanged already.
+    for processes, names in {1: ["single"], 2: ["ddp", "fsdp2", "flat"], 4: ["fsdp1"]}.items():
+        ways = [(folders[saved], name) for name in names for saved in ("ddp", "fsdp2", "fsdp1-each")]
+        (found, *_) = run_world(_load_inside, processes, ways, env=_env(processes), timeout=120)
+        for way, losses in zip(ways, found, strict=True):
+            assert losses == pytest.approx(expected[Path(way[0]).name], abs=1e-5), way
+
+
+def _inside_in_low_precision(folder: str, precision: str) -> None:
+    for name in ("fsdp2", "flat"):
+        path = f"{folder}/{name}"
+        for seed in (0, 7):
+            accelerator, model, optimizer = _prepared(name, seed, True, precision)
+            accelerator.gradient_accumulation_steps = 3
+            if seed == 0:
+                _micro_batches(accelerator, model, optimizer, range(5))
+                accelerator.save_state(path)
+                expected = _micro_batches(accelerator, model, optimizer, range(5, 10))
+            else:
+                accelerator.load_state(path)
+                assert _micro_batches(accelerator, model, optimizer, range(5, 10)) == expected, name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_in_the_middle_of_a_window_in_low_precision(tmp_path: Path, precision: str) -> None:
+    run_world(_inside_in_low_precision, 2, str(tmp_path), precision)

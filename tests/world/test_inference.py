@@ -71,6 +71,41 @@ def test_too_many_points() -> None:
         assert "has 3 stages, and there are 2 processes" in outcome.message
 
 
+class Several(Net):
+    def __init__(self, kind: str) -> None:
+        super().__init__(2)
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> Any:
+        hidden = self.layers[0](x * scale)
+        x = self.layers[1](hidden)
+        kinds = {"none": (x, None), "twice": {"a": x, "b": [x, x + 1, 5]}, "hidden": (x, hidden)}
+        return {**kinds, "input": {"x": x, "scale": scale}, "sum": (x, x.sum())}[self.kind]
+
+
+def _outputs() -> None:
+    for kind in ("none", "twice"):
+        model = prepare_pippy(Several(kind), "layers.1", example_args=batch(4), gather_output=True)
+        for size in (4, 9):
+            with torch.no_grad():
+                torch.testing.assert_close(model(*batch(size)), Several(kind)(*batch(size)))
+    for kind, message in (
+        ("hidden", "Output 1 of this Several is there before the last stage begins"),
+        ("input", "Output 1 of this Several is there before the last stage begins"),
+        ("sum", "Output 1 of this Several is a single number"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prepare_pippy(Several(kind), "layers.1", example_args=batch(4))
+    with pytest.raises(ValueError, match=r"'layer\.1' is no module of this Net: .* such as layers\.1, "):
+        prepare_pippy(Net(), "layer.1", example_args=batch(4))
+    with pytest.raises(ValueError, match=r"has 1 parts that can be separated \(0\) and there are 2 processes: start"):
+        prepare_pippy(nn.Sequential(nn.Linear(4, 4)), example_args=batch(4)[:1])
+
+
+def test_outputs_of_every_kind_and_models_that_cannot_be_cut() -> None:
+    run_world(_outputs, 2)
+
+
 def test_one_process() -> None:
     assert run_world(_check, 1, False, "auto", None) == [[]]
 

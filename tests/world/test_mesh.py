@@ -131,13 +131,56 @@ def test_checkpoint(tmp_path: Any) -> None:
     run_world(_checkpoint, 4, str(tmp_path / "checkpoint"))
 
 
+def _window(folder: str, sizes: dict[str, int], save: bool) -> list[float]:
+    """Saved two micro-batches into a window of three."""
+    config = ParallelismConfig(**sizes, tp_handler=TorchTensorParallelConfig(plan=PLAN))
+    accelerator = Accelerator(cpu=True, parallelism_config=config, gradient_accumulation_steps=3)
+    plain = Tower(seed=0 if save else 7)
+    plain.shift = Tower().shift  # which is not saved
+    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
+
+    def train(steps: range) -> list[float]:
+        found = []
+        for step in steps:
+            with accelerator.accumulate(model):
+                loss = loss_of(model, tokens_of(step, accelerator.data_parallel_rank, config.data_parallel_size))
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(float(accelerator.reduce(loss.detach(), "mean")))
+        return found
+
+    if save:
+        train(range(5))
+        accelerator.save_state(folder)
+        expected = train(range(5, 10))
+        accelerator.load_state(folder)
+        again = train(range(5, 10))
+        assert again == pytest.approx(expected, abs=1e-6)
+        return expected
+    accelerator.load_state(folder)
+    return train(range(5, 10))
+
+
+def test_in_the_middle_of_a_window(tmp_path: Any) -> None:
+    alone, shards = {"tp_size": 2}, {"dp_shard_size": 2, "tp_size": 2}
+    ways = [("alone", alone, 2), ("shards", shards, 4)]
+    expected = {name: run_world(_window, ranks, str(tmp_path / name), sizes, True)[0] for name, sizes, ranks in ways}
+    assert expected["alone"] == pytest.approx(expected["shards"], abs=1e-5)
+    ways += [("copies", {"dp_shard_size": 2}, 2)]
+    for saved in expected:
+        for _, sizes, ranks in ways:
+            found = run_world(_window, ranks, str(tmp_path / saved), sizes, False)[0]
+            assert found == pytest.approx(expected[saved], abs=1e-5), (saved, sizes)
+
+
 class Stream(IterableDataset):
     def __iter__(self) -> Any:
         return iter(torch.arange(22.0))
 
 
-def _data(kind: str) -> tuple[list[float], list[float]]:
-    config = ParallelismConfig(dp_shard_size=2, tp_size=2, tp_handler=TorchTensorParallelConfig(plan=PLAN))
+def _data(kind: str, axis: str) -> tuple[list[float], list[float]]:
+    config = ParallelismConfig(dp_shard_size=2, **{axis: 2})
     loading = DataLoaderConfiguration(dispatch_batches=kind == "dispatched" or None, use_seedable_sampler=True)
     accelerator = Accelerator(cpu=True, parallelism_config=config, dataloader_config=loading)
     data: Any = Stream() if kind == "stream" else TensorDataset(torch.arange(22.0))
@@ -150,12 +193,18 @@ def _data(kind: str) -> tuple[list[float], list[float]]:
         values = batch if kind == "stream" else batch[0]
         seen += values.tolist()
         gathered += accelerator.gather_for_metrics(values).tolist()
+        named = [f"sample {value}" for value in values.tolist()]
+        assert len(set(accelerator.gather_for_metrics(named))) == len(accelerator.gather_for_metrics(named)) in (6, 8)
+    # One for each part of the data, and for each part of the sequences.
+    scalars = accelerator.gather_for_metrics(torch.tensor(float(accelerator.process_index)))
+    assert scalars.tolist() == ([0.0, 2.0] if axis == "tp_size" else [0.0, 1.0, 2.0, 3.0])
     return seen, gathered
 
 
+@pytest.mark.parametrize("axis", ["tp_size", "cp_size"])
 @pytest.mark.parametrize("kind", ["plain", "shuffled", "dispatched", "stream"])
-def test_data_once_per_group(kind: str) -> None:
-    results = run_world(_data, 4, kind)
+def test_data_once_per_group(kind: str, axis: str) -> None:
+    results = run_world(_data, 4, kind, axis)
     seen = [seen for seen, _ in results]
     assert seen[0] == seen[1] and seen[2] == seen[3] and seen[0] != seen[2]
     assert set(seen[0]) | set(seen[2]) == {float(number) for number in range(22)}

@@ -132,6 +132,7 @@ class AcceleratorBase(ProcessControl):
         self._save_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self._load_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self._background = Background()
+        self._files_looked_at: set[str] = set()
         self._joining = False
         self._watches_forwards = False
         self.flag_tensor: torch.Tensor | None = None

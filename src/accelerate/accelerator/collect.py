@@ -10,6 +10,7 @@ import torch
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.comm import ops
 from accelerate.comm.tree import honor_type, recursively_apply
+from accelerate.parallel.mesh import SAME_DATA, axis_rank
 
 
 class Collecting(AcceleratorBase):
@@ -31,8 +32,10 @@ class Collecting(AcceleratorBase):
         real = None if loader is None else loader.real_samples
         if self.num_processes == 1 and real is None:
             return input_data
-        if self.parallelism_config is not None and self.parallelism_config.tp_enabled:
-            input_data = _only_first_copy(input_data, self.tensor_parallel_rank)
+        if self.parallelism_config is not None and self.parallelism_config.non_data_parallel_size > 1:
+            mesh = self.torch_device_mesh
+            # Along a sequence that is cut, a value of the whole batch, as a loss, is that of a piece.
+            input_data = _only_first_copy(input_data, axis_rank(mesh, *SAME_DATA) == 0, axis_rank(mesh, "tp") == 0)
         if use_gather_object:
             return ops.gather_object(input_data if real is None else input_data[: _kept(len(input_data), loader)])
         # Before the cut, which may leave a rank with an empty list: every rank must decide alike.
@@ -62,14 +65,18 @@ class Collecting(AcceleratorBase):
         return raised
 
 
-def _only_first_copy(data: Any, rank: int) -> Any:
-    """Of processes that work on the same samples, only the first one has anything to give."""
+def _only_first_copy(data: Any, first: bool, first_for_single: bool) -> Any:
+    """Of processes that work on the same samples, only the first one has anything to give.
+
+    first_for_single: whether this is the first for values without a dimension.
+    """
     if isinstance(data, (list, tuple)) and not _holds_tensors(data):
-        return data if rank == 0 else type(data)()
+        return data if first else type(data)()
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        return tensor if rank == 0 else tensor[:0]
+        if tensor.ndim == 0:
+            return tensor.reshape(1) if first_for_single else tensor.reshape(1)[:0]
+        return tensor if first else tensor[:0]
 
     return recursively_apply(cut, data)
 

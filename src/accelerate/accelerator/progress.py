@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from accelerate.accumulation import Accumulation, ItemWindow, ItemWindows
+from accelerate.checkpoint.sparse import packed
 from accelerate.checkpoint.state import named_parameters
 
 
@@ -31,11 +32,13 @@ def capture(
     }
     if not inside:
         return progress, None
-    return progress, {
-        name: parameter.grad.detach().to_dense()
-        for name, parameter in named_parameters(models).items()
-        if parameter.grad is not None
-    }
+    return progress, packed(
+        {
+            name: parameter.grad.detach()
+            for name, parameter in named_parameters(models).items()
+            if parameter.grad is not None
+        }
+    )
 
 
 def restore(progress: dict[str, Any] | None, models: list[torch.nn.Module], accumulation: Accumulation) -> ItemWindows:

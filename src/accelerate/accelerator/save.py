@@ -17,7 +17,7 @@ from accelerate.checkpoint import layout, load
 from accelerate.checkpoint.save import agree
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.checkpoint.state import Run
-from accelerate.checkpoint.weights import save_weights
+from accelerate.checkpoint.weights import Coming, save_weights
 from accelerate.data_loader.position import change
 from accelerate.files import save
 from accelerate.unwrap import extract_model_from_parallel
@@ -63,14 +63,18 @@ class Saving(AcceleratorBase):
         max_shard_size: weights that are larger are spread over several files, with an index beside them.
         safe_serialization: safetensors, where a tensor with several names is stored once; otherwise torch files.
         """
-        weights = self.get_state_dict(model)
+        described = self._strategy.coming(model) if safe_serialization else None
+        coming = None if described is None else Coming(described[0], max_shard_size, described[1])
+        weights = self.get_state_dict(model) if described is None else described[0]
         everywhere = self.project_configuration.save_on_each_node
         failure: Exception | None = None
         if self.is_local_main_process if everywhere else self.is_main_process:
             try:
-                save_weights(weights, Path(save_directory), max_shard_size, safe_serialization)
+                save_weights(weights, Path(save_directory), max_shard_size, safe_serialization, coming)
             except Exception as error:
                 failure = error
+        if coming is not None:
+            coming.finish()
         agree(failure, self.process_index)
 
     # --- checkpoints --------------------------------------------------------------------------------------------
@@ -109,7 +113,6 @@ class Saving(AcceleratorBase):
             hooks=self._save_model_state_pre_hook.values(),
             safe=safe_serialization,
             strategy=str(self.distributed_type.value),
-            local_main=self.is_local_main_process,
             everywhere=config.save_on_each_node,
             keep=config.total_limit if config.automatic_checkpoint_naming else None,
             background=self._background if async_save else None,
@@ -207,11 +210,16 @@ class Saving(AcceleratorBase):
         folder = agree(failure, self.process_index, folder)[0]
         if folder is not None:
             return Path(folder), False
-        found, passed_over = load.newest(Path(config.project_dir or ""), self.is_local_main_process)
+        found, passed_over = load.newest(Path(config.project_dir or ""), self._local)
         if self.is_main_process:
             for sentence in passed_over:
                 logger.warning(f"An incomplete checkpoint is passed over: {sentence}")
         return found, True
+
+    @property
+    def _local(self) -> tuple[int, int]:
+        """Which of how many processes of its machine this one is."""
+        return self.local_process_index, self.state.world.local_size
 
     def _run(self, state: dict[str, Any] | None = None, gradients: dict[str, torch.Tensor] | None = None) -> Run:
         return Run(
@@ -225,8 +233,9 @@ class Saving(AcceleratorBase):
             custom=self._custom_objects,
             scaler=self.scaler,
             progress=state,
-            local=(self.local_process_index, self.state.world.local_size),
+            local=self._local,
             gradients=gradients,
+            looked_at=self._files_looked_at,
         )
 
     def register_for_checkpointing(self, *objects: Any) -> None:

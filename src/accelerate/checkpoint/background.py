@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -35,6 +36,7 @@ class Background:
         gather, first = self._gather(), current().rank == 0
 
         def run() -> None:
+            time.sleep(0.001)  # so that it is the training that goes on first, and not this
             try:
                 work(gather, self._group)
             except Exception as error:

@@ -41,6 +41,7 @@ def staging_for(target: Path) -> Path:
 
 def begin(staging: Path) -> None:
     """Make the staging folder, and clear away what dead runs have left."""
+    disk.wait_until_freed()  # the room of what the last save has replaced may be needed now
     disk.remove_tree(staging)  # of an earlier save of this run, which failed
     disk.make_folder(staging)
     _clean(staging.parent, staging.stat().st_mtime)
@@ -113,12 +114,14 @@ def settle(target: Path, everywhere: bool) -> None:
             raise CheckpointError(
                 f"{parent} leads out of the checkpoint, where nothing is moved or deleted: remove it."
             )
-    for name in new.files:
-        if (committed / name).exists():
-            disk.make_folder((target / name).parent)
-            disk.rename(committed / name, target / name)
-    for name in (old.files if old is not None else {}).keys() - new.files.keys():
-        disk.remove(target / name)
+    gone = (old.files if old is not None else {}).keys() - new.files.keys()
+    with disk.freed_behind(target / name for name in (*new.files, *gone)):
+        for name in new.files:
+            if (committed / name).exists():
+                disk.make_folder((target / name).parent)
+                disk.rename(committed / name, target / name)
+        for name in gone:
+            disk.remove(target / name)
     # Each file is in place before the manifest leaves the folder that says there is something to do.
     for folder in {(target / name).parent for name in new.files}:
         disk.sync_folder(folder)
@@ -137,7 +140,10 @@ def _discard(folder: Path) -> None:
     """Delete a folder: it disappears at once, and is then taken apart."""
     gone = folder.with_name(f"{layout.DELETING}{folder.name}-{_identity()}")
     disk.rename(folder, gone)
-    disk.remove_tree(gone)
+    with disk.freed_behind(path for path in gone.rglob("*") if path.is_file()):
+        disk.remove_tree(gone)
+    if gone.exists():
+        disk.remove_tree(gone)  # what was still open has kept a name in it
 
 
 def _clean(parent: Path, now: float) -> None:

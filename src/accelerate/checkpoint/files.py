@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import pickletools
 import re
 from collections.abc import Iterator
@@ -79,11 +80,24 @@ def read_torch(path: Path, map_location: Any = "cpu", **kwargs: Any) -> Any:
         return files.load(path, map_location=map_location, **kwargs)
 
 
+def refused(content: Any) -> str | None:
+    """What in these contents would be refused when they are read, by name; None where all would be taken."""
+    try:
+        torchfile.try_to_read(content)
+    except pickle.UnpicklingError as error:
+        return _named_in(error) or _first_line(error)
+    return None
+
+
+def _named_in(error: Exception) -> str | None:
+    named = re.search(r"(?:GLOBAL |but got <class ')([\w.<>]+)", str(error))
+    return None if named is None else named.group(1)
+
+
 def _asked_for(path: Path, error: Exception) -> str | None:
     """What a refused file wanted to be run or made, by name."""
-    named = re.search(r"(?:GLOBAL |but got <class ')([\w.<>]+)", str(error))
-    if named:
-        return named.group(1)
+    if (named := _named_in(error)) is not None:
+        return named
     if "Weights only load failed" not in str(error):
         return None
     # A newer kind of pickle, which is refused without a look at its names.
@@ -119,9 +133,12 @@ def explaining(path: Path) -> Iterator[None]:
     except Exception as error:
         asked = _asked_for(path, error)
         if asked is not None:
+            way = "allow it with `torch.serialization.add_safe_globals`"
+            if re.search("Can only (append|extend|SETITEM)", str(error)):  # which torch never allows, as 1.x wrote it
+                way = "load it with `load_kwargs={'weights_only': False}`, and save it again"
             raise CheckpointError(
                 f"{path} asks for {asked}, which is neither a tensor nor a plain value and is not run: "
-                "if you trust the file, allow it with `torch.serialization.add_safe_globals`."
+                f"if you trust the file, {way}."
             ) from error
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: {_first_line(error)}): load another checkpoint."

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
+
+from accelerate.checkpoint.stream import flat
 
 _ALIGNMENT = 64
 
@@ -37,8 +42,10 @@ class HostMemory:
         gpus = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
         memory = self._take(size, pinned=bool(gpus))
         copies = {key: memory.part(starts[key], tensor) for key, tensor in tensors.items()}
+        _copy_host([(copies[key], tensor.detach()) for key, tensor in tensors.items() if tensor.device.type == "cpu"])
         for key, tensor in tensors.items():
-            copies[key].copy_(tensor.detach(), non_blocking=tensor.device.type == "cuda")
+            if tensor.device.type != "cpu":
+                copies[key].copy_(tensor.detach(), non_blocking=tensor.device.type == "cuda")
         for device in gpus:
             torch.cuda.synchronize(device)
         return _rebuilt(content, copies)
@@ -79,6 +86,30 @@ class _Memory:
                 torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
 
 
+def _copy_host(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second of each pair to the first, in several threads: one alone does not get all that memory can do.
+
+    By NumPy, since torch would have as many threads of its own for each of them, or under a launcher one for all.
+    """
+    with ThreadPoolExecutor(_THREADS) as threads:
+        parts = []
+        for target, source in copies:
+            if source.nbytes < _PART or not source.is_contiguous() or source.is_conj() or source.is_neg():
+                target.copy_(source)
+                continue
+            to, of = flat(target).numpy(), flat(source).numpy()
+            parts += [
+                threads.submit(np.copyto, to[start : start + _PART], of[start : start + _PART])
+                for start in range(0, len(of), _PART)
+            ]
+        for part in parts:
+            part.result()
+
+
+_PART = 1 << 23
+_THREADS = min(4, os.cpu_count() or 1)
+
+
 def _key(tensor: torch.Tensor) -> Any:
     """The same tensor under two names stays one."""
     if tensor.numel() == 0:
@@ -106,7 +137,8 @@ def _rebuilt(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
         return copies[_key(value)]
     if _is_mapping(value):
         twin = copy.copy(value)
-        twin.update({name: _rebuilt(item, copies) for name, item in value.items()})
+        for name, item in value.items():  # a Counter would add what it is updated with
+            twin[name] = _rebuilt(item, copies)
         return twin
     if type(value) in (list, tuple):
         return type(value)(_rebuilt(item, copies) for item in value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from accelerate.checkpoint.state import Loaded, Run, apply_objects, apply_random
 from accelerate.comm import current
 from accelerate.errors import CheckpointError
 
-_OF_ONE_RANK = re.compile(r"(?:random_states|progress|gradients)_(\d+)\.\w+")
+# What each rank has written by itself, also into folders that all of them write together.
+_OF_ONE_RANK = re.compile(r"(?:random_states_|progress_|gradients_|\w+/__)(\d+)(?:_\d+)?\.\w+")
 
 
 def verify_checkpoint(path: str | Any) -> dict[str, Any]:
@@ -65,10 +67,11 @@ def _check_without_manifest(folder: Path) -> None:
         )
 
 
-def newest(project_dir: Path, local_main: bool) -> tuple[Path, list[str]]:
+def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
     """The newest complete checkpoint of a project, and one sentence for each newer one that is not.
 
     Called on all processes: where machines share no disk, it must be there on each of them.
+    local: which of how many processes of its machine this one is.
     """
     communicator = current()
     first = communicator.rank == 0
@@ -77,11 +80,10 @@ def newest(project_dir: Path, local_main: bool) -> tuple[Path, list[str]]:
     folders = agree(None, communicator.rank, [str(folder) for folder in reversed(found)])[0]
     for folder in map(Path, folders):
         wrong = None
+        apart = _apart(folder, local)
         try:
-            if first:
+            if first or (apart and local[0] == 0):
                 verify_checkpoint(folder)
-            elif local_main:
-                _find(folder)
         except CheckpointError as error:
             wrong = str(error)
         sentences = [answer for answer in agree(None, communicator.rank, wrong) if answer is not None]
@@ -93,6 +95,19 @@ def newest(project_dir: Path, local_main: bool) -> tuple[Path, list[str]]:
     raise CheckpointError(
         f"No checkpoint to load in {parent}, {nothing}; give the path of one, or start from the beginning."
     )
+
+
+def _apart(folder: Path, local: tuple[int, int]) -> bool:
+    """Whether this machine has another folder of that name than the first process, on a disk of its own."""
+    communicator = current()
+    if communicator.size == local[1]:
+        return False
+    mark = None
+    with suppress(OSError):
+        about = (folder / layout.MANIFEST).stat()
+        mark = about.st_ino, about.st_mtime_ns, about.st_ctime_ns
+    marks = agree(None, communicator.rank, mark)
+    return bool(marks[communicator.rank] is None or marks[communicator.rank] != marks[0])
 
 
 def load(
@@ -113,40 +128,47 @@ def load(
     """
     failure: Exception | None = None
     loaded: Loaded | None = None
-    engine_apply: Callable[[], None] | None = None
+    puts: list[Callable[[], None]] = []
     manifest: Manifest | None = None
-    settle(folder, run.local[0] == 0)
+    settle(folder, run.local)
+    apart = _apart(folder, run.local)
     models, hooks = list(run.models), list(hooks)
     reader = Reader(folder, share=run.local)
     try:
-        manifest = _check(folder, run, reader, verified, at_once=bool(hooks))
+        manifest = _check(folder, run, reader, verified, at_once=bool(hooks), apart=apart)
+        loaded = read(run, folder, **(torch_load or {}))
     except Exception as error:
         failure = error
-    saves = agree(failure, run.rank, None if manifest is None else manifest.save)
+    answers = agree(failure, run.rank, (None if manifest is None else manifest.save, bool(hooks)))
+    saves, hooked = [save for save, _ in answers], any(has_hooks for _, has_hooks in answers)
     if len(set(saves)) > 1:
         raise CheckpointError(
             f"{folder} holds another checkpoint for rank {saves.index(next(s for s in saves if s != saves[0]))} than "
             "for rank 0: load one that all machines have, or copy it to all of them."
         )
-    try:
-        loaded = read(run, folder, **(torch_load or {}))
-    except Exception as error:
-        failure = error
-    agree(failure, run.rank)
+    run = replace(run, saved_ranks=_saved_ranks(folder, manifest))
+    if hooked:
+        # Optimizers are left to no hook: where they do not fit, none is called, which might change a model.
+        try:
+            puts.append(engine.load(run, reader, torch_load=torch_load or {}, **kwargs))
+        except Exception as error:
+            failure = error
+        agree(failure, run.rank)
     try:
         for hook in hooks:
             hook(models, str(folder))
-        run = replace(run, without_hooks=models, saved_ranks=_saved_ranks(folder, manifest))
-        engine_apply = engine.load(run, reader, torch_load=torch_load or {}, **kwargs)
+        rest = replace(run, without_hooks=models, optimizers=[] if hooked else run.optimizers)
+        puts.insert(0, engine.load(rest, reader, torch_load=torch_load or {}, **kwargs))
         if manifest is not None:  # what was read in another way, or by nobody
             manifest.check(folder, reader.unchecked)
     except Exception as error:
         failure = error
     agree(failure, run.rank)
-    assert loaded is not None and engine_apply is not None
+    assert loaded is not None
     try:
         apply_objects(loaded, run)
-        engine_apply()
+        for put in puts:
+            put()
         apply_random_states(loaded, run)
     except Exception as error:
         failure = error
@@ -154,8 +176,10 @@ def load(
     return loaded
 
 
-def _check(folder: Path, run: Run, reader: Reader, verified: bool, at_once: bool) -> Manifest | None:
+def _check(folder: Path, run: Run, reader: Reader, verified: bool, at_once: bool, apart: bool) -> Manifest | None:
     """Raise for damage. Rank 0 looks at what all read, each rank at its own.
+
+    apart: whether this machine has a copy of its own, at which its first process looks.
 
     Weights and optimizers are left to the reader, which compares them while it reads them; at_once: or compared here,
     since hooks are going to change something before they are read.
@@ -164,8 +188,9 @@ def _check(folder: Path, run: Run, reader: Reader, verified: bool, at_once: bool
     if manifest is None:
         _check_without_manifest(folder)
         return None
+    leads = run.rank == 0 or (apart and run.local[0] == 0)
     owners = {name: _OF_ONE_RANK.fullmatch(name) for name in manifest.files}
-    own = [name for name, owner in owners.items() if (int(owner.group(1)) if owner else 0) % run.ranks == run.rank]
+    own = [name for name, of in owners.items() if (int(of.group(1)) % run.ranks == run.rank if of else leads)]
     large = [name for name in manifest.files if layout.WHOLE.fullmatch(name)]
     manifest.check(folder, own, contents=False)
     manifest.check(folder, large, contents=False)

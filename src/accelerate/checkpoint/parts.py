@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from accelerate.checkpoint import stream
 from accelerate.checkpoint.disk import Entry
 from accelerate.checkpoint.files import write_safetensors, write_torch
 from accelerate.checkpoint.host import HostMemory
@@ -55,7 +56,7 @@ class Engine(Protocol):
 def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, Entry]:
     """Write parts: files side by side, since a file system lets one writer into each; others in their order."""
     entries: dict[str, Entry] = {}
-    with ThreadPoolExecutor(_AT_ONCE) as threads:
+    with ThreadPoolExecutor(stream.FILES) as threads:
         files = []
         for part in parts:
             if isinstance(part, File):
@@ -65,9 +66,6 @@ def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[
         for file in files:
             entries |= file.result()
     return entries
-
-
-_AT_ONCE = 3
 
 
 def snapshot(parts: Iterable[Part], memory: HostMemory) -> list[Part]:

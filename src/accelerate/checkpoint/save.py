@@ -32,7 +32,6 @@ def save(
     hooks: Iterable[Hook] = (),
     safe: bool = True,
     strategy: str = "NO",
-    local_main: bool = True,
     everywhere: bool = False,
     keep: int | None = None,
     background: Background | None = None,
@@ -42,12 +41,12 @@ def save(
 
     engine: writes models and optimizers. kwargs: for it.
     hooks: called with the models, their weights, and the folder that becomes the checkpoint.
-    local_main, everywhere: whether this is the first process of its machine, and whether each machine writes all files.
+    everywhere: whether each machine writes all files.
     keep: delete older automatically named checkpoints afterwards, down to this number.
     background: write from copies of everything, there, and return before that is done.
     """
     target = target.absolute()  # a script may go to another folder while this is written behind it
-    staging, leads, number = _stage(target, local_main)
+    staging, leads, number = _stage(target, run.local)
     alive = commit.Alive(staging) if leads else None
     failure: Exception | None = None
     parts: Iterable[Part] = ()
@@ -127,14 +126,17 @@ def _replace(target: Path, keep: int | None) -> None:
         commit.prune(others, keep - 1)
 
 
-def settle(target: Path, local_main: bool) -> None:
+def settle(target: Path, local: tuple[int, int]) -> None:
     """Finish, or take back, a replacement that was broken off; on all processes together.
 
     One that is there on some machines only is taken back. The first process goes first: where the others share its
-    disk they find nothing left to do.
+    disk they find nothing left to do. local: which of how many processes of its machine this one is.
     """
     communicator = current()
-    gather, first = communicator.gather_objects, communicator.rank == 0
+    gather, first, local_main = communicator.gather_objects, communicator.rank == 0, local[0] == 0
+    if communicator.size == local[1]:
+        _together(lambda: _settle_alone(target), gather, here=first)
+        return
     states = _together(lambda: (commit.current(target), commit.pending(target)), gather, here=local_main or first)
     seen = [state for state in states if state is not None]
     if all(waiting is None for _, waiting in seen):
@@ -148,22 +150,32 @@ def settle(target: Path, local_main: bool) -> None:
     _together(act, gather, here=local_main and not first)
 
 
-def _stage(target: Path, local_main: bool) -> tuple[Path, bool, str]:
+def _settle_alone(target: Path) -> None:
+    """Where there is one machine, what is there is there everywhere."""
+    if commit.pending(target) is not None:
+        commit.settle(target, everywhere=True)
+
+
+def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str]:
     """The staging folder; whether this process leads (the first, and one on each machine that cannot see it); and the
     number of this save."""
     communicator = current()
     gather, leads = communicator.gather_objects, communicator.rank == 0
-    settle(target, local_main)
+    alone = communicator.size == local[1]
+    if not alone:
+        settle(target, local)
 
     def begin() -> tuple[str, str]:
+        if alone:
+            _settle_alone(target)  # here, to save the processes one exchange
         staging = commit.staging_for(target)
         commit.begin(staging)
         return str(staging.relative_to(target.parent)), uuid.uuid4().hex
 
     answer = _together(begin, gather, here=leads)[0]
     staging, number = target.parent / answer[0], answer[1]
-    if communicator.size > 1:
-        elsewhere = local_main and not leads and not staging.is_dir()
+    if not alone:
+        elsewhere = local[0] == 0 and not leads and not staging.is_dir()
         _together(lambda: commit.begin(staging), gather, here=elsewhere)
         leads = leads or elsewhere
     return staging, leads, number

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from accelerate.checkpoint import disk
 from accelerate.checkpoint.disk import Entry
 from accelerate.checkpoint.host import HostMemory
+from accelerate.checkpoint.save import explained
 from accelerate.checkpoint.stream import summed_up
 from accelerate.errors import CheckpointError
 
@@ -48,7 +50,12 @@ class Shards:
         writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp.save({self.key: self.content}, storage_writer=writer, process_group=group, no_dist=not _several())
+            try:
+                dcp.save({self.key: self.content}, storage_writer=writer, process_group=group, no_dist=not _several())
+            except CheckpointException as error:  # no Exception, but raised on all processes alike
+                failed, (failure, _) = next(iter(error.failures.items()))
+                known = failure if isinstance(failure, Exception) else RuntimeError(failure)
+                raise CheckpointError(explained(known, failed)) from error
         rank = dist.get_rank() if _several() else 0
         own = [*path.glob(f"__{rank}_*"), *([path / ".metadata"] if rank == 0 else [])]
         disk.sync_folder(path)
@@ -71,7 +78,16 @@ def read(folder: Path, place: Place) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no process group is used, which is the point
         planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        dcp.load(flat, storage_reader=reader, planner=planner, no_dist=True)
+        try:
+            dcp.load(flat, storage_reader=reader, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            failure, _ = next(iter(error.failures.values()))
+            if isinstance(failure, CheckpointError):
+                raise failure from error
+            raise CheckpointError(
+                f"{folder} cannot be read ({type(failure).__name__}: {failure}): copy the checkpoint again, or load "
+                "another one."
+            ) from error
     nested: Any = unflatten_state_dict(flat, paths)
     (content,) = nested.values()
     return content

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout, rng
-from accelerate.checkpoint.files import read_torch
+from accelerate.checkpoint.files import read_torch, refused
 from accelerate.checkpoint.parts import File
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError
 from accelerate.unwrap import extract_model_from_parallel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -33,6 +36,8 @@ class Run:
     progress: dict[str, Any] | None = None
     # In the middle of a window: the gradients of this process, by parameter (see `named_parameters`).
     gradients: dict[str, torch.Tensor] | None = None
+    # The files of which it was seen already whether they can be loaded.
+    looked_at: set[str] = field(default_factory=set)
     # Which of how many processes of its machine this one is.
     local: tuple[int, int] = (0, 1)
     # When loading: how many processes wrote the checkpoint, and the models whose weights are not left to a hook.
@@ -61,17 +66,35 @@ def named_parameters(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
 def shared_parts(run: Run, main: bool) -> Iterator[File]:
     """What is the same on all processes. main: whether this one writes it."""
     # Objects of the script's own are asked on all processes, since they may have to ask each other.
-    custom = (File(layout.custom(number), item.state_dict()) for number, item in enumerate(run.custom))
-    yield from (file for file in custom if main)
+    for number, item in enumerate(run.custom):
+        file = File(layout.custom(number), item.state_dict())
+        if main:
+            _look_at(file, item, run.looked_at)
+            yield file
     if not main:
         return
     for number, scheduler in enumerate(run.schedulers):
-        yield File(layout.scheduler(number), scheduler.state_dict())
+        file = File(layout.scheduler(number), scheduler.state_dict())
+        _look_at(file, getattr(scheduler, "scheduler", scheduler), run.looked_at)
+        yield file
     for number, loader in enumerate(run.loaders):
         if getattr(loader, "use_stateful_dataloader", False):
             yield File(layout.stateful_loader(number), loader.state_dict())
     if run.scaler is not None:
         yield File(layout.scaler(), run.scaler.state_dict())
+
+
+def _look_at(file: File, item: Any, looked_at: set[str]) -> None:
+    """Say of an object, once, that its state is saved but would not be loaded."""
+    if file.name in looked_at:
+        return
+    looked_at.add(file.name)
+    if (kind := refused(file.content)) is not None:
+        logger.warning(
+            f"{file.name}: the state of {type(item).__name__} holds {kind}, which load_state is going to refuse, since "
+            "it runs nothing that is in a file: have `state_dict` return tensors and plain values, or call "
+            "`torch.serialization.add_safe_globals` with the class before it is loaded."
+        )
 
 
 def own_parts(run: Run, step: int = 0) -> Iterator[File]:

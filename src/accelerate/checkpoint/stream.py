@@ -2,7 +2,8 @@
 
 A thread takes one block: it copies it from the device or reads it from the disk, sums it up, and passes it on. So the
 bus, the checksums and the disk work at the same time, and no more than one block per thread is in memory besides the
-tensors themselves.
+tensors themselves. In host memory a block goes step by step: what was summed up is still in the processor's cache when
+it is written.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import bisect
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate
@@ -30,8 +31,11 @@ except ImportError:
 
 # Checksums are of blocks, so that several threads can take them.
 BLOCK = 1 << 22
-# A file system lets one writer into a file at a time, and all readers.
-WRITERS = min(6, os.cpu_count() or 1)
+STEP = 1 << 20
+# How many files are written at once. A file system lets one writer into a file at a time, and all readers.
+FILES = 3
+# No more threads than there are processors: more of them would only take turns.
+WRITERS = min(6, -(-(os.cpu_count() or 1) // FILES))
 READERS = min(16, os.cpu_count() or 1)
 
 # A piece of a file: bytes, or a flat tensor of uint8 on any device.
@@ -55,8 +59,11 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> Entry:
     def move(start: int) -> int:
         end = min(start + BLOCK, size)
         content = lanes.on_host([pieces[i][a:b] for i, a, b in _within(ends, start, end)])
-        total = _sum(content)
-        disk.write(descriptor, content, start)
+        total, at = 0, start
+        for step in _in_steps(content):
+            total = _sum(step, total)
+            disk.write(descriptor, step, at)
+            at += sum(map(len, step))
         if size > BLOCK:
             disk.start_flush(descriptor, start, end - start)
         return total
@@ -96,16 +103,16 @@ def read_file(
         # What stays on the host is read to its place, the rest of the block to a buffer.
         away = [(at, tensor) for at, tensor in wanted if tensor.device.type != "cpu"]
         here = [(at, tensor) for at, tensor in wanted if tensor.device.type == "cpu"]
-        buffer = lanes.buffer(any(tensor.device.type == "cuda" for _, tensor in away))
-        content = list(_filled_up(here, _view(buffer), start, end))
-        _read_into(descriptor, content, start, path)
-        if checked and _sum(content) != entry.crc32[start // BLOCK]:  # type: ignore[union-attr]
+        # All of what is to be copied to a device has to be there at once; what is only summed up has not.
+        buffer = lanes.buffer(any(tensor.device.type == "cuda" for _, tensor in away), BLOCK if away else STEP)
+        total = _read_into(descriptor, _filled_up(here, _view(buffer), start, end), start, path, checked)
+        if checked and total != entry.crc32[start // BLOCK]:  # type: ignore[union-attr]
             raise damaged(path)
         lanes.copy([(tensor, buffer[at - start : at - start + len(tensor)]) for at, tensor in away])
         return 0
 
     try:
-        _each_block(size, move, READERS)
+        _each_block(size, move, max(READERS // share[1], 1))
     finally:
         os.close(descriptor)
 
@@ -117,9 +124,8 @@ def summed_up(path: Path) -> Entry:
     descriptor = os.open(path, os.O_RDONLY)
 
     def move(start: int) -> int:
-        content = _view(lanes.buffer(False))[: min(BLOCK, size - start)]
-        _read_into(descriptor, [content], start, path)
-        return crc32(content)
+        content = _filled_up([], _view(lanes.buffer(False, STEP)), start, min(start + BLOCK, size))
+        return _read_into(descriptor, content, start, path, True)
 
     try:
         return Entry(size, _each_block(size, move, READERS))
@@ -144,13 +150,11 @@ class _Lanes:
     def __init__(self) -> None:
         self._own = threading.local()
 
-    def buffer(self, pinned: bool) -> torch.Tensor:
-        name = "pinned" if pinned else "plain"
-        found: torch.Tensor | None = getattr(self._own, name, None)
-        if found is None:
-            found = torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pinned)
-            setattr(self._own, name, found)
-        return found
+    def buffer(self, pinned: bool, size: int = BLOCK) -> torch.Tensor:
+        buffers: dict[tuple[bool, int], torch.Tensor] = self._own.__dict__.setdefault("buffers", {})
+        if (pinned, size) not in buffers:
+            buffers[pinned, size] = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        return buffers[pinned, size]
 
     def _stream(self, device: torch.device) -> torch.cuda.Stream:
         streams: dict[torch.device, torch.cuda.Stream] = self._own.__dict__.setdefault("streams", {})
@@ -193,7 +197,7 @@ class _Lanes:
 def _each_block(size: int, move: Callable[[int], int], most: int) -> list[int]:
     """Do something with the start of every block, in several threads when there are many."""
     starts = range(0, size, BLOCK)
-    if len(starts) <= 1:
+    if min(most, len(starts)) <= 1:
         return [move(start) for start in starts]
     with ThreadPoolExecutor(min(most, len(starts))) as threads:
         futures = [threads.submit(move, start) for start in starts]
@@ -232,32 +236,58 @@ def _overlapping(
 def _filled_up(
     places: list[tuple[int, torch.Tensor]], buffer: memoryview, start: int, end: int
 ) -> Iterator[memoryview]:
-    """Memory for a part of a file: that of tensors where they have their places, of a buffer elsewhere."""
+    """Memory for a part of a file: that of tensors where they have their places, of a buffer elsewhere.
+
+    The buffer has room for all of the part, or for one step, and is then filled anew in each.
+    """
+
+    def rest(at: int, until: int) -> Iterator[memoryview]:
+        while at < until:
+            place = (at - start) % len(buffer)
+            yield (piece := buffer[place : place + until - at])
+            at += len(piece)
+
     at = start
     for offset, tensor in places:
-        if at < offset:
-            yield buffer[at - start : offset - start]
+        yield from rest(at, offset)
         yield _view(tensor)
         at = offset + len(tensor)
-    if at < end:
-        yield buffer[at - start : end - start]
+    yield from rest(at, end)
 
 
-def _sum(content: Sequence[Any]) -> int:
-    total = 0
+def _in_steps(content: Iterable[Any]) -> Iterator[list[memoryview]]:
+    """Pieces of memory in groups that the cache of a processor has room for."""
+    group: list[memoryview] = []
+    room = STEP
+    for piece in content:
+        view = memoryview(piece).cast("B")
+        while len(view):
+            group.append(view[:room])
+            room -= len(group[-1])
+            view = view[len(group[-1]) :]
+            if not room:
+                yield group
+                group, room = [], STEP
+    if group:
+        yield group
+
+
+def _sum(content: Sequence[Any], total: int = 0) -> int:
     for view in content:
         total = crc32(view, total)
     return total
 
 
-def _read_into(descriptor: int, content: Sequence[memoryview], offset: int, path: Path) -> None:
-    left = list(content)
-    while left:
-        count = os.preadv(descriptor, left[: disk.MOST_PIECES], offset)
-        if count == 0:
+def _read_into(descriptor: int, content: Iterable[memoryview], offset: int, path: Path, checked: bool) -> int:
+    """Fill memory with what a file has at a place; returns its checksum, where it is to be checked."""
+    total = 0
+    for step in _in_steps(content):
+        if not disk.read(descriptor, step, offset):
             raise damaged(path)  # it has become shorter
-        offset += count
-        left = disk.without_first(left, count)
+        offset += sum(map(len, step))
+        if checked:
+            total = _sum(step, total)
+    return total
 
 
 def _settle(devices: Any) -> None:

@@ -13,10 +13,12 @@ import struct
 import sys
 import zipfile
 import zlib
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._weights_only_unpickler import Unpickler
 
 from accelerate import files
 from accelerate.checkpoint.stream import Piece
@@ -28,17 +30,37 @@ _NO_32_BITS = 0xFFFFFFFF
 
 def pieces(content: Any) -> list[Piece]:
     """The file of `content`, piece by piece."""
-    pickled = io.BytesIO()
-    pickler = _Pickler(pickled)
-    pickler.dump(content)
+    pickled, storages = _pickled(content)
     archive = _Archive()
-    archive.add("data.pkl", pickled.getvalue())
+    archive.add("data.pkl", pickled)
     archive.add("byteorder", sys.byteorder.encode())
-    for key, storage in enumerate(pickler.storages):
+    for key, storage in enumerate(storages):
         # By its memory and not by the tensor, which may be a part of it.
         archive.add(f"data/{key}", torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
     archive.add("version", b"3\n")
     return archive.finished()
+
+
+def _pickled(content: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    pickler.dump(content)
+    return file.getvalue(), pickler.storages
+
+
+def try_to_read(content: Any) -> None:
+    """Raise what a load of `content` would raise; its tensors are left out."""
+
+    def without_memory(found: tuple[Any, ...]) -> Any:
+        _, kind, _, _, length = found
+        dtype = getattr(kind, "dtype", torch.uint8)
+        memory = torch.UntypedStorage(length * dtype.itemsize, device="meta")
+        return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
+
+    unpickler = Unpickler(io.BytesIO(_pickled(content)[0]), encoding="utf-8")
+    unpickler.persistent_load = without_memory  # type: ignore[method-assign]
+    with torch.serialization.safe_globals(files.TORCH_SAFE_GLOBALS):
+        unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
@@ -64,6 +86,14 @@ class _Pickler(pickle.Pickler):
             self.storages.append(storage)
         # For the CPU, wherever it is: so it can be loaded anywhere.
         return ("storage", kind, str(self._numbers[key]), "cpu", length)
+
+    def reducer_override(self, obj: Any) -> Any:
+        """Made with all that is in them: what is made empty and then filled is refused by `weights_only`."""
+        if type(obj) is deque:
+            return deque, (list(obj), obj.maxlen)
+        if type(obj) is defaultdict:
+            return defaultdict, (obj.default_factory, dict(obj))
+        return NotImplemented
 
 
 class _Archive:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,12 +54,43 @@ def _storage(value: Any) -> tuple[Any, ...] | None:
     return value.device, value.untyped_storage().data_ptr()
 
 
-def save_weights(weights: dict[str, Any], folder: Path, max_shard_size: int | str, safe: bool) -> None:
-    """Write a state dict as `save_model` does. Files get their names when all of them are written."""
+# Gives the values of some of a model's weights, if they shall be kept here. Called on all processes.
+Fetch = Callable[[dict[str, Any], bool], dict[str, Any]]
+
+
+class Coming:
+    """Weights that are described only, and fetched file by file, so that no more than one file's are here at a time."""
+
+    def __init__(self, weights: dict[str, Any], max_shard_size: int | str, fetch: Fetch) -> None:
+        self._parts = split(weights, convert_file_size_to_int(max_shard_size))
+        self._fetch = fetch
+        self._fetched = 0
+
+    def __call__(self, part: dict[str, Any]) -> dict[str, Any]:
+        self._fetched += 1
+        return self._fetch(part, True)
+
+    def finish(self) -> None:
+        """Take part in what others fetch, on processes that write nothing, or have failed to."""
+        for part in self._parts[self._fetched :]:
+            self._fetch(part, False)
+
+
+def save_weights(
+    weights: dict[str, Any],
+    folder: Path,
+    max_shard_size: int | str,
+    safe: bool,
+    fetch: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+) -> None:
+    """Write a state dict as `save_model` does. Files get their names when all of them are written.
+
+    fetch: gives the values of each file's weights, where the state dict only describes them.
+    """
     limit = convert_file_size_to_int(max_shard_size)
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give a folder to save the model to.")
-    if any(isinstance(value, torch.Tensor) and value.is_meta for value in weights.values()):
+    if fetch is None and any(isinstance(value, torch.Tensor) and value.is_meta for value in weights.values()):
         raise ValueError("This model has parameters on the meta device, which hold no values: load them before saving.")
     disk.make_folder(folder)
     if safe:
@@ -73,7 +105,8 @@ def save_weights(weights: dict[str, Any], folder: Path, max_shard_size: int | st
     drafts = {name: folder / f".{name}.draft" for name in names}
     try:
         for name, shard in zip(names, shards, strict=True):
-            entries[name] = (write_safetensors if safe else write_torch)(shard, drafts[name])
+            values = shard if fetch is None else fetch(shard)
+            entries[name] = (write_safetensors if safe else write_torch)(values, drafts[name])
         if len(shards) > 1:
             index = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
             drafts[index] = folder / f".{index}.draft"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from accelerate.checkpoint.files import read_safetensors, read_torch
 from accelerate.checkpoint.named import names_of, numbered
 from accelerate.checkpoint.parts import File
 from accelerate.checkpoint.reading import CPU, Device, Reader
+from accelerate.checkpoint.sparse import unpacked
 from accelerate.checkpoint.state import Run, named_parameters, plain
 from accelerate.checkpoint.weights import with_tied
 from accelerate.errors import CheckpointError
@@ -52,7 +54,7 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
         state = numbered(state, names_of(run.models, optimizer))  # as engines save that hold pieces
         _check_groups(optimizer, state, folder / name)
         optimizers.append(state)
-    gradients = read_gradients(run, folder)
+    own, everyone = read_gradients(run, folder)
 
     def apply() -> None:
         for model, weights in zip(run.without_hooks, models, strict=True):
@@ -60,8 +62,7 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
         for optimizer, state in zip(run.optimizers, optimizers, strict=True):
             optimizer.load_state_dict(state)
         for name, parameter in named_parameters(run.models).items():
-            gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.device, parameter.dtype, copy=True)
+            parameter.grad = added(own.get(name), everyone.get(name), parameter)
 
     return apply
 
@@ -130,17 +131,33 @@ def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
         )
 
 
-def read_gradients(run: Run, folder: Path) -> dict[str, torch.Tensor]:
-    """What this process had accumulated. On another number of processes each gets the mean: theirs is the same."""
-    if (folder / layout.gradient_shards()).is_dir():
-        return _put_together(folder / layout.gradient_shards())
-    if run.saved_ranks == run.ranks:
+Gradients = dict[str, torch.Tensor]
+
+
+def read_gradients(run: Run, folder: Path, alike: bool = False) -> tuple[Gradients, Gradients]:
+    """What this process had accumulated by itself, and what is the same for all: exchanged already, or a mean.
+
+    On another number of processes each gets the mean; theirs is the same. alike: so it is here.
+    """
+    shards = folder / layout.gradient_shards()
+    everyone: Gradients = _put_together(shards) if shards.is_dir() else {}
+    if run.saved_ranks == run.ranks and not alike:
         path = folder / layout.gradients(run.rank)
-        return read_safetensors(path) if path.exists() else {}
+        return unpacked(read_safetensors(path)) if path.exists() else {}, everyone
     paths = [folder / layout.gradients(rank) for rank in range(run.saved_ranks)]
-    everyone = [read_safetensors(path) for path in paths if path.exists()]
-    names = {name for gradients in everyone for name in gradients}
-    return {name: sum(g[name] for g in everyone if name in g) / len(paths) for name in names}  # type: ignore[misc]
+    saved = [unpacked(read_safetensors(path)) for path in paths if path.exists()]
+    for name in {name for gradients in saved for name in gradients}:
+        mean = reduce(torch.add, (gradients[name] for gradients in saved if name in gradients)) / len(paths)
+        everyone[name] = mean + everyone[name] if name in everyone else mean
+    return {}, everyone
+
+
+def added(one: torch.Tensor | None, other: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Both gradients together, as the parameter is; None where there is none."""
+    found = [
+        gradient.to(parameter.device, parameter.dtype, copy=True) for gradient in (one, other) if gradient is not None
+    ]
+    return sum(found[1:], found[0]) if found else None
 
 
 def _put_together(folder: Path) -> dict[str, Any]:

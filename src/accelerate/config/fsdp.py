@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.config.environment import parse_flag_from_env, str_to_bool
-from accelerate.constants import FSDP2_STATE_DICT_TYPE, FSDP_AUTO_WRAP_POLICY
+from accelerate.config.wrap_policy import POLICIES
+from accelerate.constants import FSDP2_STATE_DICT_TYPE
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,16 @@ RAM_EFFICIENT_LOADING = PREFIX + "CPU_RAM_EFFICIENT_LOADING"
 
 # What each short name of a precision computes in; weights of fp8 models are kept and exchanged in bf16.
 _DTYPES = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+
+# How torch puts each type of state dict together: of models, of optimizers, and with what.
+_STATE_DICT_CONFIGS: dict[str, tuple[str, str, dict[str, bool]]] = {
+    "FULL_STATE_DICT": (
+        "FullStateDictConfig",
+        "FullOptimStateDictConfig",
+        {"offload_to_cpu": True, "rank0_only": True},
+    ),
+    "SHARDED_STATE_DICT": ("ShardedStateDictConfig", "ShardedOptimStateDictConfig", {"offload_to_cpu": True}),
+}
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
@@ -218,52 +229,21 @@ class FullyShardedDataParallelPlugin:
             policy = os.environ.get(PREFIX + "AUTO_WRAP_POLICY", "NO_WRAP")
         if not isinstance(policy, str):
             return
-        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-
-        kind = policy.upper()
-        if kind not in FSDP_AUTO_WRAP_POLICY:
-            known = ", ".join(name.lower() for name in FSDP_AUTO_WRAP_POLICY)
+        kind = POLICIES.get(policy.upper())
+        if kind is None:
+            known = ", ".join(name.lower() for name in POLICIES)
             raise ValueError(f"auto_wrap_policy is {policy!r}: choose one of {known}, or pass a function.")
-        self.auto_wrap_policy = None
-        if kind == "TRANSFORMER_BASED_WRAP":
-            self.auto_wrap_policy = transformer_auto_wrap_policy
-            names: Any = self.transformer_cls_names_to_wrap
-            if names is None:
-                names = os.environ.get(PREFIX + "TRANSFORMER_CLS_TO_WRAP")
-            if isinstance(names, str):
-                names = [name.strip() for name in names.split(",") if name.strip()]
-            self.transformer_cls_names_to_wrap = names
-        elif kind == "SIZE_BASED_WRAP":
-            self.auto_wrap_policy = size_based_auto_wrap_policy
-            if self.min_num_params is None:
-                self.min_num_params = int(os.environ.get(PREFIX + "MIN_NUM_PARAMS", 0))
+        kind.read_variables(self)
+        self.auto_wrap_policy = kind.torch_function()
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Make the policy one for this model: look up its layer classes, put in the number of parameters."""
-        import functools
-
-        from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
-
-        if self.auto_wrap_policy == transformer_auto_wrap_policy:
-            names = self.transformer_cls_names_to_wrap
-            if names is None:
-                names = list(getattr(model, "_no_split_modules", None) or [])
-            classes = {type(part).__name__: type(part) for part in model.modules()}
-            unknown = [name for name in names if name not in classes]
-            if unknown:
-                raise ValueError(
-                    f"transformer_cls_names_to_wrap names {', '.join(unknown)}, which no part of this "
-                    f"{type(model).__name__} is: its parts are {', '.join(sorted(classes))}."
-                )
-            self.auto_wrap_policy = functools.partial(
-                transformer_auto_wrap_policy, transformer_layer_cls={classes[name] for name in names}
-            )
-        elif self.auto_wrap_policy == size_based_auto_wrap_policy:
-            self.auto_wrap_policy = (
-                functools.partial(size_based_auto_wrap_policy, min_num_params=self.min_num_params)
-                if self.min_num_params
-                else None
-            )
+        policy = self.auto_wrap_policy
+        kind = next(
+            (kind for kind in POLICIES.values() if policy is not None and policy == kind.torch_function()), None
+        )
+        if kind is not None:
+            self.auto_wrap_policy = kind.of_model(self, model)
 
     # --- where and how numbers are kept -------------------------------------------------------------------------
 
@@ -331,37 +311,26 @@ class FullyShardedDataParallelPlugin:
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
         """Choose how checkpoints hold the weights: "FULL_STATE_DICT" or "SHARDED_STATE_DICT"."""
-        from torch.distributed.fsdp import (
-            FullOptimStateDictConfig,
-            FullStateDictConfig,
-            ShardedOptimStateDictConfig,
-            ShardedStateDictConfig,
-            StateDictType,
-        )
+        from torch.distributed import fsdp
 
         asked: Any = self.state_dict_type if state_dict_type is None else state_dict_type
         if asked is None:
             default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
             asked = os.environ.get(PREFIX + "STATE_DICT_TYPE", default)
-        kind = _member(StateDictType, asked, "state_dict_type")
+        kind = _member(fsdp.StateDictType, asked, "state_dict_type")
         if self.fsdp_version == 2 and kind.name not in FSDP2_STATE_DICT_TYPE:
             raise ValueError(
                 f"state_dict_type is {kind.name}: FSDP version 2 knows {' and '.join(FSDP2_STATE_DICT_TYPE)}."
             )
         changed = state_dict_type is not None and kind != self.state_dict_type
         self.state_dict_type = kind
-        if kind == StateDictType.FULL_STATE_DICT:
-            model, optimizer = FullStateDictConfig, FullOptimStateDictConfig
-            arguments = {"offload_to_cpu": True, "rank0_only": True}
-        elif kind == StateDictType.SHARDED_STATE_DICT:
-            model, optimizer = ShardedStateDictConfig, ShardedOptimStateDictConfig  # type: ignore[assignment]
-            arguments = {"offload_to_cpu": True}
-        else:
+        if kind.name not in _STATE_DICT_CONFIGS:
             return
+        model, optimizer, arguments = _STATE_DICT_CONFIGS[kind.name]
         if self.state_dict_config is None or changed:
-            self.state_dict_config = model(**arguments)
+            self.state_dict_config = getattr(fsdp, model)(**arguments)
         if self.optim_state_dict_config is None or changed:
-            self.optim_state_dict_config = optimizer(**arguments)
+            self.optim_state_dict_config = getattr(fsdp, optimizer)(**arguments)
 
 
 def _version(asked: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,12 +69,27 @@ def _from_rank_0(like: torch.Tensor, value: torch.Tensor | None, device: torch.d
     return full
 
 
+def _first_has_none(values: dict[str, torch.Tensor], device: torch.device) -> bool:
+    """Whether the parameters of rank 0 have no memory either."""
+    answer = torch.tensor(int(any(value.is_meta for value in values.values())), device=device)
+    dist.broadcast(answer, 0)
+    return bool(answer)
+
+
 class Filling:
     """Gives modules their values, one at a time: called with each of a model's, in the same order on all processes."""
 
-    def __init__(self, model: nn.Module, values: dict[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        values: dict[str, torch.Tensor],
+        device: torch.device,
+        make: Callable[[nn.Module], None] | None = None,
+    ) -> None:
+        """make: gives the parameters of a module their memory and values, where rank 0 has none."""
         self._device = device
         self._values = values
+        self._make = make if make is not None and _first_has_none(values, device) else None
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         # Not kept alive: a whole parameter shall go as soon as it is cut into pieces.
         self._filled: dict[int, weakref.ref[nn.Parameter]] = {}
@@ -85,9 +101,13 @@ class Filling:
                     module._buffers[key] = _from_rank_0(buffer, here, device)
 
     def __call__(self, module: nn.Module) -> None:
-        for key, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta:
-                continue
+        empty = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
+        if empty and self._make is not None:
+            self._make(module)
+            if dist.get_rank() == 0:
+                made = {self._names[id(p)]: module._parameters[key] for key, p in empty.items()}
+                self._values |= {name: p.detach() for name, p in made.items() if p is not None}
+        for key, parameter in empty.items():
             name = self._names[id(parameter)]
             filled = self._filled[id(parameter)]() if id(parameter) in self._filled else None
             if filled is None:

@@ -12,6 +12,7 @@ from accelerate.checkpoint import whole
 from accelerate.checkpoint.parts import Part
 from accelerate.checkpoint.reading import Reader
 from accelerate.checkpoint.state import Run
+from accelerate.checkpoint.weights import Fetch
 from accelerate.compilation import compile_regions
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.precision import Scaler
@@ -69,6 +70,13 @@ class Strategy:
         """The whole state dict of a prepared model; unwrap: with the names it had before."""
         inner: torch.nn.Module = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
         return inner.state_dict()
+
+    def coming(self, model: torch.nn.Module) -> tuple[dict[str, Any], Fetch] | None:
+        """Of a model in pieces: a description of its weights, each once, and how to put them together, some at a time.
+
+        None where they are at hand, in `state_dict`.
+        """
+        return None
 
     # --- checkpoints: models, optimizers and gradients; all else in a checkpoint is the same for every engine ------
 

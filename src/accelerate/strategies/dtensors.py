@@ -10,9 +10,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate.checkpoint.named import Names, named, names_of, numbered
+from accelerate.checkpoint.state import named_parameters
+from accelerate.checkpoint.whole import added
 from accelerate.compilation import compile_regions_fsdp2
 from accelerate.config.handlers import DistributedDataParallelKwargs
-from accelerate.parallel.shards import complete, is_first_copy, local, scale_down, total_norm, whole
+from accelerate.parallel.shards import complete, is_first_copy, local, scale_down, spread_as, total_norm, whole
 from accelerate.strategies.rebind import Moved
 from accelerate.strategies.sharded import Sharded, names_of_each
 from accelerate.unwrap import extract_model_from_parallel
@@ -63,6 +65,21 @@ class DTensors(Sharded):
                 parameter.grad = complete(parameter.grad)
                 gradients.append(parameter.grad)
         return gradients
+
+    def waiting(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
+        return {}
+
+    def exchanged(self, models: list[nn.Module]) -> dict[str, Any] | None:
+        parameters = named_parameters(models)
+        self._complete(list(parameters.values()))
+        return {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None} or None
+
+    def put_gradients(
+        self, models: list[nn.Module], waiting: dict[str, torch.Tensor], exchanged: dict[str, torch.Tensor]
+    ) -> None:
+        for name, parameter in named_parameters(models).items():
+            gradient = added(waiting.get(name), exchanged.get(name), parameter)
+            parameter.grad = None if gradient is None else spread_as(gradient, parameter)
 
     # --- saving -------------------------------------------------------------------------------------------------
 

@@ -25,12 +25,13 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from accelerate.checkpoint.named import Names
+from accelerate.checkpoint.whole import added
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.errors import CheckpointError
 from accelerate.parallel import values
 from accelerate.parallel.shards import scale_down, total_norm
-from accelerate.strategies.flat import Flat
+from accelerate.strategies.flat import Flat, unwrapped
 from accelerate.strategies.rebind import Moved
 from accelerate.strategies.sharded import Sharded, names_of_each
 from accelerate.strategies.wrapping import average_gradients, compute_twice, ignored_modules, parts
@@ -57,8 +58,19 @@ class FSDP1(Sharded):
 
     def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
         inner: Any = getattr(model, "_orig_mod", model)
+        if isinstance(inner, Wrapper):  # whoever made it has wrapped it
+            for module in Wrapper.fsdp_modules(inner):
+                if module._device_mesh is None and module.sharding_strategy not in _HYBRID:
+                    # Its state dicts then hold tensors that know how they are spread.
+                    module._device_mesh = self.mesh[0]
+            flat = Flat(inner)
+            self._note(inner, flat, flat.same())
+            return model
         if any(isinstance(module, Wrapper) for module in inner.modules()):
-            return model  # whoever made it has wrapped it
+            raise ValueError(
+                f"Parts of this {type(inner).__name__} are wrapped in FullyShardedDataParallel already, and the rest "
+                "would not be exchanged between processes: wrap all of it, or nothing."
+            )
         plugin: Any = self.plugin
         ignored = ignored_modules(plugin, inner)
         chosen = parts(plugin, inner, ignored)
@@ -71,7 +83,6 @@ class FSDP1(Sharded):
             for name, parameter in module._parameters.items()
             if parameter is not None
         }
-        order = {id(parameter): name for name, parameter in inner.named_parameters()}
         same = names_of_each(inner)
         fill = self._fill(inner)
         if isinstance(fill, values.Filling):
@@ -90,11 +101,13 @@ class FSDP1(Sharded):
                 if parameter is not None:
                     self.moved.note(before[id(part), name], parameter)
         average_gradients({p for part in whole for p in part.parameters()}, lambda: wrapped._sync_gradients)
-        flat = Flat(wrapped, before, order)
-        wrapped._accelerate_flat = flat  # type: ignore[assignment]
-        wrapped._accelerate_same = same  # type: ignore[assignment]
-        self._flats.add(flat)
+        self._note(wrapped, Flat(wrapped, before), same)
         return wrapped
+
+    def _note(self, wrapped: Any, flat: Flat, same: list[set[str]]) -> None:
+        wrapped._accelerate_flat = flat
+        wrapped._accelerate_same = same
+        self._flats.add(flat)
 
     def _settings(self) -> dict[str, Any]:
         plugin: Any = self.plugin
@@ -114,15 +127,13 @@ class FSDP1(Sharded):
         }
 
     def _fill(self, model: nn.Module) -> Callable[[nn.Module], None] | None:
-        """What gives modules their values while they are wrapped: those of rank 0, unless the plugin has its way."""
+        """What gives modules their values while they are wrapped: those of rank 0, or made there by the plugin."""
         plugin = self.plugin
-        if plugin.param_init_fn is not None:
-            return plugin.param_init_fn
         if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
             values.copy_rank_0(model, self.device)  # quantized: they cannot be taken out and put back
             return None
         dtype = torch.float32 if plugin.mixed_precision_policy is not None else None
-        return values.Filling(model, values.take(model, dtype), self.device)
+        return values.Filling(model, values.take(model, dtype), self.device, plugin.param_init_fn)
 
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
         self.moved.rebind(optimizer)
@@ -149,6 +160,40 @@ class FSDP1(Sharded):
             if (counts := flat.counts(parameter)) is not None:
                 return counts
         return dist.get_rank() == 0
+
+    # --- in the middle of a window ------------------------------------------------------------------------------
+
+    def waiting(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for number, wrapped in enumerate(map(_find, models)):
+            found |= _numbered(wrapped._accelerate_flat.waiting(), number)
+        whole = self._whole(models)
+        return found | {name: p.grad.detach() for name, p in whole.items() if p.grad is not None}
+
+    def exchanged(self, models: list[nn.Module]) -> dict[str, Any] | None:
+        parts = [_find(model)._accelerate_flat.exchanged() for model in models]
+        if all(part is None for part in parts):
+            return None
+        return {name: g for number, part in enumerate(parts) for name, g in _numbered(part or {}, number).items()}
+
+    def put_gradients(
+        self, models: list[nn.Module], waiting: dict[str, torch.Tensor], exchanged: dict[str, torch.Tensor]
+    ) -> None:
+        policy: Any = self.plugin.mixed_precision_policy
+        for number, wrapped in enumerate(map(_find, models)):
+            own, mean = _of(number, waiting), _of(number, exchanged)
+            wrapped._accelerate_flat.put_gradients(own, mean, None if policy is None else policy.param_dtype)
+        for name, parameter in self._whole(models).items():
+            parameter.grad = added(waiting.get(name), exchanged.get(name), parameter)
+
+    def _whole(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
+        """The parameters that are not sharded, by number and name."""
+        found: dict[str, torch.Tensor] = {}
+        for number, wrapped in enumerate(map(_find, models)):
+            flat = wrapped._accelerate_flat
+            own = {unwrapped(name): parameter for name, parameter in wrapped.named_parameters()}
+            found |= _numbered({name: p for name, p in own.items() if flat.counts(p) is None}, number)
+        return found
 
     # --- saving -------------------------------------------------------------------------------------------------
 
@@ -179,6 +224,7 @@ class FSDP1(Sharded):
             configs = FullStateDictConfig(**moves), FullOptimStateDictConfig(**moves)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # there is nothing else for this engine
+            warnings.filterwarnings("ignore", "Multiple backends are registered")  # torch answers itself: the CPU's
             with Wrapper.state_dict_type(wrapped, kind, *configs):
                 yield
 
@@ -204,12 +250,12 @@ class FSDP1(Sharded):
     def _flat_of(self, models: list[nn.Module], optimizer: Any) -> tuple[Any, Flat]:
         """The model whose parameters an optimizer has."""
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for model in models:
-            wrapped = _find(model)
-            if wrapped is not None and any(wrapped._accelerate_flat.counts(p) is not None for p in own):
-                return wrapped, wrapped._accelerate_flat
+        owners = [w for w in map(_find, models) if any(w._accelerate_flat.counts(p) is not None for p in own)]
+        if len(owners) == 1:
+            return owners[0], owners[0]._accelerate_flat
         raise CheckpointError(
-            "This optimizer has no parameter of a prepared model: prepare it together with its model."
+            f"This optimizer has parameters of {len(owners)} prepared models, and FSDP version 1 can save one of "
+            "exactly one model: give each model an optimizer of its own, or use version 2."
         )
 
     def optimizer_pieces(self, models: list[nn.Module], optimizer: Any) -> dict[str, Any]:
@@ -221,6 +267,15 @@ class FSDP1(Sharded):
         wrapped, _ = self._flat_of(models, optimizer)
         with self._pieces(wrapped):
             optimizer.load_state_dict(Wrapper.optim_state_dict_to_load(wrapped, optimizer, content))
+
+
+def _numbered(values: dict[str, Any], number: int) -> dict[str, Any]:
+    return {f"{number}.{name}": value for name, value in values.items()}
+
+
+def _of(number: int, values: dict[str, Any]) -> dict[str, Any]:
+    prefix = f"{number}."
+    return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
 def _find(model: nn.Module) -> Any:

@@ -20,7 +20,7 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel import tensor, values
 from accelerate.parallel.mesh import axis_rank
-from accelerate.parallel.shards import local, spread_as
+from accelerate.parallel.shards import complete, local, spread_as, whole
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies.dtensors import DTensors
 from accelerate.strategies.wrapping import average_gradients, compute_twice, ignored_modules, parts
@@ -43,14 +43,17 @@ class FSDP2(DTensors):
         self.config = config
         self.tensor_mesh = whole_mesh["tp"] if whole_mesh is not None and config and config.tp_enabled else None
         self.tensor_rank = axis_rank(whole_mesh, "tp")
+        # On an axis inside, a process has accumulated for a part of each layer only.
+        self.takes_back = self.tensor_mesh is None
         self._tables: weakref.WeakSet[_Aside] = weakref.WeakSet()
 
     # --- preparing ----------------------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
         inner: Any = getattr(model, "_orig_mod", model)
-        if isinstance(inner, FSDPModule):
-            return model  # whoever loaded it has sharded it
+        if isinstance(inner, FSDPModule):  # whoever loaded it has sharded it
+            self._note(inner)
+            return model
         before = dict(inner.named_parameters(remove_duplicate=False))
         ignored = ignored_modules(self.plugin, inner)
         chosen = parts(self.plugin, inner, ignored)
@@ -69,9 +72,12 @@ class FSDP2(DTensors):
         inner._accelerate_syncs = True
         whole_ones = [parameter for parameter in inner.parameters() if not isinstance(parameter, DTensor)]
         average_gradients(whole_ones, lambda: inner._accelerate_syncs)
+        self._note(inner)
+        return model
+
+    def _note(self, inner: Any) -> None:
         inner._accelerate_aside = _Aside(inner)
         self._tables.add(inner._accelerate_aside)
-        return model
 
     def _take_values(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
         """The weights, on rank 0, of a model that has none afterwards. None where they have to stay in it."""
@@ -110,24 +116,54 @@ class FSDP2(DTensors):
 
     def gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         # Without an exchange, gradients are kept as a whole beside the parameters.
-        aside = [table.get(parameter) for parameter in parameters for table in self._tables]
-        return super().gradients(parameters) + [gradient for gradient in aside if gradient is not None]
+        aside = (self._aside(parameter) for parameter in parameters)
+        return super().gradients(parameters) + [local(gradient) for gradient in aside if gradient is not None]
 
-    def window_gradients(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
-        if self.tensor_mesh is not None:
-            return super().window_gradients(models)
-        found: dict[str, torch.Tensor] = {}
+    def _aside(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return next((found for table in self._tables if (found := table.get(parameter)) is not None), None)
+
+    # --- in the middle of a window ------------------------------------------------------------------------------
+
+    def waiting(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
+        found = {}
         for name, parameter in named_parameters(models).items():
-            aside = next((g for table in self._tables if (g := table.get(parameter)) is not None), None)
             sharded = isinstance(parameter, DTensor)
-            own = parameter.grad if aside is None and not sharded else aside
-            if own is not None:
-                mean = own.detach().to(self.device, copy=True)
-                dist.all_reduce(mean)
-                found[name] = spread_as(mean.div_(dist.get_world_size()), parameter)
-            if sharded and parameter.grad is not None:  # exchanged already
-                found[name] = found[name] + parameter.grad if name in found else parameter.grad.detach()
+            gradient = self._aside(parameter) if sharded else parameter.grad
+            if gradient is not None and (self.takes_back or not sharded):
+                found[name] = gradient.detach()
         return found
+
+    def exchanged(self, models: list[nn.Module]) -> dict[str, Any] | None:
+        found = {}
+        for name, parameter in named_parameters(models).items():
+            if isinstance(parameter, DTensor):
+                aside = None if self.takes_back else self._aside(parameter)
+                parts = [] if parameter.grad is None else [parameter.grad.detach()]
+                parts += [] if aside is None else [spread_as(self._mean(aside), parameter)]
+                if parts:
+                    found[name] = sum(parts[1:], parts[0])
+        return found or None
+
+    def _mean(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The mean over the processes that get different data, as a whole."""
+        mean = gradient.detach().clone()
+        for axis in range(self.mesh.ndim):
+            dist.all_reduce(local(mean), group=self.mesh.get_group(axis))
+        return whole(complete(mean)) / self.mesh.size()
+
+    def put_gradients(
+        self, models: list[nn.Module], waiting: dict[str, torch.Tensor], exchanged: dict[str, torch.Tensor]
+    ) -> None:
+        parameters = named_parameters(models)
+        sharded = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
+        super().put_gradients(models, {n: g for n, g in waiting.items() if n not in sharded}, exchanged)
+        policy: Any = self.plugin.mixed_precision_policy or MixedPrecisionPolicy()
+        for name in sharded:
+            parameter, gradient = parameters[name], waiting.get(name)
+            if gradient is not None:
+                gradient = gradient.to(self.device, policy.reduce_dtype or policy.param_dtype or parameter.dtype)
+            for table in self._tables:
+                table.put(parameter, gradient)
 
 
 class _Aside:
@@ -145,11 +181,19 @@ class _Aside:
 
     def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
         sharded = self._sharded.get(id(parameter))
-        if sharded is None or not hasattr(sharded, "_unsharded_param"):
-            return None  # not of this model, or not used yet
-        gradient = sharded.unsharded_accumulated_grad
-        gradient = sharded._unsharded_param.grad if gradient is None else gradient
-        return None if gradient is None else local(gradient)
+        if sharded is None:
+            return None  # not of this model
+        gradient: torch.Tensor | None = sharded.unsharded_accumulated_grad
+        if gradient is None and hasattr(sharded, "_unsharded_param"):
+            gradient = sharded._unsharded_param.grad
+        return gradient
+
+    def put(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        sharded = self._sharded.get(id(parameter))
+        if sharded is not None:
+            sharded.unsharded_accumulated_grad = gradient
+            if hasattr(sharded, "_unsharded_param"):  # it has been used
+                sharded._unsharded_param.grad = None
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from accelerate.checkpoint.save import agree
 from accelerate.errors import CheckpointError
 from accelerate.modules import is_peft_model
 from accelerate.parallel.shards import local
+from accelerate.strategies.flat import unwrapped
 from accelerate.strategies.sharded import Sharded
 from accelerate.unwrap import extract_model_from_parallel
 
@@ -65,9 +66,13 @@ def load_fsdp_model(
     own_file = Path(input_dir) / layout.own_model(model_index, _rank(accelerator))
 
     def read() -> dict[str, Any]:
-        if not use_dcp and not _gathers(fsdp_plugin):
-            return _load_own(own_file, engine.pieces(model))
         names = _adapter_names(model, engine.pieces(model)) if adapter else None
+        if not use_dcp and not _gathers(fsdp_plugin):
+            own = engine.pieces(model)
+            stored = {name: name for name in own} if names is None else names
+            found = _load_own(own_file, {name: own[inside] for name, inside in stored.items()})
+            _check_names(own_file, found, stored)
+            return {stored[name]: value for name, value in found.items()}
         return engine.read_model(model, Reader(Path(input_dir)), model_index, names=names)
 
     engine.put_pieces(model, _agreed(accelerator, read))
@@ -183,6 +188,15 @@ def _load_own(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
+def _check_names(path: Path, found: dict[str, Any], expected: dict[str, str]) -> None:
+    missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
+    if missing or extra:
+        raise CheckpointError(
+            f"The weights in {path} are not those of this model: missing {missing[:5]}, unknown {extra[:5]}; create "
+            "the model as it was when they were saved, and give the same adapter_only."
+        )
+
+
 def _filled(value: Any, like: Any) -> Any:
     """What was read, with tensors spread as in `like`."""
     if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor):
@@ -205,11 +219,28 @@ def _adapter_of(model: torch.nn.Module) -> Callable[[dict[str, Any]], dict[str, 
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
 
     def keep(state: dict[str, Any]) -> dict[str, Any]:
-        adapter = inner.active_adapter
-        found: dict[str, Any] = peft.get_peft_model_state_dict(inner, state_dict=state, adapter_name=adapter)
-        return found
+        places = _places(inner)
+        given = {_placed(name, places): value for name, value in state.items()}
+        found = peft.get_peft_model_state_dict(inner, state_dict=given, adapter_name=inner.active_adapter)
+        return {unwrapped(name): value for name, value in found.items()}
 
     return keep
+
+
+# peft finds the weights of an adapter by the modules they belong to, whose names FSDP version 1 changes.
+
+
+def _places(model: torch.nn.Module) -> dict[str, str]:
+    """Where each module is now, by the name it had."""
+    found: dict[str, str] = {}
+    for name, _ in model.named_modules():
+        found.setdefault(unwrapped(name), name)
+    return found
+
+
+def _placed(name: str, places: dict[str, str]) -> str:
+    module, _, own = name.rpartition(".")
+    return f"{places[module]}.{own}" if module in places else name
 
 
 def _adapter_names(model: torch.nn.Module, own: Iterable[str]) -> dict[str, str]:

@@ -15,7 +15,8 @@ from accelerate.checkpoint.named import Names, named
 from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reading import Reader
 from accelerate.checkpoint.shards import Shards, read
-from accelerate.checkpoint.state import Run, named_parameters
+from accelerate.checkpoint.state import Run
+from accelerate.checkpoint.weights import Fetch
 from accelerate.checkpoint.whole import read_gradients
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.errors import CheckpointError
@@ -30,6 +31,8 @@ class Sharded(Strategy):
     places_models = True
     needs_even_batches = True
     scaler_kind = ShardedScaler
+    # Whether a process can take back gradients that it alone has accumulated; else all get their mean.
+    takes_back = True
     plugin: FullyShardedDataParallelPlugin
 
     def pieces(self, model: nn.Module) -> dict[str, Any]:
@@ -56,6 +59,22 @@ class Sharded(Strategy):
 
     # --- saving -------------------------------------------------------------------------------------------------
 
+    def coming(self, model: nn.Module) -> tuple[dict[str, Any], Fetch] | None:
+        pieces = self.pieces(model)
+        for names in self.same(model):
+            for twin in [name for name in pieces if name in names][1:]:
+                del pieces[twin]
+
+        def fetch(part: dict[str, Any], keep: bool) -> dict[str, Any]:
+            found = {}
+            for name in part:
+                value = whole(pieces[name])
+                if keep:
+                    found[name] = value.cpu()
+            return found
+
+        return {name: torch.empty_like(value, device="meta") for name, value in pieces.items()}, fetch
+
     def weights(self, models: list[nn.Module]) -> list[dict[str, Any]]:
         return []
 
@@ -65,14 +84,26 @@ class Sharded(Strategy):
         for number, optimizer in enumerate(run.optimizers):
             yield from self.optimizer_parts(run.models, optimizer, number, gathers=self.gathers)
         if run.gradients is not None:
-            yield Shards(layout.gradient_shards(), "gradients", self.window_gradients(run.models))
+            exchanged = self.exchanged(run.models)
+            if exchanged is not None:
+                yield Shards(layout.gradient_shards(), "gradients", exchanged)
+            yield File(layout.gradients(run.rank), self.waiting(run.models), True)
 
-    def window_gradients(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
-        """In the middle of a window: the mean over all processes of what they have accumulated, in pieces."""
-        raise CheckpointError(
-            f"{type(self).__name__} cannot save in the middle of a window of accumulation, where gradients are not "
-            "exchanged yet: call save_state when `accelerator.sync_gradients`."
-        )
+    # In the middle of a window, by names as those of `named_parameters`:
+
+    def waiting(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
+        """The gradients that this process has accumulated and not exchanged yet, as a whole."""
+        raise NotImplementedError
+
+    def exchanged(self, models: list[nn.Module]) -> dict[str, Any] | None:
+        """The gradients that are exchanged already, in pieces; None, on all processes, where there are none."""
+        raise NotImplementedError
+
+    def put_gradients(
+        self, models: list[nn.Module], waiting: dict[str, torch.Tensor], exchanged: dict[str, torch.Tensor]
+    ) -> None:
+        """Have these gradients, and no others. exchanged: as a whole, and the same on all processes."""
+        raise NotImplementedError
 
     @property
     def gathers(self) -> bool:
@@ -114,15 +145,12 @@ class Sharded(Strategy):
             self.read_optimizer(run.models, optimizer, reader, number)
             for number, optimizer in enumerate(run.optimizers)
         ]
-        gradients = read_gradients(run, reader.folder)
+        waiting, exchanged = read_gradients(run, reader.folder, alike=not self.takes_back)
 
         def apply() -> None:
             for model, pieces in zip(run.without_hooks, models, strict=True):
                 self.put_pieces(model, pieces)
-            for name, parameter in named_parameters(run.models).items():
-                # Added to what the exchange at the end of the window brings.
-                mean = gradients.get(name)
-                parameter.grad = None if mean is None else spread_as(mean.to(parameter.dtype), parameter)
+            self.put_gradients(run.models, waiting, exchanged)
             for optimizer, content in zip(run.optimizers, optimizers, strict=True):
                 self.put_optimizer_pieces(run.models, _inner(optimizer), content)
 

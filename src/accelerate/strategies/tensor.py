@@ -16,6 +16,8 @@ from accelerate.strategies.dtensors import DTensors
 
 
 class TensorParallel(DTensors):
+    takes_back = False  # all get the same data
+
     def __init__(
         self,
         device: torch.device,

@@ -140,6 +140,16 @@ def test_arguments(version: int, given: dict[str, Any], changed: dict[str, Any])
         (2, "CPU_RAM_EFFICIENT_LOADING", "true", {"cpu_ram_efficient_loading": True}),
         (1, "IGNORED_MODULES", ".*head", {"ignored_modules": ".*head"}),
         (2, "TRANSFORMER_CLS_TO_WRAP", "A", {}),
+        (
+            2,
+            "STATE_DICT_TYPE",
+            "FULL_STATE_DICT",
+            {
+                "state_dict_type": T.FULL_STATE_DICT,
+                "state_dict_config": FULL,
+                "optim_state_dict_config": fsdp.FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
+            },
+        ),
     ],
 )
 def test_variables(version: int, variable: str, value: str, changed: dict[str, Any]) -> None:

@@ -1,0 +1,78 @@
+"""Which parts of a model FSDP gathers at a time: one class for each policy that has a name."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class WrapPolicy:
+    """All of a model at once."""
+
+    # The function of `torch.distributed.fsdp.wrap` that stands for the policy until the model is known.
+    function: str | None = None
+
+    def torch_function(self) -> Any:
+        from torch.distributed.fsdp import wrap
+
+        return None if self.function is None else getattr(wrap, self.function)
+
+    def read_variables(self, plugin: Any) -> None:
+        """Fill in what the policy needs and the plugin was not given."""
+
+    def of_model(self, plugin: Any, model: nn.Module) -> Any:
+        """The policy for this model; None to gather all of it at once."""
+        return None
+
+
+class TransformerBased(WrapPolicy):
+    """The layers of these classes, each by itself."""
+
+    function = "transformer_auto_wrap_policy"
+
+    def read_variables(self, plugin: Any) -> None:
+        names = plugin.transformer_cls_names_to_wrap
+        if names is None:
+            names = os.environ.get("FSDP_TRANSFORMER_CLS_TO_WRAP")
+        if isinstance(names, str):
+            names = [name.strip() for name in names.split(",") if name.strip()]
+        plugin.transformer_cls_names_to_wrap = names
+
+    def of_model(self, plugin: Any, model: nn.Module) -> Any:
+        names = plugin.transformer_cls_names_to_wrap
+        if names is None:
+            names = list(getattr(model, "_no_split_modules", None) or [])
+        classes = {type(part).__name__: type(part) for part in model.modules()}
+        unknown = [name for name in names if name not in classes]
+        if unknown:
+            raise ValueError(
+                f"transformer_cls_names_to_wrap names {', '.join(unknown)}, which no part of this "
+                f"{type(model).__name__} is: its parts are {', '.join(sorted(classes))}."
+            )
+        return functools.partial(self.torch_function(), transformer_layer_cls={classes[name] for name in names})
+
+
+class SizeBased(WrapPolicy):
+    """Parts with at least so many parameters."""
+
+    function = "size_based_auto_wrap_policy"
+
+    def read_variables(self, plugin: Any) -> None:
+        if plugin.min_num_params is None:
+            plugin.min_num_params = int(os.environ.get("FSDP_MIN_NUM_PARAMS", 0))
+
+    def of_model(self, plugin: Any, model: nn.Module) -> Any:
+        if not plugin.min_num_params:
+            return None
+        return functools.partial(self.torch_function(), min_num_params=plugin.min_num_params)
+
+
+POLICIES: dict[str, WrapPolicy] = {
+    "TRANSFORMER_BASED_WRAP": TransformerBased(),
+    "SIZE_BASED_WRAP": SizeBased(),
+    "NO_WRAP": WrapPolicy(),
+}
