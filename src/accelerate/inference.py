@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -93,8 +95,20 @@ def build_pipeline(model: nn.Module, split_points: list[str], args: Any, kwargs:
 
     args, kwargs: an example of one piece of a batch. num_chunks: in how many pieces a batch goes through.
     """
-    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+    return _schedule(_traced(model, split_points, args, kwargs), num_chunks)
 
+
+def _traced(model: nn.Module, split_points: list[str], args: Any, kwargs: Any) -> Any:
+    from torch.distributed.pipelining import SplitPoint, pipeline
+
+    modules = [name for name, _ in model.named_modules() if name]
+    for point in split_points:
+        if point not in modules:
+            close = difflib.get_close_matches(point, modules, n=5, cutoff=0) or ["none"]
+            raise ValueError(
+                f"The split point {point!r} is no module of this {type(model).__name__}: give the name of one, such as "
+                f"{', '.join(close)}."
+            )
     state = PartialState()
     pipe = pipeline(
         model,
@@ -107,6 +121,13 @@ def build_pipeline(model: nn.Module, split_points: list[str], args: Any, kwargs:
             f"Cut at {', '.join(split_points) or 'no module'}, the model has {pipe.num_stages} stages, and there are "
             f"{state.num_processes} processes: give one split point less than processes."
         )
+    return pipe
+
+
+def _schedule(pipe: Any, num_chunks: int) -> Any:
+    from torch.distributed.pipelining import ScheduleGPipe
+
+    state = PartialState()
     return ScheduleGPipe(pipe.build_stage(state.process_index, device=state.device), num_chunks)
 
 
@@ -175,10 +196,7 @@ def prepare_pippy(
         model.hf_split_points = []  # type: ignore[assignment]
         return model.to(state.device)
     if split_points == "auto" or split_points is None:
-        places = generate_device_map(model, state.num_processes, no_split_module_classes)
-        split_points = [
-            next(name for name, place in places.items() if place == i) for i in range(1, state.num_processes)
-        ]
+        split_points = _find_split_points(model, state.num_processes, no_split_module_classes)
     elif isinstance(split_points, str):
         split_points = [split_points]
     size = find_pippy_batch_size(args, kwargs)
@@ -190,15 +208,30 @@ def prepare_pippy(
     cut = functools.partial(_rows, size=size, start=0, stop=piece)
     args, kwargs = send_to_device((tree_map(cut, args), tree_map(cut, kwargs)), "cpu")
     structure = _output_structure(model, args, kwargs)
-    stage = build_pipeline(model, split_points, args, kwargs, chunks)
+    pipe = _traced(model, split_points, args, kwargs)
+    outputs = _outputs(model, pipe)
+    stage = _schedule(pipe, chunks)
     model._original_forward = model.forward  # type: ignore[assignment]
     model._original_call = model.__call__  # type: ignore[assignment]
     model.pippy_stage = stage
     model.hf_split_points = split_points  # type: ignore[assignment]
-    step = functools.partial(_step, stage, structure)
+    step = functools.partial(_step, stage, structure, outputs)
     run = functools.partial(_in_rounds, step, chunks, bool(gather_output), piece * chunks)
     model.forward = functools.update_wrapper(run, model.forward)
     return model
+
+
+def _find_split_points(model: nn.Module, stages: int, no_split_module_classes: list[str] | None) -> list[str]:
+    places = generate_device_map(model, stages, no_split_module_classes)
+    first: dict[Any, str] = {}
+    for name, place in places.items():
+        first.setdefault(place, name)
+    if len(first) < stages:
+        raise ValueError(
+            f"This {type(model).__name__} has {len(places)} parts that can be separated ({', '.join(places)}) and "
+            f"there are {stages} processes: start no more processes than it has parts."
+        )
+    return [first[number] for number in range(1, stages)]
 
 
 def _output_structure(model: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -206,15 +239,50 @@ def _output_structure(model: nn.Module, args: Any, kwargs: Any) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        return tree_flatten(model(*args, **kwargs))[1]
+        values, structure = tree_flatten(model(*args, **kwargs))
+    for number, value in enumerate(values):
+        if isinstance(value, torch.Tensor) and value.ndim == 0:
+            raise ValueError(
+                f"Output {number} of this {type(model).__name__} is a single number, which cannot be put together from "
+                "the pieces of a batch: let the model return one for each sample."
+            )
+    return structure
 
 
-def _step(schedule: Any, structure: Any, *args: Any, **kwargs: Any) -> Any:
+class _FromLast(NamedTuple):
+    """An output of the model that is this output of the last stage."""
+
+    number: int
+
+
+def _outputs(model: nn.Module, pipe: Any) -> list[Any]:
+    """For each output of the model, which one of the last stage it is, or the value itself where that is no tensor."""
+    nodes = list(pipe.split_gm.graph.nodes)
+    last = [node for node in nodes if node.op == "call_module"][-1]
+    found: list[Any] = []
+    values: list[Any] = tree_flatten(nodes[-1].args[0])[0]
+    for number, value in enumerate(values):
+        if value is last:
+            found.append(_FromLast(0))
+        elif not isinstance(value, torch.fx.Node):
+            found.append(value)
+        elif value.target is operator.getitem and value.args[0] is last:
+            place: Any = value.args[1]
+            found.append(_FromLast(place))
+        else:
+            raise ValueError(
+                f"Output {number} of this {type(model).__name__} is there before the last stage begins, and only that "
+                "gives outputs: let the model return only what it computes last, or cut it at another split point."
+            )
+    return found
+
+
+def _step(schedule: Any, structure: Any, outputs: list[Any], *args: Any, **kwargs: Any) -> Any:
     output = schedule.step(*args, **kwargs)
     if output is None:
         return None
     tensors = [output] if isinstance(output, torch.Tensor) else list(output)
-    return tree_unflatten(tensors, structure) if len(tensors) == structure.num_leaves else output
+    return tree_unflatten([tensors[out.number] if isinstance(out, _FromLast) else out for out in outputs], structure)
 
 
 def _in_rounds(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -320,22 +322,187 @@ def offloaded_weights_that_are_mapped() -> None:
 
 @check
 def an_unreadable_weight_is_an_error_and_no_more() -> None:
-    """Whatever was on its way is waited for, and the model goes on when the file is back."""
+    """Whatever was on its way is waited for, and the model goes on when the file is whole again."""
     reference = expected(network(), tokens())
     with tempfile.TemporaryDirectory() as folder:
         model = offloaded("disk", folder)
-        file, away = Path(folder, "layers.4.up.weight.dat"), Path(folder, "away")
+        file = Path(folder, "layers.4.up.weight.dat")
+        content = file.read_bytes()
         for _ in range(3):
             with torch.no_grad():
                 assert torch.equal(model(tokens()), reference)
-                file.rename(away)
+                os.truncate(file, 100)
                 try:
                     model(tokens())
-                except FileNotFoundError:
-                    away.rename(file)
+                except OSError as error:
+                    assert "ends before all of an offloaded weight was read" in str(error)
                 else:
                     raise AssertionError("nothing was missing")
+                with file.open("r+b") as again:
+                    again.write(content)
                 assert torch.equal(model(tokens()), reference)
+
+
+@check
+def offloaded_files_may_lose_their_names() -> None:
+    """Another model in the same folder, or no folder at all: the first model has its weights."""
+    from accelerate import disk_offload
+
+    reference = expected(network(), tokens())
+    folder = tempfile.mkdtemp()
+    model = offloaded("disk", folder)
+    other = network()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    other_reference = expected(other, tokens())
+    other = disk_offload(other, folder, "cuda")
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(tokens()), reference)
+            assert torch.equal(other(tokens()), other_reference)
+        shutil.rmtree(folder)
+        for _ in range(3):
+            assert torch.equal(model(tokens()), reference)
+            assert torch.equal(other(tokens()), other_reference)
+
+
+@check
+def offloaded_tensors_of_other_kinds() -> None:
+    """Tensors that are made of others have no address, and those with a conjugate bit are not what their bytes say."""
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    from accelerate import cpu_offload
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+        for index, layer in enumerate(layers):
+            value = layer.weight.detach()
+            layer.weight = nn.Parameter(TwoTensor(value, value * (index + 2)))
+        return layers
+
+    x = torch.randn(4, 64, device="cuda")
+    plain = made()
+    halves = []
+    for part in ("a", "b"):
+        h = x
+        for layer in plain:
+            h = F.linear(h, getattr(layer.weight, part).cuda())
+        halves.append(h)
+    model = cpu_offload(made(), "cuda")
+    for turn in range(5):
+        with torch.no_grad(), torch.cuda.stream(torch.cuda.Stream() if turn == 4 else torch.cuda.default_stream()):
+            found: Any = model(x)
+            torch.cuda.synchronize()
+            assert type(found) is TwoTensor and torch.equal(found.a, halves[0]) and torch.equal(found.b, halves[1])
+
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            turned = torch.randn(64, 64, dtype=torch.complex64).conj()
+            self.weight = nn.Parameter(turned)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.weight
+
+    turned = Turned()
+    assert turned.weight.is_conj()
+    wanted = x.to(torch.complex64) @ turned.weight.detach().resolve_conj().cuda()
+    cpu_offload(turned, "cuda")
+    for _ in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(turned(x.to(torch.complex64)), wanted)
+
+
+@check
+def offloaded_weights_written_while_they_are_on_their_way() -> None:
+    class Writes(Net):
+        def forward(self, tokens: torch.Tensor, order: list[int] | None = None) -> torch.Tensor:
+            x = self.layers[0](self.embed(tokens))
+            with torch.no_grad():
+                self.layers[1].up.weight.mul_(1.01)
+                self.layers[1].norm.bias.add_(0.01)
+            return self.layers[2](self.layers[1](x))
+
+    from accelerate import cpu_offload
+
+    torch.manual_seed(0)
+    plain = Writes().cuda()
+    torch.manual_seed(0)
+    model = cpu_offload(Writes(), "cuda")
+    with torch.no_grad():
+        for turn in range(6):
+            if turn == 3:
+                settle(model)
+            # The host multiplies, and the GPU does: not to the last bit.
+            torch.testing.assert_close(model(tokens()), plain(tokens()), rtol=1e-3, atol=1e-3)
+
+
+@check
+def offloaded_models_called_by_other_methods() -> None:
+    """What is called is not the model's forward, and it may fail: nothing stays on the GPU."""
+
+    class Coder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.enc = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+            self.dec = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.dec(self.enc(x))
+
+    from accelerate import cpu_offload
+
+    torch.manual_seed(0)
+    plain = Coder()
+    model = cpu_offload(copy.deepcopy(plain), "cuda")
+    plain.cuda()
+    x = torch.randn(4, WIDTH, device="cuda")
+    with torch.no_grad():
+        references = plain(x), plain.dec(x), plain.enc[2](x)
+        model(x)
+        settle(model)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        for _ in range(4):
+            for call, reference in zip((model, model.dec, model.enc[2]), references, strict=True):
+                output = call(x)
+                assert torch.equal(output, reference)
+                del output
+                assert torch.cuda.memory_allocated() == before
+            for call in (model, model.dec, model.dec[3]):
+                try:
+                    call(torch.randn(4, 3, device="cuda"))
+                except RuntimeError:
+                    pass
+                else:
+                    raise AssertionError("3 columns fit")
+                gc.collect()  # the traceback
+                assert torch.cuda.memory_allocated() == before
+
+
+@check
+def maps_with_entries_inside_of_others() -> None:
+    """What lies elsewhere does not visit the GPU on the way there; a single tensor has its own place."""
+    from accelerate import dispatch_model
+
+    reference = expected(network(), tokens())
+    for rest, others in (
+        (0, {"layers": "cpu", "layers.0": 0}),
+        (0, {"layers": "disk"}),
+        ("cpu", {"scale": 0, "embed": 0}),
+    ):
+        plain = network()
+        size = sum(parameter.nbytes for parameter in plain.layers.parameters())
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with tempfile.TemporaryDirectory() as folder:
+            model = dispatch_model(plain, {"": rest, **others}, main_device=0, offload_dir=folder)
+            assert torch.cuda.max_memory_allocated() - before < size
+            for _ in range(3):
+                with torch.no_grad():
+                    assert torch.equal(model(tokens()), reference)
 
 
 @check

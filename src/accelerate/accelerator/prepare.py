@@ -112,6 +112,7 @@ class Preparing(AcceleratorBase):
             return optimizer
         if device_placement is None:
             device_placement = self.device_placement
+        _warn_of_offloaded(optimizer)
         self._strategy.rebind(optimizer)
         prepared = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=self.scaler)
         prepared.gradient_state = self.gradient_state
@@ -254,6 +255,23 @@ class Preparing(AcceleratorBase):
     def clear(self, *objects: Any) -> list[None]:
         """The same as `free_memory`."""
         return self.free_memory(*objects)
+
+
+def _warn_of_offloaded(optimizer: torch.optim.Optimizer) -> None:
+    """Gradients go to the tensors that are brought in for a forward, and with them."""
+    groups = getattr(optimizer, "param_groups", ())  # a stand-in for the optimizer of an engine has none
+    empty = [value for group in groups for value in group["params"] if value.is_meta]
+    if not empty:
+        return
+    from accelerate.big_modeling.placeholder import OffloadedParameter
+
+    offloaded = sum(isinstance(value, OffloadedParameter) and value.requires_grad for value in empty)
+    if offloaded:
+        warnings.warn(
+            f"This {type(optimizer).__name__} has {offloaded} parameters that are offloaded, which get no gradients "
+            "and are not trained: keep on a device what you train, and call requires_grad_(False) on the rest.",
+            stacklevel=3,
+        )
 
 
 def _ends_unevenly(loader: Any) -> bool:

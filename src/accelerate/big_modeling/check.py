@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torch.device]) -> None:
     """Raises where a device map leaves out a tensor of the model, and warns of names that the model has not."""
-    tensors = list(model.state_dict())
+    # Extra state is no tensor of a module, and lies nowhere.
+    tensors = [name for name in model.state_dict() if name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX]
     known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(tensors)
     unknown = [name for name in device_map if name not in known]
     if unknown:
@@ -31,11 +33,14 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torc
 
 def is_covered(name: str, device_map: Mapping[str, Any]) -> bool:
     """Says whether a device map has an entry for a tensor, or for a module that contains it."""
-    while name:
-        if name in device_map:
-            return True
+    return closest_entry(name, device_map) is not None
+
+
+def closest_entry(name: str, device_map: Mapping[str, Any]) -> str | None:
+    """Returns the entry of a device map that counts for a tensor: its own, or that of the closest module around it."""
+    while name and name not in device_map:
         name = name.rpartition(".")[0]
-    return "" in device_map
+    return name if name in device_map else None
 
 
 def clean_device_map(device_map: MutableMapping[str, Any], module_name: str = "") -> MutableMapping[str, Any]:

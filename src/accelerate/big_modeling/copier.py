@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from accelerate.big_modeling.placeholder import Slot
-from accelerate.big_modeling.store import FileRange, map_file
+from accelerate.big_modeling.slot import Slot
 from accelerate.big_modeling.streaming import Copier
 
 
@@ -16,15 +13,10 @@ class DirectCopier:
 
     lookahead = 0
 
-    def __init__(self) -> None:
-        self._mapped: dict[str, Any] = {}
-
     def prepare(self, slots: list[Slot]) -> None:
-        """Keep the files mapped from one forward to the next."""
+        """Find the files, which are kept from then on."""
         for slot in slots:
-            source = slot.source()
-            if isinstance(source, FileRange) and source.nbytes:
-                self._mapped[source.path] = map_file(source.path)
+            slot.source()
 
     def start(self, slots: list[Slot]) -> _Direct:
         return _Direct(slots)

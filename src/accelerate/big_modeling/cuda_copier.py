@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from accelerate.big_modeling.pagelock import SMALL, LockedCopies, PageLocks
-from accelerate.big_modeling.placeholder import Slot
+from accelerate.big_modeling.slot import Slot
 from accelerate.big_modeling.staging import Job, Stager
 from accelerate.big_modeling.store import FileRange
+from accelerate.big_modeling.tensors import has_plain_memory
 
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every GPU
 
@@ -83,9 +84,12 @@ class CudaCopier:
         # When the process ends the memory goes anyway.
         weakref.finalize(self, _close, self._stager, self._lane, self._locks).atexit = False
 
+    def __reduce__(self) -> Any:
+        return CudaCopier, (self.device,)
+
     def prepare(self, slots: list[Slot]) -> None:
         sources = [slot.source() for slot in slots]
-        in_memory = [source for source in sources if isinstance(source, torch.Tensor) and source.device.type == "cpu"]
+        in_memory = [source for source in sources if isinstance(source, torch.Tensor) and _is_plain(source)]
         self._copies.add(in_memory)
         self._locks.add(in_memory)
 
@@ -97,12 +101,14 @@ class CudaCopier:
         tensors: list[torch.Tensor] = []
         direct: list[tuple[torch.Tensor, torch.Tensor]] = []
         staged: list[tuple[torch.Tensor | FileRange, torch.Tensor]] = []
+        later: dict[int, torch.Tensor] = {}
         known: dict[Any, torch.Tensor] = {}
         for slot in slots:
-            source = slot.source()
+            source = slot.take()
             if isinstance(source, torch.Tensor):
-                if source.device.type != "cpu":
-                    tensors.append(source.detach().to(self.device))
+                if not _is_plain(source):
+                    later[len(tensors)] = source
+                    tensors.append(source)
                     continue
                 source = self._small(source) if source.nbytes < SMALL else source.detach()
             key = _identity(source)
@@ -126,7 +132,7 @@ class CudaCopier:
         if staged:
             self._stager_lane.stream.wait_event(free)
             job = self._stager.bring(staged)
-        return _CudaCopy(tensors, stream, arrived, job)
+        return _CudaCopy(tensors, later, stream, arrived, job)
 
     def _small(self, source: torch.Tensor) -> torch.Tensor:
         copied = self._copies.find(source)
@@ -141,6 +147,10 @@ class CudaCopier:
         return self._locks.covers(source) or source.nbytes < SMALL or not source.is_contiguous()
 
 
+def _is_plain(source: torch.Tensor) -> bool:
+    return source.device.type == "cpu" and has_plain_memory(source)
+
+
 def _identity(source: torch.Tensor | FileRange) -> Any:
     """The same for tensors that are one."""
     if isinstance(source, FileRange):
@@ -149,14 +159,18 @@ def _identity(source: torch.Tensor | FileRange) -> Any:
 
 
 class _CudaCopy:
+    """Tensors on their way. later: those by their places that are brought over when they are asked for."""
+
     def __init__(
         self,
         tensors: list[torch.Tensor],
+        later: dict[int, torch.Tensor],
         stream: torch.cuda.Stream,
         arrived: torch.cuda.Event | None,
         job: Job | None,
     ) -> None:
         self._tensors = tensors
+        self._later = later
         self._stream = stream
         self._arrived = arrived
         self._job = job
@@ -167,8 +181,13 @@ class _CudaCopy:
         if self._job is not None and self._job.error is not None:
             raise self._job.error
         if stream != self._stream:
-            for tensor in self._tensors:
-                tensor.record_stream(stream)
+            for place, tensor in enumerate(self._tensors):
+                if place not in self._later:
+                    tensor.record_stream(stream)
+        if self._later:
+            with torch.inference_mode(False), torch.no_grad():
+                for place, source in self._later.items():
+                    self._tensors[place] = source.detach().to(stream.device)
         return self._tensors
 
     def cancel(self) -> None:

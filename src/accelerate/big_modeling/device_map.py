@@ -15,8 +15,15 @@ from accelerate.big_modeling.check import clean_device_map
 from accelerate.big_modeling.layers import BiggestLayer
 from accelerate.big_modeling.memory import MaxMemory, as_classes, get_max_memory
 from accelerate.big_modeling.pending import Pending
-from accelerate.big_modeling.sizes import Dtype, compute_module_sizes, compute_module_total_buffer_size, direct_parts
-from accelerate.big_modeling.ties import check_tied_parameters_on_same_device, find_tied_parameters
+from accelerate.big_modeling.sizes import (
+    Dtype,
+    compute_module_sizes,
+    compute_module_total_buffer_size,
+    direct_parts,
+    sizes_in,
+)
+from accelerate.big_modeling.ties import check_tied_parameters_on_same_device, ties_in
+from accelerate.big_modeling.walk import Modules, all_modules, without_collecting_garbage
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +52,14 @@ def infer_auto_device_map(
     modules are offloaded as well. fallback_allocation: where the next module is too big for an empty device, look for
     a later one that fits.
     """
-    planner = _Planner(model, max_memory, as_classes(no_split_module_classes), dtype, special_dtypes, verbose)
-    planner.count_buffers = not offload_buffers
-    planner.fallback = fallback_allocation
-    planner.run()
-    device_map = planner.device_map
-    if clean_result:
-        clean_device_map(device_map)
+    with without_collecting_garbage():
+        planner = _Planner(model, max_memory, as_classes(no_split_module_classes), dtype, special_dtypes, verbose)
+        planner.count_buffers = not offload_buffers
+        planner.fallback = fallback_allocation
+        planner.run()
+        device_map = planner.device_map
+        if clean_result:
+            clean_device_map(device_map)
     planner.report()
     check_tied_parameters_on_same_device(planner.ties, device_map)
     return device_map
@@ -77,8 +85,10 @@ class _Planner:
         self.gpus = [device for device in self.devices if device not in ("cpu", "disk")]
         # Those that keep room for the biggest layer that is offloaded.
         self.reserving = ["mps"] if "mps" in self.gpus else [*self.gpus[:1], "cpu"]
-        self.sizes = compute_module_sizes(model, dtype, special_dtypes)
-        self.ties = find_tied_parameters(model)
+        modules = all_modules(model)
+        self.sizes = sizes_in(modules, dtype, special_dtypes)
+        self.ties = ties_in(modules)
+        self.with_buffers = _with_buffers(modules)
         self.groups_of = _groups_of_modules(self.ties)
         self.no_split = no_split
         self.dtype, self.special_dtypes = dtype, special_dtypes
@@ -156,7 +166,7 @@ class _Planner:
             self.biggest.place(placed)
         for other in tied:
             self.pending.remove(other)
-        if self.count_buffers and isinstance(part, nn.Module):
+        if self.count_buffers and isinstance(part, nn.Module) and name in self.with_buffers:
             self.buffers[self.device] += compute_module_total_buffer_size(part, self.dtype, self.special_dtypes)
 
     def _can_split(self, part: Any) -> bool:
@@ -233,6 +243,17 @@ def _with(names: list[str]) -> str:
 
 def _inside(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
+
+
+def _with_buffers(modules: Modules) -> set[str]:
+    """The names of all modules that have a buffer, of their own or further inside."""
+    found: set[str] = set()
+    for name, module in modules:
+        if module._buffers:
+            while name and name not in found:
+                found.add(name)
+                name = name.rpartition(".")[0]
+    return found
 
 
 def _groups_of_modules(ties: list[list[str]]) -> dict[str, list[list[str]]]:

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from accelerate import big_modeling
+from accelerate.big_modeling.check import closest_entry
 from accelerate.big_modeling.device_map import infer_auto_device_map, refuse_disk
 from accelerate.big_modeling.memory import get_balanced_memory
-from accelerate.big_modeling.offload import state_to_offload, tie_offloaded, to_host
-from accelerate.big_modeling.store import OffloadedWeightsLoader, extract_submodules_state_dict, keep_on_disk
+from accelerate.big_modeling.offload import names_to_offload, refuse_missing, state_to_offload, tie_offloaded, to_host
+from accelerate.big_modeling.store import OffloadedWeightsLoader, keep_on_disk
 from accelerate.big_modeling.ties import find_tied_parameters
 from accelerate.hooks.align import watch
 from accelerate.hooks.attach import attach_align_device_hook_on_blocks
@@ -52,7 +53,8 @@ def dispatch_model(
     """
     # Looked up in its public place, where clients put another one for models with tensors that are in no map.
     big_modeling.check_device_map(model, device_map)
-    if len({str(device) for device in device_map.values()}) > 1 or force_hooks or _is_quantized(model):
+    devices = {str(device) for device in device_map.values()}
+    if len(devices) > 1 or "disk" in devices or force_hooks or _is_quantized(model):
         _dispatch(
             model,
             device_map,
@@ -66,12 +68,8 @@ def dispatch_model(
         )
         _guard_moves(model)
     else:
-        device = next(iter(device_map.values()))
-        if device == "disk":
-            raise ValueError(
-                "This device map puts the whole model on disk: call `disk_offload`, which says where it runs."
-            )
-        model.to(device)
+        for device in list(device_map.values())[:1]:  # a model without tensors needs none
+            model.to(device)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
 
@@ -100,14 +98,19 @@ def _dispatch(
     if str(main_device) in ("cpu", "mps"):
         in_memory = []  # they run where they are, or share memory with what runs them
     if state_dict is None and in_memory:
-        state_dict = to_host(extract_submodules_state_dict(model.state_dict(), in_memory))
+        state_dict = to_host(_placed(model.state_dict(), device_map, in_memory))
     if on_disk and offload_index is None:
         if offload_dir is None:
             raise ValueError(
                 f"The device map puts {', '.join(on_disk)} on disk, and there is no folder for that: give offload_dir."
             )
         state = state_to_offload(model, common["offload_buffers"])
-        keep_on_disk(offload_dir, extract_submodules_state_dict(state, on_disk))
+        keep_on_disk(offload_dir, _placed(state, device_map, on_disk))
+    elif on_disk and offload_index is not None:
+        # New parameters, say, which no checkpoint has: the model has their values.
+        state = _placed(state_to_offload(model, common["offload_buffers"]), device_map, on_disk)
+        more = {name: value for name, value in state.items() if name not in offload_index and not value.is_meta}
+        state_dict = {**to_host(more), **(state_dict or {})}
     weights = None
     if state_dict is not None or on_disk:
         weights = OffloadedWeightsLoader(
@@ -120,6 +123,9 @@ def _dispatch(
     offloaded = {*on_disk, *in_memory}
     elsewhere = ("cpu", "disk")
     tied = find_tied_parameters(model)
+    if weights is not None and offloaded:
+        names = names_to_offload(model, common["offload_buffers"])
+        refuse_missing(model, weights, [n for n in names if closest_entry(n, device_map) in offloaded], tied)
     attach_align_device_hook_on_blocks(
         model,
         execution_device={
@@ -133,6 +139,14 @@ def _dispatch(
     )
     tie_offloaded(model, tied)
     watch(model)
+
+
+def _placed(
+    state_dict: Mapping[str, torch.Tensor], device_map: Mapping[str, Device], entries: list[str]
+) -> dict[str, torch.Tensor]:
+    """What of a state dict is placed by some of the entries of a map."""
+    wanted = set(entries)
+    return {name: tensor for name, tensor in state_dict.items() if closest_entry(name, device_map) in wanted}
 
 
 def _tied_map(model: nn.Module, tied: list[list[str]]) -> dict[int, dict[Any, torch.Tensor]]:

@@ -11,13 +11,28 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.big_modeling.by_torch import load_by_torch, loads_by_itself
 from accelerate.big_modeling.check import is_covered
 from accelerate.big_modeling.eight_bit import quantize_and_offload_8bit
 from accelerate.big_modeling.parameters import is_packed, is_quantized, like
 from accelerate.big_modeling.reading import Read, read_all
-from accelerate.big_modeling.sources import Source, open_weights, report_names, weight_files
+from accelerate.big_modeling.sources import (
+    Contents,
+    Held,
+    Source,
+    open_weights,
+    refuse_shapes,
+    report_names,
+    weight_files,
+)
 from accelerate.big_modeling.store import FileRange, offload_weight, save_offload_index
-from accelerate.big_modeling.tensors import Device, resolve_dtype, set_module_tensor_to_device
+from accelerate.big_modeling.tensors import (
+    Device,
+    extra_state_names,
+    resolve_dtype,
+    set_module_tensor_to_device,
+    tensor_places,
+)
 from accelerate.big_modeling.ties import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -33,12 +48,12 @@ _CPU = torch.device("cpu")
 
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Device] | None = None
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Returns the weights of a file (safetensors or torch), each on the device that a map gives it, else on the CPU.
 
     On the CPU the weights of a safetensors file are read as they are used.
     """
-    sources = open_weights(Path(checkpoint_file))
+    sources, others, _ = open_weights(Path(checkpoint_file))
     devices = {name: _device_in_memory(_mapped_device(name, device_map)) for name in sources}
     reads = {
         name: Read(source, devices[name], source.dtype)
@@ -47,7 +62,7 @@ def load_state_dict(
     }
     read_all(list(reads.values()))
     found = {name: reads[name].result if name in reads else source.mapped() for name, source in sources.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    return {**{name: value for name, value in found.items() if value is not None}, **others}
 
 
 def _mapped_device(name: str, device_map: Mapping[str, Device] | None) -> Device:
@@ -100,10 +115,13 @@ def load_checkpoint_in_model(
         on_disk = [name or "the whole model" for name, device in device_map.items() if device == "disk"]
         if on_disk and offload_folder is None:
             raise ValueError(f"The device map puts {', '.join(on_disk)} on disk: give an offload_folder for that.")
-    sources: dict[str, Source] = {}
+    contents = Contents({}, {}, {})
     for path in weight_files(checkpoint):
-        sources |= open_weights(path)
-    loader = _Loader(model, sources, tied)
+        contents.add(open_weights(path))
+    loader = _Loader(model, contents, tied)
+    if device_map is None and loads_by_itself(model, names_fit=not loader.missing and not loader.unexpected):
+        load_by_torch(model, loader.places, contents, tied, checkpoint, strict)
+        return
     loader.check_names(checkpoint, strict)
     loader.check_shapes(checkpoint)
     if device_map is None:
@@ -127,16 +145,21 @@ class _Loader:
     offload_buffers = False
     offload_8bit = False
 
-    def __init__(self, model: nn.Module, sources: dict[str, Source], tied: list[list[str]]) -> None:
+    def __init__(self, model: nn.Module, contents: Contents, tied: list[list[str]]) -> None:
+        sources = contents.tensors
         self.model = model
         self.tied = tied
-        self.places = _places(model)
+        self.groups = {name: group for group in tied for name in group}
+        self.places = tensor_places(model)
         # Of a tied parameter one name is enough, the first that there is a weight for.
         self.chosen = {group[0]: next((name for name in group if name in sources), None) for group in tied}
         same = {name for group in tied for name in group if name != self.chosen[group[0]]}
         self.statistics = {name: source for name, source in sources.items() if self._is_statistic(name)}
         self.found = {name: source for name, source in sources.items() if name in self.places and name not in same}
-        self.unexpected = sorted(sources.keys() - self.places.keys() - self.statistics.keys())
+        entries = {**sources, **contents.others}
+        self.extra_states = {name: entries[name] for name in extra_state_names(model) if name in entries}
+        known = self.places.keys() | self.statistics.keys() | self.extra_states.keys()
+        self.unexpected = sorted(entries.keys() - known)
         self.missing = sorted(self.places.keys() - self.found.keys() - same) + [
             name for group in tied if self.chosen[group[0]] is None for name in group
         ]
@@ -150,16 +173,13 @@ class _Loader:
         report_names(self.model, checkpoint, self.missing, self.unexpected, strict)
 
     def check_shapes(self, checkpoint: Any) -> None:
-        wrong = []
-        for name, source in self.found.items():
-            tensor = self.tensor(name)
-            if tuple(tensor.shape) != tuple(source.shape) and not is_packed(tensor):
-                wrong.append(f"{name} has shape {tuple(source.shape)} there and {tuple(tensor.shape)} here")
-        if wrong:
-            raise ValueError(
-                f"{checkpoint} does not fit this {type(self.model).__name__} ({'; '.join(wrong)}): give the model "
-                "that it was saved from."
-            )
+        tensors = {name: self.tensor(name) for name in self.found}
+        shapes = {
+            name: (tuple(self.found[name].shape), tuple(tensor.shape))
+            for name, tensor in tensors.items()
+            if not is_packed(tensor)
+        }
+        refuse_shapes(self.model, checkpoint, shapes)
 
     def tensor(self, name: str) -> torch.Tensor:
         module, attribute = self.places[name]
@@ -187,6 +207,7 @@ class _Loader:
 
     def place(self, folder: str | os.PathLike[str] | None) -> None:
         """Brings every weight to its device, those of the disk first: they are only written down."""
+        self._prefer_memory()
         devices = self._devices()
         self._leave_on_disk({name for name, device in devices.items() if device == "disk"}, folder)
         # With a GPU, what stays on the CPU is brought over again and again: from memory of its own, not from a file.
@@ -207,6 +228,18 @@ class _Loader:
         for name, read in reads.items():
             if read.result is not None:
                 self.put(name, read.result)
+        for name, state in self.extra_states.items():
+            module = self.model.get_submodule(name.rpartition(".")[0])
+            module.set_extra_state(state.mapped() if isinstance(state, (FileRange, Held)) else state)
+
+    def _prefer_memory(self) -> None:
+        """Loads a tied parameter under a name that is not on disk, if there is one: there it is used by all."""
+        for group in self.tied:
+            loaded = self.chosen[group[0]]
+            held = [name for name in group if _mapped_device(name, self.device_map) != "disk"]
+            if loaded is not None and held and loaded not in held:
+                self.found[held[0]] = self.found.pop(loaded)
+                self.chosen[group[0]] = held[0]
 
     def _devices(self) -> dict[str, Device]:
         for device in set(self.device_map.values()):
@@ -244,13 +277,15 @@ class _Loader:
                 statistics = self._statistics_of(name)
                 quantize_and_offload_8bit(self.model, source.mapped(), name, dtype, folder, index, statistics)
             elif isinstance(source, FileRange):
-                index[name] = {
-                    "safetensors_file": source.path,
+                place = {
+                    "safetensors_file": os.path.abspath(source.path),
                     "weight_name": name,
                     "dtype": str(dtype).removeprefix("torch."),
                 }
+                index |= dict.fromkeys(self.groups.get(name, [name]), place)
             else:
-                offload_weight(source.mapped().to(dtype), name, folder, index)
+                for alias in self.groups.get(name, [name]):
+                    offload_weight(source.mapped().to(dtype), alias, folder, index)
             set_module_tensor_to_device(self.model, name, "meta", dtype=dtype)
         save_offload_index(index, folder)
 
@@ -276,17 +311,3 @@ class _Loader:
                 for name in group:
                     module, attribute = self.places[name]
                     module._parameters[attribute] = self.tensor(loaded)  # type: ignore[assignment]
-
-
-def _places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
-    """Where each tensor of the state dict is, by name; one that two modules share has a name in each."""
-    found: dict[str, tuple[nn.Module, str]] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        start = f"{prefix}." if prefix else ""
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                found[f"{start}{name}"] = module, name
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
-                found[f"{start}{name}"] = module, name
-    return found

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from accelerate.big_modeling.placeholder import OffloadedParameter
-from accelerate.big_modeling.store import OffloadedWeightsLoader, keep_on_disk, load_offloaded_weight
-from accelerate.big_modeling.tensors import set_module_tensor_to_device
+from accelerate.big_modeling.store import OffloadedWeightsLoader, keep_on_disk
+from accelerate.big_modeling.tensors import get_non_persistent_buffers, has_plain_memory, set_module_tensor_to_device
 from accelerate.big_modeling.ties import find_tied_parameters
 from accelerate.hooks.align import AlignDevicesHook, align_hooks, watch
 from accelerate.hooks.attach import attach_align_device_hook
@@ -69,6 +69,7 @@ def _offload(
         on_device = first is not None and not first.is_meta
         execution_device = first.device if first is not None and on_device else PartialState().default_device
     tied = find_tied_parameters(model)
+    refuse_missing(model, weights, names_to_offload(model, offload_buffers), tied)
     add_hook_to_module(model, AlignDevicesHook(io_same_device=True), append=True)
     attach_align_device_hook(
         model,
@@ -98,18 +99,47 @@ def cpu_offload_with_hook(
 
 
 def state_to_offload(model: nn.Module, offload_buffers: bool) -> dict[str, torch.Tensor]:
-    """The state dict of a model, without buffers where these stay on the device."""
+    """The tensors of a model's state dict, without buffers where these stay on the device."""
     stays = () if offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    return {name: tensor for name, tensor in model.state_dict().items() if name not in stays}
+    state = model.state_dict().items()
+    return {name: value for name, value in state if name not in stays and isinstance(value, torch.Tensor)}
 
 
-def to_host(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict in host memory; tensors that are one stay one."""
+def names_to_offload(model: nn.Module, offload_buffers: bool) -> list[str]:
+    """The names of the tensors that lie elsewhere once a whole model is offloaded."""
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if offload_buffers:
+        left_out = get_non_persistent_buffers(model, recurse=True, fqns=True)
+        names += [name for name, _ in model.named_buffers(remove_duplicate=False) if name not in left_out]
+    return names
+
+
+def refuse_missing(
+    model: nn.Module, weights: Mapping[str, torch.Tensor], names: list[str], tied: list[list[str]]
+) -> None:
+    """Raises where there is no value for a tensor that is to be offloaded; of tied ones, one name is enough."""
+    held = weights.state_dict if isinstance(weights, OffloadedWeightsLoader) else weights
+    known = set(weights)
+    if isinstance(held, dict):  # another mapping may read its values from somewhere
+        known -= {name for name, value in held.items() if getattr(value, "is_meta", False)}
+    known |= {name for group in tied if not known.isdisjoint(group) for name in group}
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ValueError(
+            f"There is no value for {', '.join(missing)} of this {type(model).__name__}: load its weights before it is "
+            "offloaded, or give a state_dict or an offload_index that has them all."
+        )
+
+
+def to_host(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict in host memory; those that are one stay one."""
     moved: dict[Any, torch.Tensor] = {}
     result = {}
     for name, tensor in state_dict.items():
+        if not isinstance(tensor, torch.Tensor):
+            continue  # extra state is whatever a module likes
         key: Any = name
-        if tensor.device.type not in ("cpu", "meta"):
+        if tensor.device.type not in ("cpu", "meta") and has_plain_memory(tensor):
             key = tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         if key not in moved:
             moved[key] = tensor.detach().to("cpu") if not tensor.is_meta else tensor.detach()
@@ -178,7 +208,11 @@ def has_offloaded_params(module: nn.Module) -> bool:
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Put weights that `offload_state_dict` wrote into a model, on the CPU. index: what stands in its index.json."""
-    for name, info in (index or {}).items():
-        value = load_offloaded_weight(os.path.join(offload_folder, f"{name}.dat"), info)
-        set_module_tensor_to_device(model, name, "cpu", value=value)
+    """Put offloaded weights into a model, on the CPU. index: what stands in the index.json of the folder."""
+    if not index:
+        return
+    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
+    for name in index:
+        if not name.endswith("SCB"):  # the scales of an 8-bit weight come with it
+            scales = f"{name.removesuffix('weight')}SCB"
+            set_module_tensor_to_device(model, name, "cpu", value=weights[name], fp16_statistics=weights.get(scales))

@@ -62,9 +62,9 @@ class Order(Generic[T]):
         before, log, doubts = self._before, self._log, self._doubts
         for place in range(max(self._finger - self._forgotten, 0), len(log)):
             entry = log[place]
-            if before in doubts or isinstance(entry, _End):
+            if entry is END or (doubts and before in doubts):
                 return
-            yield entry
+            yield entry  # type: ignore[misc]
             before = entry
 
     def _end(self) -> int:

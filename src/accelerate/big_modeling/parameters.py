@@ -27,20 +27,29 @@ def is_packed(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ in _FOUR_BIT
 
 
+def has_parts(kind: type[torch.Tensor]) -> bool:
+    """Says whether tensors of a class are made of other tensors."""
+    return hasattr(kind, "__tensor_flatten__")
+
+
 def like(parameter: torch.Tensor, data: torch.Tensor, **attributes: Any) -> nn.Parameter:
     """Returns a parameter of the same class and with the same attributes, of other data.
 
     attributes: those that are to be different.
     """
-    kind = type(parameter)
-    attributes = {**parameter.__dict__, **attributes}
+    return of_kind(type(parameter), data, parameter.requires_grad, {**parameter.__dict__, **attributes})
+
+
+def of_kind(
+    kind: type[torch.Tensor], data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]
+) -> nn.Parameter:
+    """Returns a parameter of a class: one of its own, or that of tensors which were made parameters."""
     if kind is not nn.Parameter and issubclass(kind, nn.Parameter):
         accepted = _arguments(kind)
         known = {name: value for name, value in attributes.items() if name in accepted}
-        made: nn.Parameter = kind(data, **{**known, "requires_grad": parameter.requires_grad})
+        made: nn.Parameter = kind(data, **{**known, "requires_grad": requires_grad})
     else:
-        # Also where a tensor of another class was made a parameter: the class is then that of the data.
-        made = nn.Parameter(data, requires_grad=parameter.requires_grad)
+        made = nn.Parameter(data, requires_grad=requires_grad)
     made.__dict__.update(attributes)
     return made
 

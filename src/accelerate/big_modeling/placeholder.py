@@ -7,17 +7,20 @@ parent of its module, say, which does not run the module's hook), the value is b
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from accelerate.big_modeling.graphs import outside_graphs
-from accelerate.big_modeling.store import FileRange, find_source
+from accelerate.big_modeling.parameters import has_parts, of_kind
+from accelerate.big_modeling.store import find_source, full_name
 
-Device = int | str | torch.device
+if TYPE_CHECKING:
+    from accelerate.big_modeling.slot import Slot
 
 # What can be answered without the value: everything that describes a tensor.
 _DESCRIPTIONS = {
@@ -74,96 +77,19 @@ _CASTS: dict[Any, torch.dtype] = {
 }
 # Methods that change a tensor, besides those whose names end in an underscore.
 _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
+_WRITING |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
-class Slot:
-    """One tensor of a module that lies elsewhere: where it belongs, and where its value is.
+class Offloaded:
+    """The behaviour of both kinds of placeholder.
 
-    holder, attribute: the module and the tensor's name in it. weights, name: the mapping that has the value.
-    given_device, device: where the module runs, as the caller wrote it and as torch sees it.
-    tied: by address and device (as written), tensors that are there anyway because another module shares them.
+    slot: where the value is. put_back: the tensor that a module got for good, for those that share it.
     """
 
-    def __init__(
-        self,
-        holder: nn.Module,
-        attribute: str,
-        weights: Mapping[str, Any],
-        name: str,
-        given_device: Device | None,
-        device: torch.device,
-        tied: Mapping[int, Mapping[Any, torch.Tensor]] | None = None,
-    ) -> None:
-        self.holder = holder
-        self.attribute = attribute
-        self.weights = weights
-        self.name = name
-        self.given_device = given_device
-        self.device = device
-        self.tied = tied
-        self.is_parameter = attribute in holder._parameters
-        self.table: dict[str, Any] = holder._parameters if self.is_parameter else holder._buffers
-        self.placeholder = _stand_in(cast(torch.Tensor, self.table[attribute]), self)
-        self.nbytes = self.placeholder.nbytes
-        self.table[attribute] = self.placeholder
-
-    def is_empty(self) -> bool:
-        tensor = self.table[self.attribute]
-        return tensor is self.placeholder or (tensor is not None and tensor.is_meta)
-
-    def fill(self, value: torch.Tensor) -> torch.Tensor:
-        """Put a value into the module; returns the tensor that is there now."""
-        stand_in = self.table[self.attribute]
-        if stand_in is not self.placeholder and isinstance(stand_in, _Offloaded):
-            self.placeholder = stand_in  # a cast of the model may have put another one there
-        with torch._C.DisableTorchFunctionSubclass():  # the attributes of a placeholder, without a detour
-            if value.dtype is not stand_in.dtype:
-                value = value.to(stand_in.dtype)
-            if self.is_parameter:
-                value = nn.Parameter(value, requires_grad=stand_in.requires_grad)
-        if len(stand_in.__dict__) > 1 and self.is_parameter:
-            value.__dict__.update({key: kept for key, kept in stand_in.__dict__.items() if key != "slot"})
-        self.table[self.attribute] = value
-        return value
-
-    def clear(self, tensor: torch.Tensor) -> None:
-        """Take a tensor out of the module again, unless something else is in its place by now."""
-        if self.table.get(self.attribute) is tensor:
-            self.table[self.attribute] = self.placeholder
-
-    def source(self) -> torch.Tensor | FileRange:
-        """Where the value is: in memory, or in a file."""
-        source = find_source(self.weights, self.name)
-        if self.tied and isinstance(source, torch.Tensor):
-            return self.tied.get(source.data_ptr(), {}).get(self.given_device, source)
-        return source
-
-    def host(self) -> torch.Tensor:
-        """The value without a copy where possible: as it lies in memory, or mapped from its file."""
-        source = find_source(self.weights, self.name)
-        return source.mapped() if isinstance(source, FileRange) else source
-
-    def value(self) -> torch.Tensor:
-        """The value where the module runs."""
-        source = self.source()
-        value = source.mapped() if isinstance(source, FileRange) else source.detach()
-        return value if value.device == self.device else value.to(self.device)
-
-
-def _stand_in(tensor: torch.Tensor, slot: Slot) -> Any:
-    made: Any
-    if isinstance(tensor, nn.Parameter):
-        made = OffloadedParameter._around(tensor)
-    else:
-        made = OffloadedTensor._around(tensor)
-    made.slot = slot
-    return made
-
-
-class _Offloaded:
-    """The behaviour of both kinds of placeholder. slot: where the value is."""
-
     slot: Slot
+    put_back: Callable[[], torch.Tensor | None]
 
     @classmethod
     def __torch_function__(
@@ -176,42 +102,55 @@ class _Offloaded:
         else:
             described = name in ("__set__", "__delete__") or function in _DESCRIPTIONS
         if described:
+            if function == _SET_DATA and not args[1].is_meta:
+                return _replace(args[0], args[1])
+            if function == _IS_META and sys._getframe(1).f_globals is nn.init.__dict__:
+                return False  # it would leave the weight as it is
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if args and isinstance(args[0], _Offloaded):
+        if args and isinstance(args[0], Offloaded):
             if function in _SAME:
                 return args[0]._again(args[0].dtype)  # type: ignore[attr-defined]
+            if function is torch.Tensor.view_as:  # how nn.init writes to a weight
+                return args[0]._again(args[0].dtype, args[1].shape)  # type: ignore[attr-defined]
             dtype = _cast_to(function, args, kwargs)
             if dtype is not None:
                 return args[0]._again(dtype)
-            if (name.endswith("_") and not name.endswith("__")) or name in _WRITING:
-                return _write(function, args, kwargs)
+        written = _written(name, args, kwargs)
+        if written:
+            return _write(function, written, args, kwargs)
         args, kwargs = tree_map(_bring, args), tree_map(_bring, kwargs)
         return function(*args, **kwargs)
 
-    def _again(self, dtype: torch.dtype) -> OffloadedTensor:
-        """The same value as a tensor that has no part in gradients, in this dtype."""
+    def _again(self, dtype: torch.dtype, shape: torch.Size | None = None) -> OffloadedTensor:
+        """The same value as a tensor that has no part in gradients, in this dtype and shape."""
         with torch._C.DisableTorchFunctionSubclass():
             meta = torch.empty_strided(self.size(), self.stride(), dtype=dtype, device="meta")  # type: ignore[attr-defined]
+            meta = meta if shape is None else meta.view(shape)
         made = OffloadedTensor._around(meta)
         made.slot = self.slot
         return made
 
+    def attributes(self) -> dict[str, Any]:
+        """What somebody has noted on the parameter."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("slot", "put_back")}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         made = cast(Any, type(self))._around(self)
         memo[id(self)] = made
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        made.__dict__.update(copy.deepcopy({**self.attributes(), "slot": self.slot}, memo))
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """A pickle has no use for a place on this machine: it gets the value."""
         tensor = cast(torch.Tensor, self)
         value = self.slot.host().to(tensor.dtype)
-        made = nn.Parameter(value, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else value
-        return made.__reduce_ex__(protocol)
+        if isinstance(tensor, nn.Parameter):
+            value = of_kind(self.slot.kind or nn.Parameter, value, tensor.requires_grad, self.attributes())
+        return value.__reduce_ex__(protocol)
 
 
-class OffloadedTensor(_Offloaded, torch.Tensor):
+class OffloadedTensor(Offloaded, torch.Tensor):
     """A buffer that lies elsewhere, or a value that is put off until it is used."""
 
     @classmethod
@@ -219,7 +158,7 @@ class OffloadedTensor(_Offloaded, torch.Tensor):
         return torch.Tensor._make_subclass(cls, _meta(tensor), False)
 
 
-class OffloadedParameter(_Offloaded, nn.Parameter):
+class OffloadedParameter(Offloaded, nn.Parameter):
     """A parameter that lies elsewhere."""
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
@@ -229,7 +168,8 @@ class OffloadedParameter(_Offloaded, nn.Parameter):
     @classmethod
     def _around(cls, tensor: torch.Tensor) -> Any:
         made = torch.Tensor._make_subclass(cls, _meta(tensor), tensor.requires_grad)
-        made.__dict__.update(tensor.__dict__)
+        if not has_parts(type(tensor)):  # which are attributes of it
+            made.__dict__.update(tensor.attributes() if isinstance(tensor, Offloaded) else tensor.__dict__)
         return made
 
 
@@ -240,10 +180,12 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
 
 @outside_graphs
 def _bring(value: Any) -> Any:
-    if not isinstance(value, _Offloaded):
+    if not isinstance(value, Offloaded):
         return value
     tensor = cast(torch.Tensor, value)
     brought = value.slot.value().to(tensor.dtype)
+    if brought.shape != tensor.shape:
+        brought = brought.view(tensor.shape)
     return brought.requires_grad_() if tensor.requires_grad and torch.is_grad_enabled() else brought
 
 
@@ -260,19 +202,53 @@ def _cast_to(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
     return None
 
 
+def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The placeholders that a call changes."""
+    changed: Any = kwargs.get("out")
+    in_place = (name.endswith("_") and not name.endswith("__")) or name in _WRITING or kwargs.get("inplace") is True
+    if changed is None and in_place:
+        changed = args[0] if args else next((kwargs[key] for key in ("tensor", "input", "self") if key in kwargs), None)
+    together = changed if isinstance(changed, (list, tuple)) else [changed]
+    return [tensor for tensor in together if isinstance(tensor, Offloaded)]
+
+
 @outside_graphs
-def _write(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Change the value in place, where it lies."""
-    offloaded = args[0]
-    slot = offloaded.slot
-    if not isinstance(find_source(slot.weights, slot.name), torch.Tensor):
-        raise RuntimeError(
-            f"{slot.name} lies in a file and cannot be changed there by `{function.__name__}`: give the model its new "
-            "weights before it is offloaded to disk."
-        )
-    host = slot.host()
-    args, kwargs = tree_map(_bring, args[1:]), tree_map(_bring, kwargs)
-    moved = tree_map(lambda value: value.to(host.device) if isinstance(value, torch.Tensor) else value, (args, kwargs))
+def _write(function: Callable[..., Any], written: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Change values in place, where they lie."""
+    if function is torch.Tensor.copy_ and len(args) > 1 and args[1] is args[0]:
+        return args[0]  # it has this value
+    hosts = {id(offloaded): _writable(offloaded, function.__name__) for offloaded in written}
+    device = next(iter(hosts.values())).device
+
+    def there(value: Any) -> Any:
+        if id(value) in hosts:
+            return hosts[id(value)]
+        value = _bring(value)
+        return value.to(device) if isinstance(value, torch.Tensor) else value
+
     with torch.no_grad():
-        function(host, *moved[0], **moved[1])
-    return offloaded
+        result = function(*tree_map(there, args), **tree_map(there, kwargs))
+    given = {id(hosts[id(offloaded)]): offloaded for offloaded in written}
+    return tree_map(lambda value: given.get(id(value), value), result)
+
+
+def _writable(offloaded: Any, how: str) -> torch.Tensor:
+    slot: Slot = offloaded.slot
+    source = find_source(slot.weights, slot.name)
+    if not isinstance(source, torch.Tensor):
+        raise RuntimeError(
+            f"{full_name(slot.weights, slot.name)} lies in a file and cannot be changed there by `{how}`: give the "
+            "model its new weights before it is offloaded to disk."
+        )
+    return source if source.shape == offloaded.shape else source.view(offloaded.shape)
+
+
+def _replace(offloaded: Any, value: torch.Tensor) -> None:
+    """What `parameter.data = value` does."""
+    if value.shape != offloaded.shape or value.dtype != offloaded.dtype:
+        name = full_name(offloaded.slot.weights, offloaded.slot.name)
+        raise RuntimeError(
+            f"The data of {name}, which is offloaded, can be exchanged for some of the same shape and dtype only, "
+            f"{tuple(offloaded.shape)} and {offloaded.dtype}: put a new parameter into its module instead."
+        )
+    offloaded.copy_(value)

@@ -1,8 +1,8 @@
 """Reading many tensors at once, each straight to where it belongs.
 
-Several threads read pieces of the files. For the CPU they read into the memory of the tensor itself. For a GPU each has
-two page-locked buffers: while one is copied over, the other is filled. So a model of any size passes through a few
-hundred megabytes of the host.
+Several threads read pieces of the files. For the CPU they read into the memory of the tensor itself, or cast each piece
+as it comes. For a GPU each has two page-locked buffers: while one is copied over, the other is filled. So a model of
+any size passes through a few hundred megabytes of the host.
 """
 
 from __future__ import annotations
@@ -48,15 +48,19 @@ class Read:
         return count + -count % 512 if count > 2**20 else 0
 
     def raw(self) -> torch.Tensor:
-        """Returns what the bytes of the file are read into; made when the first of them comes."""
+        """Returns what the bytes of the file are read into; made when the first of them comes.
+
+        On the CPU it has the dtype that is wanted: each piece is cast as it comes.
+        """
         with self._lock:
             if self._raw is not None:
                 return self._raw
-            into = self.into
-            if into is not None and into.is_contiguous() and into.dtype == self.source.dtype:
+            into, casts = self.into, self.device.type == "cpu"
+            if into is not None and into.is_contiguous() and (casts or into.dtype == self.source.dtype):
                 self._raw = into
             else:
-                self._raw = torch.empty(self.source.shape, dtype=self.source.dtype, device=self.device)
+                dtype = self.dtype if casts else self.source.dtype
+                self._raw = torch.empty(self.source.shape, dtype=dtype, device=self.device)
             return self._raw
 
     def arrived(self, count: int) -> None:
@@ -115,11 +119,18 @@ def read_all(reads: Sequence[Read]) -> None:
 
 
 class _Buffers:
-    """The two buffers of a thread, used in turn."""
+    """The buffers of a thread: two that are used in turn on the way to a device, and one on the way to the CPU."""
 
     def __init__(self) -> None:
         self._buffers: list[tuple[torch.Tensor, Any]] = []
         self._turn = 0
+        self._plain: torch.Tensor | None = None
+
+    def plain(self) -> torch.Tensor:
+        """Returns memory that is not locked: no GPU is woken up for what stays on the CPU."""
+        if self._plain is None:
+            self._plain = torch.empty(PIECE, dtype=torch.uint8)
+        return self._plain
 
     def next(self) -> tuple[torch.Tensor, Any]:
         """Returns a buffer that is free, and the event that says when it is free again."""
@@ -150,14 +161,19 @@ class _Way:
 
     def bring(self, read: Read, start: int, count: int, buffers: _Buffers) -> None:
         with contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            target = bytes_of(read.raw())[start : start + count]
-            if self._in_memory:
-                read.source.read_into(target.numpy().data, start)
+            raw, dtype = read.raw(), read.source.dtype
+            if raw.dtype != dtype:
+                part = buffers.plain()[:count]
+                read.source.read_into(part.numpy().data, start)
+                first = start // dtype.itemsize
+                raw.view(-1)[first : first + count // dtype.itemsize].copy_(part.view(dtype))
+            elif self._in_memory:
+                read.source.read_into(bytes_of(raw)[start : start + count].numpy().data, start)
             else:
                 buffer, event = buffers.next()
                 part = buffer[:count]
                 read.source.read_into(part.numpy().data, start)
-                target.copy_(part, non_blocking=self._stream is not None)
+                bytes_of(raw)[start : start + count].copy_(part, non_blocking=self._stream is not None)
                 if event is not None:
                     event.record()
             read.arrived(count)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-from accelerate.big_modeling.sources import open_weights, report_names, weight_files
+from accelerate.big_modeling.sources import Contents, open_weights, refuse_shapes, report_names, weight_files
+from accelerate.big_modeling.tensors import extra_state_names
 from accelerate.big_modeling.ties import find_tied_parameters
 
 
@@ -23,19 +24,31 @@ def load_sharded(
     """Gives every rank its part of the weights, file by file; with `broadcast_from_rank0` only rank 0 reads them."""
     reads = not broadcast_from_rank0 or torch.distributed.get_rank() == 0
     options = StateDictOptions(full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=False)
-    files = weight_files(checkpoint) if reads else []
-    contents = [open_weights(path) for path in files]
-    names = sorted({name for content in contents for name in content})
+    contents: list[Contents] = []
+    failed: Exception | None = None
+    try:
+        contents = [open_weights(path) for path in weight_files(checkpoint)] if reads else []
+    except Exception as error:
+        failed = error
+    names = sorted({name for content in contents for name in (*content.tensors, *content.others)})
+    shapes = {name: tuple(source.shape) for content in contents for name, source in content.tensors.items()}
     count = len(contents)
     if broadcast_from_rank0:
-        told: list[Any] = [names, count]
+        told: list[Any] = [names, shapes, count, failed]
         torch.distributed.broadcast_object_list(told)
-        names, count = told
-    known = set(model.state_dict())
+        names, shapes, count, failed = told
+    if failed is not None:
+        raise failed
+    state = model.state_dict()
+    known = set(state)
     tied = {name for name, value in _shared_names(model).items() if value & set(names)}
     report_names(model, checkpoint, sorted(known - set(names) - tied), sorted(set(names) - known), strict)
+    if full_state_dict:
+        extra = set(extra_state_names(model))
+        here = {name: tuple(state[name].shape) for name in shapes.keys() & known - extra}
+        refuse_shapes(model, checkpoint, {name: (shapes[name], here[name]) for name in shapes if name in here})
     for number in range(count):
-        weights = {name: source.mapped() for name, source in contents[number].items()} if reads else {}
+        weights = {name: source.mapped() for name, source in contents[number].tensors.items()} if reads else {}
         set_model_state_dict(model, {n: w for n, w in weights.items() if n in known}, options=options)
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.big_modeling.tensors import named_module_tensors, resolve_dtype
+from accelerate.big_modeling.tensors import resolve_dtype
+from accelerate.big_modeling.walk import TENSORS, Modules, all_modules, own_tensors
 from accelerate.config.enums import CustomDtype
 
 _CUSTOM_SIZES = {CustomDtype.FP8: 1, CustomDtype.INT4: 1 / 2, CustomDtype.INT2: 1 / 4}
@@ -41,43 +42,30 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 
-def tensor_sizes(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    dtype: Dtype | None = None,
-    special_dtypes: Mapping[str, Dtype] | None = None,
-) -> Iterator[tuple[str, int | float]]:
-    """Yields the bytes of each tensor, were it cast to `dtype`, or to its own in `special_dtypes`.
+class _Sizes:
+    """Tells the bytes of tensors, were they cast to `dtype`, or to their own in `special_dtypes`.
 
     Whole numbers and booleans are never cast, and nothing becomes wider than it is.
     """
-    widths: dict[Any, int | float] = {}
 
-    def width(kind: Any) -> int | float:
-        if kind not in widths:
-            widths[kind] = dtype_byte_size(kind)
-        return widths[kind]
+    def __init__(self, dtype: Dtype | None, special_dtypes: Mapping[str, Dtype] | None) -> None:
+        self._dtype = dtype
+        self._special = special_dtypes or {}
+        self._widths: dict[torch.dtype, int | float] = {}
 
-    special = special_dtypes or {}
-    for name, tensor in tensors:
-        own = width(tensor.dtype)
-        if name in special:
-            own = width(special[name])
-        elif dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
-            own = min(width(dtype), own)
-        yield name, tensor.numel() * own
+    def of(self, name: str, tensor: torch.Tensor) -> int | float:
+        if name in self._special:
+            return tensor.numel() * dtype_byte_size(self._special[name])
+        width = self._widths.get(tensor.dtype)
+        if width is None:
+            width = self._widths[tensor.dtype] = self._width(tensor)
+        return tensor.numel() * width
 
-
-def add_up(sizes: Iterable[tuple[str, int | float]]) -> defaultdict[str, Any]:
-    """Sums sizes of tensors over all modules that contain them; the whole is under the empty name."""
-    total: defaultdict[str, Any] = defaultdict(int)
-    for name, size in sizes:
-        total[""] += size
-        position = name.find(".")
-        while position != -1:
-            total[name[:position]] += size
-            position = name.find(".", position + 1)
-        total[name] += size
-    return total
+    def _width(self, tensor: torch.Tensor) -> int | float:
+        own = dtype_byte_size(tensor.dtype)
+        if self._dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
+            return min(dtype_byte_size(self._dtype), own)
+        return own
 
 
 def compute_module_sizes(
@@ -91,8 +79,38 @@ def compute_module_sizes(
     dtype: count floating tensors as if cast to it. special_dtypes: the same for single tensors, by name.
     A tied parameter counts once, under its first name.
     """
-    tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
-    return add_up(tensor_sizes(tensors, dtype, special_dtypes))
+    return sizes_in(all_modules(model), dtype, special_dtypes, ("_buffers",) if buffers_only else TENSORS)
+
+
+def sizes_in(
+    modules: Modules,
+    dtype: Dtype | None = None,
+    special_dtypes: Mapping[str, Dtype] | None = None,
+    kinds: tuple[str, ...] = TENSORS,
+) -> defaultdict[str, Any]:
+    """Does what `compute_module_sizes` says, for a model whose modules are known already."""
+    sizes = _Sizes(dtype, special_dtypes)
+    total: defaultdict[str, Any] = defaultdict(int)
+    around: dict[str, list[str]] = {}  # for modules next to each other, those that contain them, the outermost first
+    for kind in kinds:
+        for module, tensors in own_tensors(modules, kind):
+            own = {name: sizes.of(name, tensor) for name, tensor in tensors}
+            size = sum(own.values())
+            parent = module.rpartition(".")[0]
+            if parent not in around:
+                around[parent] = [*_outer(parent), parent]
+            for name in around[parent]:
+                total[name] += size
+            if module:
+                total[module] += size
+            total.update(own)
+    return total
+
+
+def _outer(name: str) -> list[str]:
+    """The modules that contain a module, the outermost first."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:count]) for count in range(len(parts))]
 
 
 def compute_module_total_buffer_size(
@@ -101,7 +119,8 @@ def compute_module_total_buffer_size(
     special_dtypes: Mapping[str, Dtype] | None = None,
 ) -> Any:
     """Returns the bytes of all buffers of a model."""
-    return sum(size for _, size in tensor_sizes(model.named_buffers(), dtype, special_dtypes))
+    sizes = _Sizes(dtype, special_dtypes)
+    return sum(sizes.of(name, buffer) for name, buffer in model.named_buffers())
 
 
 def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -95,9 +96,24 @@ def _indexed(index: Path) -> list[Path]:
     return [index.parent / name for name in sorted(set(names))]
 
 
-def open_weights(path: Path) -> dict[str, Source]:
-    """Returns the tensors of a file by name; none is read yet."""
-    return dict(_open_safetensors(path)) if path.suffix == ".safetensors" else dict(_open_torch(path))
+class Contents(NamedTuple):
+    """What is in files of weights.
+
+    others: entries that are no tensors, such as the extra state of a module. metadata: what torch has noted of modules.
+    """
+
+    tensors: dict[str, Source]
+    others: dict[str, Any]
+    metadata: dict[str, Any]
+
+    def add(self, more: Contents) -> None:
+        for own, added in zip(self, more, strict=True):
+            own |= added
+
+
+def open_weights(path: Path) -> Contents:
+    """Returns what is in a file, by name; no tensor is read yet."""
+    return Contents(dict(_open_safetensors(path)), {}, {}) if path.suffix == ".safetensors" else _open_torch(path)
 
 
 def _open_safetensors(path: Path) -> dict[str, FileRange]:
@@ -131,7 +147,7 @@ def _check_format(path: Path, metadata: dict[str, str] | None) -> None:
         )
 
 
-def _open_torch(path: Path) -> dict[str, Held]:
+def _open_torch(path: Path) -> Contents:
     try:
         weights = read_torch(path, mmap=True)
     except CheckpointError:
@@ -139,9 +155,26 @@ def _open_torch(path: Path) -> dict[str, Held]:
         weights = read_torch(path)
     if not isinstance(weights, dict):
         raise CheckpointError(f"{path} holds a {type(weights).__name__} and no state dict: give a file of weights.")
-    return {
+    tensors: dict[str, Source] = {
         name: Held(value.detach().contiguous()) for name, value in weights.items() if isinstance(value, torch.Tensor)
     }
+    others = {name: value for name, value in weights.items() if name not in tensors}
+    return Contents(tensors, others, dict(getattr(weights, "_metadata", None) or {}))
+
+
+Shape = tuple[int, ...]
+
+
+def refuse_shapes(model: nn.Module, checkpoint: Any, shapes: Mapping[str, tuple[Shape, Shape]]) -> None:
+    """Raises where tensors have another shape in a checkpoint than in the model. shapes: by name, there and here."""
+    wrong = [
+        f"{name} has shape {there} there and {here} here" for name, (there, here) in shapes.items() if there != here
+    ]
+    if wrong:
+        raise ValueError(
+            f"{checkpoint} does not fit this {type(model).__name__} ({'; '.join(wrong)}): give the model that it was "
+            "saved from."
+        )
 
 
 def report_names(model: nn.Module, checkpoint: Any, missing: list[str], unexpected: list[str], strict: bool) -> None:

@@ -59,9 +59,9 @@ class _Memory:
 class _File:
     """A part of a file to be read, open until all of it was."""
 
-    def __init__(self, place: FileRange) -> None:
+    def __init__(self, place: FileRange, handle: int) -> None:
         self._place = place
-        self._handle = os.open(place.path, os.O_RDONLY)
+        self._handle = handle
 
     def fill(self, buffer: _Buffer, start: int, size: int) -> None:
         view = buffer.view if size == len(buffer.view) else buffer.view[:size]
@@ -88,8 +88,15 @@ class Job:
         self._guard = threading.Lock()
 
     def open(self, source: torch.Tensor | FileRange) -> _Memory | _File:
-        self._sources.append(_File(source) if isinstance(source, FileRange) else _Memory(source))
-        return self._sources[-1]
+        opened: _Memory | _File
+        if isinstance(source, FileRange):
+            handle = source.open()
+            # A file that has lost its name is still mapped.
+            opened = _Memory(source.mapped()) if handle is None else _File(source, handle)
+        else:
+            opened = _Memory(source)
+        self._sources.append(opened)
+        return opened
 
     def expect(self, parts: int) -> None:
         self._left = parts

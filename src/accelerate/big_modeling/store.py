@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 
 INDEX = "index.json"
 _WRITERS = 8
+# How many files of its own a model keeps mapped: a process can have 65,530 mappings, and needs some for other things.
+_MOST_MAPPED = 16_384
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64,
@@ -37,40 +37,88 @@ _SAFETENSORS_DTYPES = {
 }
 
 
-# Files that are mapped now, by what they are rather than by name alone: a file may be written anew.
-_MAPPED: WeakValueDictionary[tuple[Any, ...], np.memmap[Any, Any]] = WeakValueDictionary()
+class KeptFile:
+    """The bytes of a file as it was when this was made.
+
+    They stay what they are for as long as this lives, also when the file is deleted or another one gets its name. It is
+    mapped, and not open: thousands of weights may have a file each. Who writes to the bytes changes what is seen here,
+    not the file: so that models have nothing in common, each has its own.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            info = os.stat(path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{path} with offloaded weights is not there: offload the model again.") from error
+        self._identity = info.st_dev, info.st_ino  # not given to another file while this one is mapped
+        mapped = torch.empty(0, dtype=torch.uint8)
+        if info.st_size:
+            storage: Any = torch.UntypedStorage.from_file(path, False, info.st_size)
+            mapped.set_(storage)
+        self.bytes = mapped.numpy()
+
+    def open(self) -> int | None:
+        """A handle to read from; None where its name leads elsewhere by now."""
+        try:
+            handle = os.open(self.path, os.O_RDONLY)
+        except OSError:
+            return None
+        info = os.fstat(handle)
+        if (info.st_dev, info.st_ino) == self._identity:
+            return handle
+        os.close(handle)
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptFile:
+        handle = self.open()
+        if handle is None:
+            return self
+        os.close(handle)
+        memo[id(self)] = made = KeptFile(self.path)
+        return made
+
+    def __reduce__(self) -> Any:
+        """Another process looks for the file under its name."""
+        return _not_kept, ()
 
 
-def map_file(path: str) -> np.memmap[Any, Any]:
-    """The bytes of a file. Who writes to them changes this process's view, not the file."""
-    info = os.stat(path)
-    key = path, info.st_dev, info.st_ino, info.st_mtime_ns, info.st_size
-    mapped = _MAPPED.get(key)
-    if mapped is None:
-        mapped = _MAPPED[key] = np.memmap(path, dtype=np.uint8, mode="c")
-    return mapped
+def _not_kept() -> None:
+    return None
 
 
 class FileRange(NamedTuple):
-    """A tensor as it lies in a file."""
+    """A tensor as it lies in a file. file: that very file; without it, whichever has this path when it is read."""
 
     path: str
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    file: KeptFile | None = None
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def kept(self) -> FileRange:
+        """The same, of the file that has the path now."""
+        return self._replace(file=KeptFile(self.path))
+
     def mapped(self) -> torch.Tensor:
         """The tensor as a view of the file: read from disk as it is touched, never written back."""
-        if self.nbytes == 0:
+        count = math.prod(self.shape)
+        if count == 0:
             return torch.empty(self.shape, dtype=self.dtype)
-        raw = map_file(self.path)[self.offset : self.offset + self.nbytes]
-        if self.offset % self.dtype.itemsize:
-            raw = raw.copy()
-        return torch.from_numpy(raw).view(self.dtype).view(self.shape)
+        raw, offset = (self.file or KeptFile(self.path)).bytes, self.offset
+        if offset + self.nbytes > len(raw):
+            raise OSError(f"{self.path} ends before all of an offloaded weight: offload it again.")
+        if offset % self.dtype.itemsize:
+            raw, offset = raw[offset : offset + self.nbytes].copy(), 0
+        return torch.frombuffer(raw, dtype=self.dtype, count=count, offset=offset).view(self.shape)
+
+    def open(self) -> int | None:
+        """A handle to read from; None where the file has lost its name: it can be mapped then."""
+        return os.open(self.path, os.O_RDONLY) if self.file is None else self.file.open()
 
     def read_into(self, address: memoryview, start: int) -> None:
         """Fill `address` with the bytes from `start` on."""
@@ -100,6 +148,7 @@ class SafetensorsFile:
             length = int.from_bytes(file.read(8), "little")
             self._entries: dict[str, Any] = json.loads(file.read(length))
         self._start = 8 + length
+        self._file = KeptFile(self.path)
         self.metadata: dict[str, str] | None = self._entries.pop("__metadata__", None)
 
     def __contains__(self, name: str) -> bool:
@@ -113,7 +162,7 @@ class SafetensorsFile:
             raise KeyError(f"{self.path} holds no tensor called {name!r}: offload the model again.")
         entry = self._entries[name]
         dtype = _SAFETENSORS_DTYPES[entry["dtype"]]
-        return FileRange(self.path, self._start + entry["data_offsets"][0], tuple(entry["shape"]), dtype)
+        return FileRange(self.path, self._start + entry["data_offsets"][0], tuple(entry["shape"]), dtype, self._file)
 
 
 def offload_weight(
@@ -121,7 +170,12 @@ def offload_weight(
 ) -> dict[str, Any]:
     """Write one weight into a file of the folder, and what is needed to read it into `index`. Returns the index."""
     index = {} if index is None else index
-    raw = weight.detach().to("cpu").contiguous()
+    if hasattr(weight, "__tensor_flatten__"):
+        raise ValueError(
+            f"{weight_name} is a {type(weight).__name__}, which is made of several tensors and cannot be written to "
+            f"{offload_folder}: keep it in memory."
+        )
+    raw = weight.detach().to("cpu").contiguous().resolve_conj().resolve_neg()
     path = os.path.join(offload_folder, f"{weight_name}.dat")
     # Under another name first: a file that is mapped by another model must not change under it.
     draft = f"{path}.draft"
@@ -187,10 +241,13 @@ def _lies_there(there: OffloadedWeightsLoader, name: str, weight: torch.Tensor) 
         return True
     if name not in there:
         return False
-    kept = there.locate(name)
-    if kept.shape != tuple(weight.shape) or kept.dtype != weight.dtype or not os.path.exists(kept.path):
+    try:
+        kept = there.locate(name)
+        if kept.shape != tuple(weight.shape) or kept.dtype != weight.dtype:
+            return False
+        return torch.equal(kept.mapped(), weight.detach().to("cpu"))
+    except OSError:  # its file is gone, or was cut short
         return False
-    return torch.equal(kept.mapped(), weight.detach().to("cpu"))
 
 
 def _write_all(folder: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
@@ -244,26 +301,32 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         if index is None:
             index = {} if save_folder is None else load_offload_index(save_folder)
         self.index = index
+        self._folder = None if save_folder is None else os.path.abspath(save_folder)
         self.all_keys = [*self.state_dict, *(key for key in index if key not in self.state_dict)]
         self.device = device
         self._files: dict[str, SafetensorsFile] = {}
         self._ranges: dict[str, tuple[Any, FileRange]] = {}
 
     def locate(self, key: str) -> FileRange:
-        """Where in which file a weight lies."""
+        """Where in which file a weight lies. From then on it is that file, whatever becomes of its name.
+
+        Of very many files, the last ones are looked for by name each time.
+        """
         info = self.index[key]
         known, place = self._ranges.get(key, (None, None))
         if place is None or known is not info:
             place = self._find(key, info)
+            if place.file is None and place.nbytes and len(self._ranges) < _MOST_MAPPED:
+                place = place.kept()
             self._ranges[key] = info, place
         return place
 
     def _find(self, key: str, info: Mapping[str, Any]) -> FileRange:
         file = info.get("safetensors_file")
         if file is None:
-            if self.save_folder is None:
+            if self._folder is None:
                 raise KeyError(f"The index has {key!r} in a file of its own, and no folder: give save_folder.")
-            return _own_file(os.path.join(self.save_folder, f"{key}.dat"), info)
+            return _own_file(os.path.join(self._folder, f"{key}.dat"), info)
         if file not in self._files:
             self._files[file] = SafetensorsFile(file)
         return self._files[file].range_of(info.get("weight_name", key))
@@ -301,6 +364,13 @@ def find_source(weights: Mapping[str, Any], name: str) -> torch.Tensor | FileRan
         return weights.locate(name)
     found: torch.Tensor = weights[name]
     return found
+
+
+def full_name(weights: Mapping[str, Any], name: str) -> str:
+    """A name as it is in the mapping under all prefixes: with that of its module."""
+    while isinstance(weights, PrefixedDataset):
+        name, weights = f"{weights.prefix}{name}", weights.dataset
+    return name
 
 
 def root_of(weights: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
+import threading
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from accelerate.big_modeling.order import END, Order
-from accelerate.big_modeling.placeholder import Slot
+from accelerate.big_modeling.slot import Slot
 
 # A norm between two matrices must not hold up the next matrix: blocks smaller than this are not counted.
 SMALL = 256 * 1024
@@ -35,7 +36,7 @@ class Copier(Protocol):
     lookahead: int
 
     def start(self, slots: list[Slot]) -> Copy:
-        """Begin to bring the tensors in."""
+        """Begin to bring in what the slots' `take` gives."""
 
     def prepare(self, slots: list[Slot]) -> None:
         """Told before the first forward what will be copied again and again."""
@@ -69,18 +70,26 @@ class _Coming(NamedTuple):
     slots: list[Slot]
     copy: Copy
 
+    def is_outdated(self) -> bool:
+        return any(map(Slot.is_outdated, self.slots))
+
 
 class Streamer:
     """Brings blocks in when they are used, and ahead of that as soon as their order is known.
 
     At most `copier.lookahead` blocks are there beyond those in use. Where the order changes, what was brought in for
-    nothing is dropped, and a block comes when it is asked for.
+    nothing is dropped, and a block comes when it is asked for. It looks ahead between `begin` and `end` only, so that
+    nothing stays on the device behind them.
     weights: what it streams; kept alive with it.
     """
 
     def __init__(self, copier: Copier, weights: Any = None) -> None:
         self.copier = copier
         self.weights = weights
+        self._guard = threading.Lock()  # a model may be called by several threads
+        self._depth = 0  # how many forwards are going on, one inside of the other
+        self._outermost = (0, 0)  # which, and in which thread
+        self._orders: dict[int, Order[Block]] = {}
         self._order: Order[Block] = Order()
         self._in_use: dict[Block, _Coming] = {}
         self._coming: dict[Block, _Coming] = {}
@@ -91,10 +100,17 @@ class Streamer:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Streamer:
         """A copied model learns its own order; what a device has to copy with cannot be copied."""
-        other = Streamer(self.copier, copy.deepcopy(self.weights, memo))
-        for block in copy.deepcopy(list(self._known), memo):
-            other.add(block)
+        memo[id(self)] = other = Streamer(self.copier)
+        other.__setstate__(copy.deepcopy(self.__reduce__()[2], memo))
         return other
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        return Streamer, (self.copier,), {"weights": self.weights, "blocks": list(self._known)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.weights = state["weights"]
+        for block in state["blocks"]:
+            self.add(block)
 
     def add(self, block: Block) -> None:
         self._known[block] = None
@@ -102,10 +118,11 @@ class Streamer:
 
     def discard(self, block: Block) -> None:
         """Forget a block whose hook is taken off."""
-        if block in self._in_use:
-            self._release(block)
-        self._drop(block)
-        self._known.pop(block, None)
+        with self._guard:
+            if block in self._in_use:
+                self._release(block)
+            self._drop(block)
+            self._known.pop(block, None)
 
     def prepare(self) -> None:
         """Make ready for what has been added since the last time."""
@@ -113,42 +130,59 @@ class Streamer:
             self.copier.prepare([slot for block in self._untold if block in self._known for slot in block.slots])
             self._untold = []
 
-    def begin(self) -> None:
-        """A forward of the whole model begins."""
-        self.prepare()
-        for block in list(self._in_use):  # left by a forward that an exception ended
-            self._release(block)
-        self._look_ahead()
+    def begin(self, who: int = 0) -> None:
+        """The forward of a model, or of a part of it, begins. who: which; each has an order of its own."""
+        with self._guard:
+            caller = who, threading.get_ident()
+            if self._depth and caller != self._outermost:
+                self._depth += 1
+                return
+            for block in list(self._in_use) if self._depth else ():
+                self._release(block)  # left by a forward that ended with an exception and did not say so
+            self._depth, self._outermost = 1, caller
+            self.prepare()
+            self._order = self._orders.setdefault(who, Order())
+            self._look_ahead()
 
     def end(self) -> None:
-        """The forward is over: give all memory back."""
-        if self._lookahead:
-            self._order.use(END)
-        self._drop_all()
+        """It is over, with or without success. After the outermost one all memory is given back."""
+        with self._guard:
+            self._depth = max(self._depth - 1, 0)
+            if self._depth:
+                return
+            if self._lookahead:
+                self._order.use(END)
+            self._next = {}
+            self._drop_all()
 
     def enter(self, block: Block) -> None:
         """Put the tensors of a block into their modules."""
-        if block.users:
-            block.users += 1
-            return
-        coming = self._coming.pop(block, None)
-        if coming is None:
-            coming = self._start_now(block)
-        block.install(coming.slots, coming.copy.wait())
-        block.users = 1
-        self._in_use[block] = coming
-        if self._lookahead:
-            self._order.use(block)
-            self._look_ahead()
+        with self._guard:
+            if block.users:
+                block.users += 1
+                return
+            coming = self._coming.pop(block, None)
+            if coming is not None and coming.is_outdated():
+                coming.copy.cancel()
+                coming = None
+            if coming is None:
+                coming = self._start_now(block)
+            block.install(coming.slots, coming.copy.wait())
+            block.users = 1
+            self._in_use[block] = coming
+            if self._lookahead and self._depth:
+                self._order.use(block)
+                self._look_ahead()
 
     def leave(self, block: Block) -> None:
         """Take the tensors out again."""
-        if block.users > 1:
-            block.users -= 1
-        elif block.users == 1:
-            copied = self._release(block)
-            if copied is not None and block in self._next:
-                self._coming[block] = copied  # it is about to be used again
+        with self._guard:
+            if block.users > 1:
+                block.users -= 1
+            elif block.users == 1:
+                copied = self._release(block)
+                if copied is not None and block in self._next:
+                    self._coming[block] = copied  # it is about to be used again
 
     def _release(self, block: Block) -> _Coming | None:
         block.users = 0
@@ -170,12 +204,15 @@ class Streamer:
 
     def _choose(self) -> dict[Block, None]:
         chosen: dict[Block, None] = {}
-        counted = 0
-        for block in self._order.ahead() if self._lookahead else ():
+        room, in_use, small = self._lookahead, self._in_use, SMALL
+        for block in self._order.ahead() if room else ():
             if block in chosen:
                 continue
-            counted += block.nbytes >= SMALL and block not in self._in_use
-            if counted > self._lookahead or len(chosen) == _FARTHEST:
+            if block.nbytes >= small and block not in in_use:
+                if not room:
+                    break
+                room -= 1
+            if len(chosen) == _FARTHEST:
                 break
             chosen[block] = None
         return chosen

@@ -7,11 +7,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from accelerate.big_modeling.parameters import is_packed, is_quantized, like, place_quantized
+from accelerate.big_modeling.placeholder import OffloadedParameter, OffloadedTensor
 from accelerate.memory import clear_device_cache
 
 Device = int | str | torch.device
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+# What stands in a module for a tensor that lies elsewhere.
+STAND_INS = (OffloadedParameter, OffloadedTensor)
 
 
 def named_module_tensors(
@@ -43,6 +50,11 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
     }
 
 
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Says whether the bytes at its address are what a tensor is; one made of other tensors has no address at all."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
 def resolve_dtype(dtype: Any) -> Any:
     """Returns the dtype behind a name as in `"float16"` or `"torch.float16"`; anything else as it came."""
     return getattr(torch, dtype.replace("torch.", "")) if isinstance(dtype, str) else dtype
@@ -55,6 +67,29 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     if first_device.type == "cpu":
         return first_device == second_device
     return (first_device.index or 0) == (second_device.index or 0)
+
+
+def extra_state_names(model: nn.Module) -> list[str]:
+    """The names in the state dict of what modules keep there besides tensors."""
+    return [
+        f"{prefix}.{_EXTRA_STATE_KEY_SUFFIX}" if prefix else _EXTRA_STATE_KEY_SUFFIX
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    ]
+
+
+def tensor_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """Where each tensor of the state dict is, by name; one that two modules share has a name in each."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        start = f"{prefix}." if prefix else ""
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                found[f"{start}{name}"] = module, name
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                found[f"{start}{name}"] = module, name
+    return found
 
 
 def find_tensor(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -103,7 +138,8 @@ def set_module_tensor_to_device(
             return
 
     target = torch.device(device)
-    if value is None and old.is_meta and target.type != "meta":
+    # A tensor that lies elsewhere, with a hook that knows where, has a value: moving it brings that in.
+    if value is None and old.is_meta and target.type != "meta" and not isinstance(old, STAND_INS):
         raise ValueError(f"{tensor_name} is on the meta device and holds no value: give one to put it on {device}.")
     if value is not None and value.shape != old.shape and not is_packed(old):
         raise ValueError(

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+
+from accelerate.big_modeling.check import closest_entry
+from accelerate.big_modeling.walk import Modules, all_modules
 
 logger = logging.getLogger(__name__)
 
@@ -18,10 +22,19 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
     kwargs: taken for compatibility, and ignored.
     """
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return [sorted(group) for group in names.values() if len(group) > 1]
+    return ties_in(all_modules(model))
+
+
+def ties_in(modules: Modules) -> list[list[str]]:
+    """Does what `find_tied_parameters` says, for a model whose modules are known already."""
+    known = [id(value) for _, module in modules for value in module._parameters.values() if value is not None]
+    tied = {key for key, count in Counter(known).items() if count > 1} if len(set(known)) < len(known) else set()
+    groups: dict[int, list[str]] = {}
+    for module_name, module in modules if tied else ():
+        for name, value in module._parameters.items():
+            if id(value) in tied:
+                groups.setdefault(id(value), []).append(f"{module_name}.{name}" if module_name else name)
+    return [sorted(group) for group in groups.values()]
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
@@ -69,9 +82,7 @@ def check_tied_parameters_on_same_device(
 
 def device_of(name: str, device_map: Mapping[str, int | str | torch.device]) -> Any:
     """Returns the device that a map gives to a tensor or module: its own entry's, or that of the closest parent."""
-    part = name
-    while part not in device_map:
-        if not part:
-            raise ValueError(f"The device map has no place for {name}: add it, or a module that contains it, or ''.")
-        part = part.rpartition(".")[0]
-    return device_map[part]
+    entry = closest_entry(name, device_map)
+    if entry is None:
+        raise ValueError(f"The device map has no place for {name}: add it, or a module that contains it, or ''.")
+    return device_map[entry]

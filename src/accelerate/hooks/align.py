@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -13,16 +14,18 @@ from torch import nn
 from accelerate.big_modeling.copier import copier_for
 from accelerate.big_modeling.graphs import outside_graphs
 from accelerate.big_modeling.parameters import is_quantized
-from accelerate.big_modeling.placeholder import OffloadedTensor, Slot
-from accelerate.big_modeling.store import root_of
+from accelerate.big_modeling.placeholder import OffloadedTensor
+from accelerate.big_modeling.slot import Slot
+from accelerate.big_modeling.store import full_name, root_of
 from accelerate.big_modeling.streaming import Block, Streamer
 from accelerate.big_modeling.tensors import (
+    STAND_INS,
     find_tensor,
     get_non_persistent_buffers,
     set_module_tensor_to_device,
 )
 from accelerate.comm.tree import find_device, send_to_device
-from accelerate.hooks.base import ModelHook
+from accelerate.hooks.base import ModelHook, add_hook_to_module
 
 Device = int | str | torch.device
 
@@ -64,6 +67,8 @@ class AlignDevicesHook(ModelHook):
         self.tied_params_map = tied_params_map
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
+        # Tensors that stay on the device although the others are offloaded.
+        self.resident: set[str] = set()
         # The forward of a whole model begins and ends with its outermost hook: who wants to know (see `watch`).
         self._watchers: list[Streamer] = []
         self._streamer: Streamer | None = None
@@ -102,6 +107,7 @@ class AlignDevicesHook(ModelHook):
         left_alone = get_non_persistent_buffers(module, recurse=self.place_submodules, fqns=True)
         if not self.offload_buffers:
             left_alone |= {name for name, _ in module.named_buffers(recurse=self.place_submodules)}
+        left_alone |= self.resident
         offloaded = [name for name in tensors if name not in left_alone]
         if self.weights_map is None:
             self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
@@ -128,22 +134,36 @@ class AlignDevicesHook(ModelHook):
         self._streamer.add(self._block)
         holders = dict.fromkeys(slot.holder for slot in slots)
         self._handles = [holder.register_state_dict_post_hook(_fill_in) for holder in holders]
+        self._handles += [holder.register_load_state_dict_pre_hook(take_over) for holder in holders]
+        for holder in holders:
+            # What `to`, `cuda` and their likes call, on this module and on those around it.
+            holder._apply = functools.partial(_apply, holder)  # type: ignore[method-assign]
 
     @outside_graphs
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-        for streamer in self._watchers:
-            streamer.begin()
-        if self._block is not None and self._streamer is not None:
-            self._streamer.enter(self._block)
-        for name in self._quantized:
-            self._bring_quantized(module, name)
-        if self.execution_device is not None:
-            args = send_to_device(args, self.execution_device)
-            if kwargs:
-                kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+        try:
+            for streamer in self._watchers:
+                streamer.begin(id(self))
+            if self._block is not None and self._streamer is not None:
+                self._streamer.enter(self._block)
+            for name in self._quantized:
+                self._bring_quantized(module, name)
+            if self.execution_device is not None:
+                args = send_to_device(args, self.execution_device)
+                if kwargs:
+                    kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+        except BaseException:
+            self.after_error(module)
+            raise
         return args, kwargs
+
+    def cast_stand_ins(self, dtype: torch.dtype) -> None:
+        """Weights that are in their module now are offloaded in this dtype when they leave it."""
+        for slot in [] if self._block is None else self._block.slots:
+            if slot.placeholder.is_floating_point():
+                slot.placeholder.data = slot.placeholder.to(dtype)
 
     @contextlib.contextmanager
     def brought_in(self, module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
@@ -168,13 +188,20 @@ class AlignDevicesHook(ModelHook):
         self._place(module, name, value=value, fp16_statistics=self.weights_map[scales] if has_scales else None)
 
     @outside_graphs
-    def post_forward(self, module: nn.Module, output: Any) -> Any:
+    def after_error(self, module: nn.Module) -> None:
+        self._let_go(module)
+
+    def _let_go(self, module: nn.Module) -> None:
         if self._block is not None and self._streamer is not None:
             self._streamer.leave(self._block)
         for name in self._quantized:
             set_module_tensor_to_device(module, name, "meta")
         for streamer in self._watchers:
             streamer.end()
+
+    @outside_graphs
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        self._let_go(module)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
@@ -182,13 +209,19 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         if not self.offload:
             return module
+        slots: dict[str, Slot] = {}
         if self._block is not None and self._streamer is not None:
             self._streamer.discard(self._block)
+            for slot in self._block.slots:
+                slot.holder.__dict__.pop("_apply", None)
+                slots[slot.name] = slot
         for handle in self._handles:
             handle.remove()
         self._handles, self._block, self._quantized = [], None, []
         for name, device in self.original_devices.items():
-            if device.type != "meta":
+            if device.type != "meta" and name in slots:
+                slots[name].put_back(device)
+            elif device.type != "meta":
                 value = None if self.weights_map is None else self.weights_map.get(name)
                 set_module_tensor_to_device(module, name, device, value=value, clear_cache=False)
         return module
@@ -206,15 +239,38 @@ def streamer_for(weights: Mapping[str, Any], device: torch.device) -> Streamer:
 
 
 def watch(model: nn.Module) -> None:
-    """Tell the streamers of a model when its forward begins and ends, and that it is ready to run."""
-    streamers = dict.fromkeys(
-        hook._streamer for module in model.modules() for hook in align_hooks(module) if hook._streamer is not None
-    )
+    """Tell the streamers of a model when its forward begins and ends, and that it is ready to run.
+
+    The parts of a model tell them too: it may have other methods than `forward`, which call these.
+    """
+    streamers = _streamers(model)
     first = next(iter(align_hooks(model)), None)
     if first is not None:
-        first._watchers = list(streamers)
-    for streamer in streamers:
+        first._watchers = list(dict.fromkeys(streamers))
+    for part in _parts(model):
+        inside = _streamers(part)
+        if len(inside) < 2:  # there is nothing ahead within it
+            continue
+        if not align_hooks(part):
+            add_hook_to_module(part, AlignDevicesHook(), append=True)
+        align_hooks(part)[0]._watchers = list(dict.fromkeys(inside))
+    for streamer in dict.fromkeys(streamers):
         streamer.prepare()
+
+
+def _parts(model: nn.Module) -> Iterator[nn.Module]:
+    """What the methods of a model can call."""
+    for part in model.children():
+        if isinstance(part, (nn.ModuleList, nn.ModuleDict)):
+            yield from _parts(part)
+        else:
+            yield part
+
+
+def _streamers(model: nn.Module) -> list[Streamer]:
+    """Those of all modules, as often as they are used."""
+    hooks = (hook for module in model.modules() for hook in align_hooks(module))
+    return [hook._streamer for hook in hooks if hook._streamer is not None]
 
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
@@ -247,3 +303,48 @@ def _fill_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_m
         # With keep_vars the entry is the parameter itself.
         if type(entry) is OffloadedTensor and entry is not module._buffers.get(attribute):
             state_dict[f"{prefix}{attribute}"] = entry.slot.host().detach().to(entry.dtype)
+
+
+def _apply(module: nn.Module, function: Callable[[torch.Tensor], Any], *args: Any, **kwargs: Any) -> nn.Module:
+    """Casts of a module are put off until its weights are used; what would hold all of them in memory is refused."""
+
+    def checked(tensor: torch.Tensor) -> Any:
+        result = function(tensor)
+        if isinstance(tensor, STAND_INS) and not isinstance(result, STAND_INS):
+            name = full_name(tensor.slot.weights, tensor.slot.name)
+            raise RuntimeError(
+                f"This {type(module).__name__} cannot be moved: {name} lies in host memory or on disk, and is brought "
+                "in when it is used; call `remove_hook_from_submodules` on the model first, or offload it with another "
+                "device."
+            )
+        return result
+
+    applied: nn.Module = type(module)._apply(module, checked, *args, **kwargs)
+    return applied
+
+
+def take_over(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Values that are loaded are written to where the weights lie: torch would take these for empty, and warn."""
+    if local_metadata.get("assign_to_params_buffers", False):
+        return
+    for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+        key = f"{prefix}{attribute}"
+        value = state_dict.get(key)
+        if not isinstance(tensor, STAND_INS) or not isinstance(value, torch.Tensor):
+            continue
+        if value.shape == tensor.shape and not value.is_meta:
+            try:
+                with torch.no_grad():
+                    tensor.copy_(value)
+            except RuntimeError as error:
+                error_msgs.append(str(error))
+            state_dict[key] = tensor

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.big_modeling.store import PrefixedDataset
-from accelerate.big_modeling.tensors import named_module_tensors
+from accelerate.big_modeling.tensors import named_module_tensors, set_module_tensor_to_device
 from accelerate.hooks.align import AlignDevicesHook, align_hooks
 from accelerate.hooks.base import add_hook_to_module
 
@@ -138,7 +138,10 @@ def _by_name(value: Any, names: Any) -> Mapping[str, Any]:
 
 
 class _Blocks:
-    """A walk over a model that puts hooks on the modules of a device map."""
+    """A walk over a model that puts hooks on the modules of a device map.
+
+    A module or tensor without an entry has that of the closest module around it.
+    """
 
     def __init__(
         self, execution_device: Mapping[str, Any], offload: Mapping[str, bool], offload_buffers: bool, **common: Any
@@ -149,27 +152,68 @@ class _Blocks:
         self.weights_map = common.pop("weights_map")
         self.preload_module_classes = common.pop("preload_module_classes")
         self.common = common
+        # Modules in which something has an entry of its own.
+        self.mixed: set[str] = set()
+        for name in self.execution_device.keys() & self.offload.keys():
+            while name:
+                name = name.rpartition(".")[0]
+                self.mixed.add(name)
 
-    def visit(self, module: nn.Module, name: str) -> None:
-        outermost = name == ""
-        device: Any = self.execution_device.get(name)
-        if name in self.execution_device and name in self.offload:
-            if self.offload[name]:
-                self._offloaded(module, name, device)
-            else:
-                hook = AlignDevicesHook(
-                    device,
-                    io_same_device=outermost,
-                    offload_buffers=self.offload_buffers,
-                    place_submodules=True,
-                    **self.common,
-                )
-                add_hook_to_module(module, hook)
-                attach_execution_device_hook(module, device, **self.common)
-        elif outermost:
-            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=True, **self.common), append=True)
+    def visit(self, module: nn.Module, name: str, around: str | None = None) -> None:
+        """around: the closest entry around this module."""
+        entry = self._entry(name, around)
+        if entry is not None and name not in self.mixed:
+            self._block(module, name, entry)
+            return
+        self._own(module, name, entry)
         for child_name, child in module.named_children():
-            self.visit(child, _dotted(name, child_name))
+            self.visit(child, _dotted(name, child_name), entry)
+
+    def _entry(self, name: str, around: str | None) -> str | None:
+        return name if name in self.execution_device and name in self.offload else around
+
+    def _block(self, module: nn.Module, name: str, entry: str) -> None:
+        """All of a module lies in one place."""
+        device: Any = self.execution_device[entry]
+        if self.offload[entry]:
+            self._offloaded(module, name, device)
+        else:
+            hook = AlignDevicesHook(
+                device,
+                io_same_device=name == "",
+                offload_buffers=self.offload_buffers,
+                place_submodules=True,
+                **self.common,
+            )
+            add_hook_to_module(module, hook)
+            attach_execution_device_hook(module, device, **self.common)
+
+    def _own(self, module: nn.Module, name: str, entry: str | None) -> None:
+        """The modules inside have entries of their own: what is left are a module's own tensors."""
+        tensors = [key for key, _ in named_module_tensors(module)]
+        places = {key: self._entry(_dotted(name, key), entry) for key in tensors}
+        resident = {key for key, place in places.items() if place is None or not self.offload[place]}
+        device: Any = self.execution_device.get("" if entry is None else entry)
+        if len(resident) < len(tensors):
+            weights = PrefixedDataset(self.weights_map, f"{name}." if name else "")
+            hook = AlignDevicesHook(
+                device,
+                offload=True,
+                io_same_device=name == "",
+                weights_map=weights,
+                offload_buffers=self.offload_buffers,
+                **self.common,
+            )
+            hook.resident = resident
+            add_hook_to_module(module, hook, append=True)
+        elif entry is not None or name == "":
+            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=name == "", **self.common), append=True)
+        else:
+            tied = self.common["tied_params_map"]
+            for key, place in places.items():
+                if place is not None:
+                    target = self.execution_device[place]
+                    set_module_tensor_to_device(module, key, target, tied_params_map=tied, clear_cache=False)
 
     def _offloaded(self, module: nn.Module, name: str, device: Any) -> None:
         attach_align_device_hook(

@@ -31,6 +31,9 @@ class ModelHook:
         """Called after each forward. Returns what the caller gets."""
         return output
 
+    def after_error(self, module: nn.Module) -> None:
+        """Called instead of `post_forward` when the forward has raised an exception."""
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Called when the hook is taken off a module. Returns the module."""
         return module
@@ -53,8 +56,13 @@ class SequentialHook(ModelHook):
 
     @outside_graphs
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        for hook in self.hooks:
-            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        for index, hook in enumerate(self.hooks):
+            try:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            except BaseException:
+                for before in self.hooks[:index]:
+                    before.after_error(module)
+                raise
         return args, kwargs
 
     @outside_graphs
@@ -62,6 +70,11 @@ class SequentialHook(ModelHook):
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
+
+    @outside_graphs
+    def after_error(self, module: nn.Module) -> None:
+        for hook in self.hooks:
+            hook.after_error(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         for hook in self.hooks:
@@ -78,11 +91,12 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     if append and old_hook is not None:
         remove_hook_from_module(module)
         hook = SequentialHook(old_hook, hook)
-    if not hasattr(module, "_old_forward"):
-        module._old_forward = module.forward  # type: ignore[assignment]
-    module = hook.init_hook(module)
+    old_forward: Any = module.forward
+    hooked = hook.init_hook(module)
+    if not hasattr(hooked, "_old_forward"):
+        hooked._old_forward = old_forward if hooked is module else hooked.forward  # type: ignore[assignment]
+    module, old_forward = hooked, hooked._old_forward
     module._hf_hook = hook  # type: ignore[assignment]
-    old_forward: Any = module._old_forward
     # A partial rather than a closure: a deep copy of the model then calls the copy's own modules.
     module.forward = functools.update_wrapper(functools.partial(_hooked_forward, module), old_forward)
     return module
@@ -91,12 +105,22 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     hook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
+    if torch.compiler.is_dynamo_compiling():  # which leaves out of its graphs what is in a `try`
+        output = _forward(module, hook, args, kwargs)
+    else:
+        try:
+            output = _forward(module, hook, args, kwargs) if hook.no_grad else module._old_forward(*args, **kwargs)
+        except BaseException:
+            hook.after_error(module)
+            raise
+    return hook.post_forward(module, output)
+
+
+def _forward(module: Any, hook: ModelHook, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if hook.no_grad:
         with torch.no_grad():
-            output = module._old_forward(*args, **kwargs)
-    else:
-        output = module._old_forward(*args, **kwargs)
-    return hook.post_forward(module, output)
+            return module._old_forward(*args, **kwargs)
+    return module._old_forward(*args, **kwargs)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:

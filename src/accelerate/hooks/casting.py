@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from accelerate.big_modeling.graphs import outside_graphs
+from accelerate.hooks.align import align_hooks
 from accelerate.hooks.base import ModelHook
 
 
@@ -30,4 +31,6 @@ class LayerwiseCastingHook(ModelHook):
     @outside_graphs
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        for hook in align_hooks(module):
+            hook.cast_stand_ins(self.storage_dtype)
         return output

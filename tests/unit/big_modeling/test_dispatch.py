@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 import accelerate.big_modeling
-from accelerate import dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
-from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
+from accelerate import cpu_offload, disk_offload, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
+from accelerate.hooks import AlignDevicesHook, attach_align_device_hook_on_blocks, remove_hook_from_submodules
 from tests.unit.big_modeling.toys import TOKENS, Model, model
 
 ALL_CPU = {"scale": "cpu", "embed": "cpu", "layers": "cpu", "head": "cpu", "unused": "cpu"}
@@ -54,9 +54,29 @@ def test_tied_weights_on_disk_and_not(tmp_path: Path) -> None:
     assert torch.equal(made(TOKENS), model()(TOKENS))
 
 
-def test_a_whole_model_elsewhere(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="call `disk_offload`"):
-        dispatch_model(model(), {"": "disk"}, offload_dir=tmp_path)
+@pytest.mark.parametrize("places", [{"": "disk"}, dict.fromkeys(ALL_CPU, "disk")], ids=["one entry", "several"])
+def test_a_whole_model_on_disk(places: dict[str, str], tmp_path: Path) -> None:
+    made = dispatch_model(model(), places, offload_dir=tmp_path)
+    assert made.hf_device_map == places  # type: ignore[comparison-overlap]
+    assert all(parameter.is_meta for parameter in made.parameters())
+    for _ in range(2):
+        assert torch.equal(made(TOKENS), model()(TOKENS))
+
+
+def test_a_map_without_room_in_memory(tmp_path: Path) -> None:
+    save_file(nest().state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with init_empty_weights():
+        empty = nest()
+    made = load_checkpoint_and_dispatch(
+        empty, tmp_path, device_map="auto", max_memory={"cpu": 1}, offload_folder=tmp_path / "offload"
+    )
+    assert set(made.hf_device_map.values()) == {"disk"}  # type: ignore[union-attr,operator]
+    x = torch.rand(2, 4)
+    assert torch.equal(made(x), nest()(x))
+
+
+def test_a_model_without_tensors() -> None:
+    assert dispatch_model(nn.Identity(), {}).hf_device_map == {}  # type: ignore[comparison-overlap]
 
 
 def test_no_folder() -> None:
@@ -91,6 +111,30 @@ def test_moving_says_why_not(tmp_path: Path) -> None:
     remove_hook_from_submodules(made)
     assert made.to("cpu") is made
     assert torch.equal(made(TOKENS), model().double()(TOKENS))
+
+
+def test_after_another_way_of_offloading(tmp_path: Path) -> None:
+    places = {**ALL_CPU, "layers": "disk", "scale": "disk"}
+    for number, made in enumerate((cpu_offload(model(), "cpu", offload_buffers=True), model())):
+        made = dispatch_model(made, places, offload_dir=tmp_path / str(number))
+        again = disk_offload(made, tmp_path / "again", "cpu")
+        for _ in range(2):
+            assert torch.equal(again(TOKENS), model()(TOKENS))
+
+
+def test_an_index_that_lacks_weights(tmp_path: Path) -> None:
+    places = {**ALL_CPU, "layers": "disk"}
+    file = tmp_path / "model.safetensors"
+    state = {name: value for name, value in model().state_dict().items() if name.startswith("layers.0.linear")}
+    save_file(state, file)
+    index = {name: {"safetensors_file": str(file), "weight_name": name, "dtype": "float32"} for name in state}
+    made = dispatch_model(model(), places, offload_index=index)
+    assert torch.equal(made(TOKENS), model()(TOKENS)), "the model has the others"
+    with init_empty_weights():
+        empty = Model()
+    with pytest.raises(ValueError, match=r"no value for layers\.0\.norm\.weight, layers\.0\.norm\.bias, layers\.1\."):
+        dispatch_model(empty, places, offload_index=index)
+    assert not any(hasattr(module, "_hf_hook") for module in empty.modules())
 
 
 def test_moving_a_model_that_is_spread(caplog: pytest.LogCaptureFixture) -> None:
@@ -174,3 +218,59 @@ def test_a_map_that_is_found(tmp_path: Path) -> None:
         load_checkpoint_and_dispatch(empty, tmp_path, device_map="best")
     loaded = load_checkpoint_and_dispatch(nn.Sequential(*(nn.Linear(16, 16) for _ in range(4))), tmp_path)
     assert torch.equal(loaded(x), plain(x)) and not hasattr(loaded, "hf_device_map")
+
+
+class Gain(nn.Module):
+    """A module with modules inside, and with tensors of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.rand(4))
+        self.register_buffer("shift", torch.rand(4))
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.b(self.a(x)) * self.gain + self.shift
+
+
+def nest() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Gain(), Gain())
+
+
+NESTED: list[tuple[dict[str, str], set[str]]] = [
+    ({"": "cpu", "1": "disk"}, {"1.gain", "1.shift", "1.a", "1.b"}),
+    ({"": "disk", "0": "cpu"}, {"1.gain", "1.shift", "1.a", "1.b"}),
+    ({"": "cpu", "0": "disk", "0.a": "cpu"}, {"0.gain", "0.shift", "0.b"}),
+    ({"": "disk", "0.gain": "cpu", "0.shift": "cpu", "1": "cpu"}, {"0.a", "0.b"}),
+    ({"0.gain": "disk", "0.shift": "cpu", "0.a": "cpu", "0.b": "disk", "1": "cpu"}, {"0.gain", "0.b"}),
+]
+
+
+@pytest.mark.parametrize("places, on_disk", NESTED, ids=lambda value: str(value) if isinstance(value, dict) else "")
+def test_entries_inside_of_others_and_for_single_tensors(
+    places: dict[str, str], on_disk: set[str], tmp_path: Path
+) -> None:
+    x = torch.rand(2, 4)
+    expected = nest()(x)
+    save_file(nest().state_dict(), tmp_path / "weights.safetensors", metadata={"format": "pt"})
+    with init_empty_weights():
+        empty = nest()
+    loaded = load_checkpoint_and_dispatch(
+        empty, tmp_path / "weights.safetensors", places, offload_folder=tmp_path / "a", offload_buffers=True
+    )
+    dispatched = dispatch_model(nest(), places, offload_dir=tmp_path / "b", offload_buffers=True)
+    for made in (loaded, dispatched):
+        gone = {name for name, tensor in (*made.named_parameters(), *made.named_buffers()) if tensor.is_meta}
+        assert {name.removesuffix(".weight").removesuffix(".bias") for name in gone} == on_disk
+        for _ in range(2):
+            assert torch.equal(made(x), expected)
+    written = {path.name.removesuffix(".dat") for path in (tmp_path / "b").glob("*.dat")}
+    assert {name.removesuffix(".weight").removesuffix(".bias") for name in written} == on_disk
+
+
+def test_a_single_tensor_goes_where_its_entry_says() -> None:
+    made = nest()
+    places = {"0.gain": "meta", "0.a": "cpu"}
+    attach_align_device_hook_on_blocks(made, execution_device=places, offload=dict.fromkeys(places, False))
+    assert made.get_parameter("0.gain").is_meta and not made.get_parameter("1.gain").is_meta

@@ -12,11 +12,13 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accelerate import (
+    cpu_offload,
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
 from accelerate.big_modeling import reading
+from accelerate.big_modeling.sources import open_weights
 from accelerate.errors import CheckpointError
 from accelerate.utils import OffloadedWeightsLoader, load_state_dict
 from accelerate.utils.modeling import get_state_dict_offloaded_model
@@ -217,6 +219,16 @@ def test_loaded_and_dispatched(model: Net, tmp_path: Path, safe: bool) -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
 
 
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("places", [{"": "disk"}, {"": "cpu", "embed": "disk"}, {"": "disk", "embed": "cpu"}], ids=str)
+def test_tied_weights_on_disk(model: Net, tmp_path: Path, safe: bool, places: dict[str, str]) -> None:
+    folder = saved(model, tmp_path / "weights", safe)
+    found = load_checkpoint_and_dispatch(empty(), folder, places, offload_folder=tmp_path / "disk", strict=True).eval()
+    assert found.head.weight is found.embed.weight
+    for _ in range(2):
+        assert torch.equal(found(TOKENS), model.eval()(TOKENS))
+
+
 def test_too_little_memory(model: Net, tmp_path: Path) -> None:
     folder = saved(model, tmp_path)
     with pytest.raises(ValueError, match=r"This Net needs 636 bytes, .* cpu has 400, so that \d+ bytes are left over"):
@@ -308,3 +320,148 @@ def test_only_the_first_rank_reads(model: Net, tmp_path: Path) -> None:
     saved(model, tmp_path, shards=2)
     torch.save(model.state_dict(), tmp_path / "expected.pt")
     assert run_world(load_from_first, 2, str(tmp_path)) == [(True, True)] * 2
+
+
+def load_what_is_missing(folder: str) -> None:
+    torch.distributed.init_process_group("gloo")
+    with pytest.raises(ValueError, match="holds no weights"):
+        load_checkpoint_in_model(Net(), f"{folder}/none", broadcast_from_rank0=True)
+    with pytest.raises(CheckpointError, match=r"gone\.safetensors is missing"):
+        load_checkpoint_in_model(Net(), folder, broadcast_from_rank0=True)
+    with pytest.raises(ValueError, match=r"head\.bias has shape \(4,\) there and \(3,\) here\)"):
+        load_checkpoint_in_model(nn.ModuleDict({"head": nn.Linear(2, 3)}), f"{folder}/w.bin", broadcast_from_rank0=True)
+    torch.distributed.destroy_process_group()
+
+
+def test_all_ranks_are_told_what_the_first_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
+    torch.save({"head.weight": torch.ones(3, 2), "head.bias": torch.ones(4)}, tmp_path / "w.bin")
+    run_world(load_what_is_missing, 2, str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_pieces_are_cast_as_they_come(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "PIECE", 64)
+    weights = {"a": torch.randn(33, 7), "b": torch.randn(50).half(), "c": torch.arange(20), "d": torch.tensor(2.0)}
+    save_file(weights, tmp_path / "w.safetensors", metadata={"format": "pt"})
+    sources = open_weights(tmp_path / "w.safetensors").tensors
+    cpu = torch.device("cpu")
+    fresh = {name: reading.Read(source, cpu, dtype) for name, source in sources.items()}
+    into = {name: torch.zeros(value.shape, dtype=dtype) for name, value in weights.items()}
+    turned = torch.zeros(7, 33, dtype=dtype).T
+    filled = [reading.Read(sources[name], cpu, dtype, into[name]) for name in weights]
+    reading.read_all([*fresh.values(), *filled, reading.Read(sources["a"], cpu, dtype, turned)])
+    for name, value in weights.items():
+        for found in (fresh[name].result, into[name]):
+            assert found is not None and found.dtype == dtype and torch.equal(found, value.to(dtype))
+    assert torch.equal(turned, weights["a"].to(dtype))
+
+
+class Renamed(nn.Module):
+    """Knows the names of an older version, has extra state, and a tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 3)
+        self.head.weight = self.linear.weight
+        self.steps = 0
+        self.register_load_state_dict_pre_hook(rename)
+
+    def get_extra_state(self) -> Any:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.steps = state["steps"]
+
+
+def rename(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    for name in [name for name in state_dict if name.startswith(f"{prefix}old.")]:
+        state_dict[f"{prefix}linear.{name.removeprefix(f'{prefix}old.')}"] = state_dict.pop(name)
+
+
+def old_names() -> dict[str, Any]:
+    tensors = {"old.weight": torch.full((3, 3), 2.0), "old.bias": torch.ones(3), "head.bias": torch.ones(3)}
+    return {**tensors, "_extra_state": {"steps": 7}}
+
+
+def test_models_that_load_by_themselves(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "weights.bin"
+    torch.save({f"0.{name}": value for name, value in old_names().items()}, file)
+    filled = nn.Sequential(Renamed())
+    kept = dict(filled.named_parameters())
+    with init_empty_weights():
+        emptied = nn.Sequential(Renamed())
+    for found in (filled, emptied):
+        load_checkpoint_in_model(found, file, strict=True)
+        assert found[0].linear.weight.sum() == 18 and found[0].head.weight is found[0].linear.weight
+        assert found[0].steps == 7
+    assert all(parameter is kept[name] for name, parameter in filled.named_parameters())
+    assert not any(parameter.is_meta for parameter in emptied.parameters())
+    with init_empty_weights():
+        emptied = nn.Sequential(Renamed())
+    torch.save({"0.old.bias": torch.ones(3), "0._extra_state": {"steps": 7}, "epoch": 3}, file)
+    with caplog.at_level(logging.WARNING):
+        load_checkpoint_in_model(emptied, file)
+    assert "lacks 0.head.bias, 0.head.weight, 0.linear.weight and has epoch besides" in caplog.text
+    assert {name for name, value in emptied.named_parameters() if value.is_meta} == {"0.linear.weight", "0.head.bias"}
+
+
+def test_models_that_load_by_themselves_are_kept_where_that_fails(tmp_path: Path) -> None:
+    file = tmp_path / "weights.bin"
+    found, before = Renamed(), Renamed()
+    found.load_state_dict(before.state_dict())
+    torch.save({**old_names(), "more": torch.ones(1)}, file)
+    with pytest.raises(RuntimeError, match="is not of this Renamed, it has more besides: give"):
+        load_checkpoint_in_model(found, file, strict=True)
+    torch.save({**old_names(), "head.bias": torch.ones(4)}, file)
+    with pytest.raises(ValueError, match=r"does not fit this Renamed \(.*size mismatch for head.bias.*\): give"):
+        load_checkpoint_in_model(found, file)
+    assert all(torch.equal(value, dict(before.named_parameters())[name]) for name, value in found.named_parameters())
+
+
+@pytest.mark.parametrize("start", [lambda made: made, lambda made: made.to("meta")], ids=["filled", "empty"])
+def test_names_that_older_versions_of_torch_wrote(tmp_path: Path, start: Any) -> None:
+    state = nn.BatchNorm1d(3).state_dict()
+    del state["num_batches_tracked"]
+    save_file(state, tmp_path / "norm.safetensors", metadata={"format": "pt"})
+    norm = start(nn.BatchNorm1d(3))
+    load_checkpoint_in_model(norm, tmp_path / "norm.safetensors", strict=True)
+    assert norm.num_batches_tracked == 0 and norm.weight.sum() == 3
+    with pytest.warns(FutureWarning):
+        old = nn.utils.weight_norm(nn.Linear(3, 3))
+    save_file(old.state_dict(), tmp_path / "weight.safetensors", metadata={"format": "pt"})
+    new = start(nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)))
+    load_checkpoint_in_model(new, tmp_path / "weight.safetensors", strict=True)
+    torch.testing.assert_close(new(torch.ones(1, 3)), old(torch.ones(1, 3)))
+
+
+def test_a_load_state_dict_of_the_model_itself(tmp_path: Path) -> None:
+    class Own(nn.Linear):
+        def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+            super().load_state_dict({name.removeprefix("model."): value for name, value in state_dict.items()})
+
+    save_file({"model.weight": torch.ones(1, 2), "model.bias": torch.ones(1)}, tmp_path / "model.safetensors")
+    found = Own(2, 1)
+    load_checkpoint_in_model(found, tmp_path, strict=True)
+    assert found(torch.ones(1, 2)) == 3
+
+
+def test_extra_state_with_a_map(tmp_path: Path) -> None:
+    saved_one = Renamed()
+    saved_one.steps = 7
+    torch.save(saved_one.state_dict(), tmp_path / "weights.bin")
+    found = Renamed()
+    places = {"linear": "disk", "head": "disk"}
+    load_checkpoint_and_dispatch(found, tmp_path / "weights.bin", places, offload_folder=tmp_path / "a", strict=True)
+    assert found.steps == 7 and torch.equal(found.linear(torch.ones(3)), saved_one.linear(torch.ones(3)))
+    offloaded = cpu_offload(saved_one, "cpu")
+    assert offloaded.state_dict()["_extra_state"] == {"steps": 7}
+
+
+def test_entries_that_are_no_tensors(tmp_path: Path) -> None:
+    torch.save({**nn.Linear(2, 2).state_dict(), "epoch": 3}, tmp_path / "weights.bin")
+    assert load_state_dict(tmp_path / "weights.bin")["epoch"] == 3
+    for device_map in (None, {"": "cpu"}):
+        with pytest.raises(RuntimeError, match="has epoch besides"):
+            load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "weights.bin", device_map, strict=True)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +63,47 @@ def test_all_is_as_before_afterwards() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
+def test_threads_do_not_disturb_each_other() -> None:
+    """The second begins before the first ends, and ends after it."""
+
+    def attributes() -> list[Any]:
+        return [
+            nn.Module.register_parameter,
+            nn.Module.register_buffer,
+            nn.Module.__setattr__,
+            nn.init.kaiming_uniform_,
+            nn.Linear.reset_parameters,
+        ]
+
+    before = attributes()
+    first_begun, second_begun, first_ended = (threading.Event() for _ in range(3))
+    made = []
+
+    def first() -> None:
+        with init_empty_weights(include_buffers=True):
+            first_begun.set()
+            assert second_begun.wait(10)
+            made.append(nn.BatchNorm1d(2))
+        made.append(nn.BatchNorm1d(2))
+        first_ended.set()
+
+    def second() -> None:
+        assert first_begun.wait(10)
+        made.append(nn.BatchNorm1d(2))
+        with init_empty_weights():
+            made.append(nn.BatchNorm1d(2))
+            second_begun.set()
+            assert first_ended.wait(10)
+            made.append(nn.BatchNorm1d(2))
+
+    with ThreadPoolExecutor(2) as pool:
+        for running in [pool.submit(first), pool.submit(second)]:
+            running.result()
+    assert [module.weight.is_meta for module in made] == [False, True, True, False, True]
+    assert [module.running_mean.is_meta for module in made] == [False, False, True, False, False]
+    assert attributes() == before and not nn.Linear(2, 2).weight.is_meta
+
+
 def test_initialisers_still_fill_what_has_memory() -> None:
     with init_empty_weights():
         tensor = nn.init.ones_(torch.zeros(3))
@@ -85,3 +129,105 @@ def test_on_another_device() -> None:
     with init_on_device(torch.device("cpu")):
         layer = nn.Linear(2, 2)
     assert layer.weight.device.type == "cpu" and layer.weight.abs().sum() > 0
+
+
+class Odd(nn.Module):
+    """Sets attributes in every way that is not the usual one."""
+
+    taken = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.doubled = 3
+        self.layer = nn.Linear(2, 2)
+        self.layer.bias = None
+        self.other = nn.Linear(2, 2)
+        self.other = None
+        self.register_buffer("steps", torch.ones(1))
+        self.steps = None
+        self.note = "text"
+        self.note = nn.Parameter(torch.ones(2))
+
+    @property
+    def doubled(self) -> int:
+        return self._doubled
+
+    @doubled.setter
+    def doubled(self, value: int) -> None:
+        self._doubled = 2 * value
+
+
+def test_attributes_are_set_as_outside_of_it() -> None:
+    with init_empty_weights():
+        empty = Odd()
+    plain = Odd()
+    for model in (empty, plain):
+        assert model.doubled == 6 and model.layer.bias is None and model.other is None and model.steps is None
+        assert [name for name, _ in model.named_parameters()] == ["note", "layer.weight"]
+        assert sorted(vars(model)) == sorted(vars(plain))
+    assert empty.note.is_meta and not plain.note.is_meta
+
+
+@pytest.mark.parametrize("name, error", [("taken", KeyError), ("a.b", KeyError), ("layer", None)])
+def test_a_parameter_under_a_wrong_name_is_refused_as_outside_of_it(name: str, error: type[Exception] | None) -> None:
+    with init_empty_weights():
+        model = Odd()
+        if error is None:
+            setattr(model, name, nn.Parameter(torch.ones(3)))
+            assert model.layer.is_meta and "layer" not in model._modules
+        else:
+            with pytest.raises(error):
+                setattr(model, name, nn.Parameter(torch.ones(3)))
+
+
+def test_a_parameter_before_the_module_is_made_and_one_with_a_history_are_refused() -> None:
+    class Early(nn.Module):
+        def __init__(self) -> None:
+            self.p = nn.Parameter(torch.ones(1))
+
+    with init_empty_weights():
+        with pytest.raises(AttributeError):
+            Early()
+        derived = nn.Parameter(torch.ones(1), requires_grad=False)
+        derived.mul_(torch.ones(1, requires_grad=True))
+        with pytest.raises(ValueError):
+            nn.Linear(2, 2).p = derived
+
+
+def test_a_module_that_registers_in_its_own_way_does() -> None:
+    class Counting(nn.Module):
+        count = 0
+
+        def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+            self.count += 1
+            super().register_parameter(name, param)
+
+    seen = []
+
+    def frozen(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        seen.append(name)
+        return nn.Parameter(parameter.detach(), requires_grad=False)
+
+    hook = nn.modules.module.register_module_parameter_registration_hook(frozen)
+    try:
+        with init_empty_weights():
+            module = Counting()
+            module.p = nn.Parameter(torch.ones(1))
+            nn.Linear(2, 2)
+    finally:
+        hook.remove()
+    assert module.count == 1 and module.p.is_meta and not module.p.requires_grad
+    assert seen == ["p", "weight", "bias"]
+
+
+def test_what_has_memory_is_reset_and_what_has_none_is_left() -> None:
+    ready = nn.Linear(2, 2)
+    before = ready.weight.detach().clone()
+    with init_empty_weights():
+        norm = nn.BatchNorm1d(3)
+        norm.running_mean.fill_(5)
+        norm.reset_parameters()
+        ready.reset_parameters()
+        nn.Embedding(4, 2, padding_idx=0).reset_parameters()
+    assert norm.running_mean.sum() == 0 and norm.weight.is_meta
+    assert not torch.equal(ready.weight, before)

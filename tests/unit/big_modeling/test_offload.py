@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model, init_empty_weights
 from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
 from accelerate.utils import align_module_device, has_offloaded_params, offload_state_dict
 from tests.unit.big_modeling.toys import TOKENS, Model, model
@@ -45,6 +45,45 @@ def test_outputs_to_the_bit(offloaded: nn.Module) -> None:
     for _ in range(3):
         assert torch.equal(offloaded(TOKENS), expected)
         assert any(parameter.is_meta for parameter in offloaded.parameters())
+
+
+def test_moving_is_refused_and_casting_is_not(offloaded: nn.Module) -> None:
+    for move in (
+        lambda: offloaded.to("cpu"),
+        lambda: offloaded.layers[0].to(device="cpu", dtype=torch.float64),  # type: ignore[index,union-attr]
+        lambda: offloaded.unused.cpu(),  # type: ignore[union-attr,operator]
+        lambda: copy.deepcopy(offloaded).unused.cpu(),  # type: ignore[union-attr,operator]
+        lambda: Accelerator(cpu=True).prepare(offloaded.unused),
+    ):
+        with pytest.raises(RuntimeError, match="cannot be moved"):
+            move()
+    assert offloaded.unused.weight.is_meta  # type: ignore[union-attr]
+    assert torch.equal(offloaded(TOKENS), model()(TOKENS))
+    offloaded.double()
+    assert torch.equal(offloaded(TOKENS), model().double()(TOKENS))
+    remove_hook_from_submodules(offloaded)
+    assert not any("_apply" in vars(module) for module in offloaded.modules())
+    offloaded.to("cpu")
+
+
+def test_an_optimizer_of_offloaded_weights_is_warned_of(tmp_path: Path) -> None:
+    made = dispatch_model(model(), {"": "cpu", "unused": "disk"}, offload_dir=tmp_path)
+    with pytest.warns(UserWarning, match="This SGD has 2 parameters that are offloaded, which get no gradients"):
+        Accelerator(cpu=True).prepare(torch.optim.SGD(made.parameters(), lr=0.1))
+    made.unused.requires_grad_(False)  # type: ignore[union-attr]
+    Accelerator(cpu=True).prepare(torch.optim.SGD(made.parameters(), lr=0.1))
+
+
+def test_models_without_values(tmp_path: Path) -> None:
+    with init_empty_weights():
+        empty = model()
+    state = dict(model().state_dict())
+    del state["layers.1.linear.bias"], state["head.weight"]  # the last is tied
+    with pytest.raises(ValueError, match=r"no value for scale, embed\.weight, "):
+        cpu_offload(empty, "cpu")
+    with pytest.raises(ValueError, match=r"no value for layers\.1\.linear\.bias of this Model: load"):
+        cpu_offload(empty, "cpu", state_dict=state)
+    assert not any(hasattr(module, "_hf_hook") for module in empty.modules())
 
 
 def test_state_dicts_hold_the_values(offloaded: nn.Module) -> None:
@@ -201,3 +240,29 @@ def test_aligned_modules(tmp_path: Path) -> None:
     plain = nn.Linear(2, 2)
     with align_module_device(plain, torch.device("cpu")):
         assert plain.weight.device.type == "cpu"
+
+
+def test_a_state_dict_is_loaded_into_a_model_in_host_memory() -> None:
+    """Without a word: torch takes weights that show as meta for empty ones, and would warn."""
+    made = cpu_offload(model(), "cpu", offload_buffers=True)
+    other = model()
+    with torch.no_grad():
+        for tensor in (*other.parameters(), *other.buffers()):
+            if tensor.is_floating_point():
+                tensor.mul_(0.5)
+    given = other.state_dict()
+    kept = dict(given)
+    assert not any(made.load_state_dict(given))
+    assert all(given[name] is value for name, value in kept.items())
+    assert all(torch.equal(made.state_dict()[name], value) for name, value in kept.items())
+    assert all(parameter.is_meta for parameter in made.parameters())
+    with pytest.raises(RuntimeError, match=r"size mismatch for scale"):
+        made.load_state_dict({**given, "scale": torch.zeros(3)})
+    made.load_state_dict({"scale": torch.zeros(8)}, strict=False, assign=True)
+    assert not made.scale.is_meta and made.scale.sum() == 0
+
+
+def test_a_state_dict_is_not_loaded_into_files(tmp_path: Path) -> None:
+    made = disk_offload(model(), tmp_path, "cpu")
+    with pytest.raises(RuntimeError, match="lies in a file and cannot be changed"):
+        made.load_state_dict(model().state_dict())

@@ -2,15 +2,21 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from accelerate.big_modeling.placeholder import OffloadedParameter, OffloadedTensor, Slot
+from accelerate import cpu_offload, disk_offload
+from accelerate.big_modeling.placeholder import OffloadedParameter, OffloadedTensor
+from accelerate.big_modeling.slot import Slot
 from accelerate.big_modeling.store import OffloadedWeightsLoader, offload_state_dict
+from accelerate.big_modeling.tensors import has_plain_memory
+from accelerate.hooks import remove_hook_from_submodules
 
 CPU = torch.device("cpu")
 
@@ -139,3 +145,92 @@ def test_buffers() -> None:
     Slot(layer, "running_mean", {"m": value}, "m", CPU, CPU)
     assert type(layer.running_mean) is OffloadedTensor
     assert torch.equal(layer.running_mean + 1, value + 1)
+
+
+class Twice(nn.Parameter):
+    def twice(self) -> torch.Tensor:
+        return self * 2
+
+
+class Marked(nn.Parameter):
+    def __new__(cls, data: torch.Tensor, requires_grad: bool = False, mark: int = 0) -> Marked:
+        made = torch.Tensor._make_subclass(cls, data, requires_grad)
+        made.mark = mark  # type: ignore[attr-defined]
+        return made  # type: ignore[return-value]
+
+
+class Kind(torch.Tensor):
+    pass
+
+
+class Seen(nn.Linear):
+    seen: object = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = type(self.weight), getattr(self.weight, "mark", None), self.weight.requires_grad
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["memory", "disk"])
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (lambda: Twice(torch.ones(2, 2)), (Twice, None, True)),
+        (lambda: Marked(torch.ones(2, 2), mark=3), (Marked, 3, False)),
+        (lambda: nn.Parameter(torch.ones(2, 2).as_subclass(Kind)), (Kind, None, True)),
+    ],
+)
+def test_parameters_keep_their_class(
+    make: Callable[[], nn.Parameter], expected: object, way: str, tmp_path: Path
+) -> None:
+    layer = Seen(2, 2)
+    layer.weight = make()
+    x = torch.ones(1, 2)
+    output = layer(x)
+    assert layer.seen == expected
+    cpu_offload(layer, "cpu") if way == "memory" else disk_offload(layer, tmp_path, "cpu")
+    copies = [] if expected[0] is Kind else [copy.deepcopy(layer)]  # type: ignore[index]  # torch cannot copy this one
+    for model in (layer, *copies):
+        model.seen = None
+        assert torch.equal(model(x), output)
+        assert model.seen == expected
+        assert isinstance(model.weight, OffloadedParameter)
+    remove_hook_from_submodules(layer)
+    assert (type(layer.weight), getattr(layer.weight, "mark", None)) == expected[:2]  # type: ignore[index]
+
+
+def test_tensors_made_of_others(tmp_path: Path) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def made() -> nn.Linear:
+        torch.manual_seed(0)
+        layer = nn.Linear(2, 2)
+        layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach() * 2))
+        return layer
+
+    layer = made()
+    cpu_offload(layer, "cpu")
+    assert not hasattr(layer.weight, "a")  # nothing is held
+    found: Any = layer(torch.ones(1, 2))
+    expected: Any = made()(torch.ones(1, 2))
+    assert type(found) is TwoTensor and torch.equal(found.a, expected.a) and torch.equal(found.b, expected.b)
+    with pytest.raises(ValueError, match="weight is a TwoTensor, which is made of several tensors"):
+        disk_offload(made(), tmp_path, "cpu")
+
+
+def test_only_plain_memory_is_taken_by_its_address() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    plain = torch.ones(2, 2)
+    complex_ones = torch.ones(2, 2, dtype=torch.complex64)
+    assert has_plain_memory(plain) and has_plain_memory(nn.Parameter(plain)) and has_plain_memory(plain.T)
+    others = [TwoTensor(plain, plain), plain.as_subclass(Kind), plain.to_sparse(), complex_ones.conj()]
+    others.append(complex_ones.conj().imag)
+    assert not any(has_plain_memory(other) for other in others)
+
+
+def test_swapped_tensors_stay() -> None:
+    layer = cpu_offload(nn.Linear(2, 2, bias=False), "cpu")
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.zeros(2, 2)))  # type: ignore[arg-type]
+    for _ in range(2):
+        assert layer(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]

@@ -137,6 +137,9 @@ def test_what_is_on_disk_is_not_written_again(tmp_path: Path) -> None:
     keep_on_disk(tmp_path, changed)
     assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path)["a"], changed["a"])
     assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path)["b"], changed["b"])
+    (tmp_path / "a.dat").write_bytes(b"short")
+    keep_on_disk(tmp_path, changed)
+    assert torch.equal(OffloadedWeightsLoader(save_folder=tmp_path)["a"], changed["a"])
     keep_on_disk(tmp_path, {"a": torch.zeros(2, 2, dtype=torch.float16)})
     assert OffloadedWeightsLoader(save_folder=tmp_path)["a"].shape == (2, 2)
 
@@ -156,3 +159,13 @@ def test_weights_back_into_a_model(tmp_path: Path) -> None:
     load_offloaded_weights(empty, json.loads((tmp_path / "index.json").read_text()), tmp_path)
     assert all(torch.equal(empty.state_dict()[name], value) for name, value in expected.items())
     load_offloaded_weights(model, None, tmp_path)
+
+
+def test_weights_are_put_back_from_safetensors_files_and_without_the_scales_of_8_bit_layers(tmp_path: Path) -> None:
+    index = offload_weight(torch.ones(2, 2), "0.weight", tmp_path)
+    index = offload_weight(torch.ones(2), "0.SCB", tmp_path, index)
+    save_file({"w": torch.full((2, 2), 3.0)}, tmp_path / "w.safetensors")
+    index["1.weight"] = {"safetensors_file": str(tmp_path / "w.safetensors"), "weight_name": "w", "dtype": "float32"}
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2, bias=False, device="meta") for _ in range(2)))
+    load_offloaded_weights(model, index, tmp_path)
+    assert torch.equal(model[0].weight, torch.ones(2, 2)) and torch.equal(model[1].weight, torch.full((2, 2), 3.0))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.big_modeling.placeholder import Slot
+from accelerate.big_modeling.slot import Slot
 from accelerate.big_modeling.streaming import SMALL, Block, Streamer
 
 LARGE = SMALL // 4 + 1  # floats

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 import accelerate
+from accelerate import cpu_offload
+from accelerate.big_modeling.casting import attach_layerwise_casting_hooks
 from accelerate.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -59,6 +61,17 @@ def net() -> Net:
 
 
 X = torch.arange(6.0).view(2, 3)
+
+
+def test_a_hook_that_puts_another_module_in_place(net: Net) -> None:
+    class Replace(Plus):
+        def init_hook(self, module: nn.Module) -> nn.Module:
+            return nn.Identity()
+
+    made = add_hook_to_module(net, Replace(after=1))
+    assert isinstance(made, nn.Identity) and made(torch.ones(1)) == 2
+    assert not hasattr(net, "_old_forward")
+    assert remove_hook_from_module(made)(torch.ones(1)) == 1
 
 
 def test_a_hook_is_put_on_and_taken_off(net: Net) -> None:
@@ -340,3 +353,20 @@ def test_layerwise_casting(net: Net) -> None:
     output = model(X)
     assert output.dtype == torch.float32
     assert net.linear1.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("first", ["cast", "offload"])
+def test_weights_that_are_offloaded_and_kept_in_a_small_dtype(first: str) -> None:
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.ones(1, 4)
+    expected = copy.deepcopy(made).to(torch.bfloat16).float()(x)
+    for step in (first, "offload" if first == "cast" else "cast"):
+        if step == "cast":
+            attach_layerwise_casting_hooks(made, torch.bfloat16, torch.float32)
+        else:
+            cpu_offload(made, "cpu")
+    for _ in range(2):
+        assert torch.equal(made(x), expected)
+        assert made[0].weight.is_meta and made[0].weight.dtype == torch.bfloat16
+        assert made.state_dict()["0.weight"].dtype == torch.bfloat16

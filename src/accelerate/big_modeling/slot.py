@@ -1,0 +1,178 @@
+"""Where a tensor of a module belongs, and where its value is while it lies elsewhere."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from accelerate.big_modeling.parameters import has_parts, of_kind
+from accelerate.big_modeling.placeholder import Offloaded, OffloadedParameter, OffloadedTensor
+from accelerate.big_modeling.store import FileRange, find_source
+
+Device = int | str | torch.device
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+class Slot:
+    """One tensor of a module that lies elsewhere: where it belongs, and where its value is.
+
+    holder, attribute: the module and the tensor's name in it. weights, name: the mapping that has the value.
+    given_device, device: where the module runs, as the caller wrote it and as torch sees it.
+    tied: by address and device (as written), tensors that are there anyway because another module shares them.
+    """
+
+    def __init__(
+        self,
+        holder: nn.Module,
+        attribute: str,
+        weights: Mapping[str, Any],
+        name: str,
+        given_device: Device | None,
+        device: torch.device,
+        tied: Mapping[int, Mapping[Any, torch.Tensor]] | None = None,
+    ) -> None:
+        self.holder = holder
+        self.attribute = attribute
+        self.weights = weights
+        self.name = name
+        self.given_device = given_device
+        self.device = device
+        self.tied = tied
+        self.is_parameter = attribute in holder._parameters
+        self.table: dict[str, Any] = holder._parameters if self.is_parameter else holder._buffers
+        tensor = cast(torch.Tensor, self.table[attribute])
+        # The class of a tensor that is not a plain one, and its strides where it does not lie row by row.
+        self.kind: type[torch.Tensor] | None = _kind_of(tensor)
+        self.placeholder = _stand_in(tensor, self)
+        self.stand_in: type[torch.Tensor] = type(self.placeholder)
+        self.strides = _unusual_strides(self.placeholder)
+        self.nbytes = self.placeholder.nbytes
+        self.table[attribute] = self.placeholder
+        # What the copy that is on its way is made of, with its version then: see `take`.
+        self._taken: torch.Tensor | None = None
+        self._version = 0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
+        memo[id(self)] = made = Slot.__new__(Slot)
+        made.__dict__.update(copy.deepcopy({**self.__dict__, "_taken": None}, memo))
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """In a pickle a placeholder is the tensor with its value, and this is where it is brought in from."""
+        kind = self.kind or (nn.Parameter if self.is_parameter else torch.Tensor)
+        changed = {"weights": {self.name: self.placeholder}, "stand_in": kind, "tied": None, "_taken": None}
+        return {**self.__dict__, **changed}
+
+    def is_empty(self) -> bool:
+        tensor = self.table[self.attribute]
+        # `torch.utils.swap_tensors` makes another tensor of the same object.
+        if tensor is self.placeholder and type(tensor) is self.stand_in:
+            return True
+        return tensor is not None and tensor.is_meta
+
+    def fill(self, value: torch.Tensor) -> torch.Tensor:
+        """Put a value into the module; returns the tensor that is there now."""
+        stand_in = self.table[self.attribute]
+        if stand_in is not self.placeholder and isinstance(stand_in, Offloaded):
+            self.placeholder = stand_in  # a cast of the model may have put another one there
+        with torch._C.DisableTorchFunctionSubclass():  # the attributes of a placeholder, without a detour
+            if value.dtype is not stand_in.dtype:
+                value = value.to(stand_in.dtype)
+            if self.strides is not None and value.stride() != self.strides:
+                value = value.new_empty_strided(value.shape, self.strides).copy_(value.detach())
+            if self.is_parameter and self.kind is None:
+                value = nn.Parameter(value, requires_grad=stand_in.requires_grad)
+        if self.is_parameter and (len(stand_in.__dict__) > 1 or self.kind is not None):
+            # In a module that was unpickled a plain parameter stands in.
+            attributes = stand_in.attributes() if isinstance(stand_in, Offloaded) else dict(stand_in.__dict__)
+            if self.kind is None:
+                value.__dict__.update(attributes)
+            else:
+                known = type(value) is not torch.Tensor or has_parts(self.kind) or issubclass(self.kind, nn.Parameter)
+                if not known:
+                    value = value.as_subclass(self.kind)  # files know no classes
+                value = of_kind(self.kind, value, stand_in.requires_grad, attributes)
+        self.table[self.attribute] = value
+        return value
+
+    def clear(self, tensor: torch.Tensor) -> None:
+        """Take a tensor out of the module again, unless something else is in its place by now."""
+        if self.table.get(self.attribute) is tensor:
+            self.table[self.attribute] = self.placeholder
+
+    def put_back(self, device: torch.device) -> None:
+        """Give the module its value for good, on a device; where names share a placeholder, they share the value."""
+        if not self.is_empty():
+            return
+        known = self.placeholder.__dict__.get("put_back")  # a weak one, by another name of it
+        shared = None if known is None else known()
+        if shared is not None and shared.device == device:
+            self.table[self.attribute] = shared
+        else:
+            self.placeholder.put_back = weakref.ref(self.fill(self.host().detach().to(device)))
+
+    def source(self) -> torch.Tensor | FileRange:
+        """Where the value is: in memory, or in a file."""
+        source = find_source(self.weights, self.name)
+        if self.tied and isinstance(source, torch.Tensor):
+            return self.tied.get(source.data_ptr(), {}).get(self.given_device, source)
+        return source
+
+    def take(self) -> torch.Tensor | FileRange:
+        """The source, for a copy that is used later: see `is_outdated`."""
+        source = self.source()
+        self._taken = None
+        if isinstance(source, torch.Tensor):
+            try:
+                self._version = source._version
+                self._taken = source
+            except RuntimeError:  # a tensor of inference mode: nobody knows when it is written to
+                pass
+        return source
+
+    def is_outdated(self) -> bool:
+        """Whether a copy of what was taken last must not be used: it was written to, or something else is there now."""
+        if self._taken is not None and self._taken._version != self._version:
+            return True
+        return self.table[self.attribute] is not self.placeholder
+
+    def host(self) -> torch.Tensor:
+        """The value without a copy where possible: as it lies in memory, or mapped from its file."""
+        source = find_source(self.weights, self.name)
+        return source.mapped() if isinstance(source, FileRange) else source
+
+    def value(self) -> torch.Tensor:
+        """The value where the module runs."""
+        source = self.source()
+        value = source.mapped() if isinstance(source, FileRange) else source.detach()
+        return value if value.device == self.device else value.to(self.device)
+
+
+def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor] | None:
+    if isinstance(tensor, Offloaded):
+        return tensor.slot.kind
+    return None if type(tensor) in _PLAIN or not isinstance(tensor, nn.Parameter) else type(tensor)
+
+
+def _unusual_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
+    """The strides of a tensor that has all of its memory for itself, but not in the usual order."""
+    with torch._C.DisableTorchFunctionSubclass():
+        if tensor.is_contiguous() or torch.empty_like(tensor).stride() != tensor.stride():
+            return None
+        return tensor.stride()
+
+
+def _stand_in(tensor: torch.Tensor, slot: Slot) -> Any:
+    made: Any
+    if isinstance(tensor, nn.Parameter):
+        made = OffloadedParameter._around(tensor)
+    else:
+        made = OffloadedTensor._around(tensor)
+    made.slot = slot
+    return made
