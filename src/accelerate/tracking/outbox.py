@@ -63,6 +63,7 @@ class Outbox:
         self.tracker = tracker
         self.name = tracker.name
         self.closed = False
+        self._finishing = False  # whether the last call, the tracker's `finish`, is among those that wait
         self._background = tracker.in_background
         self._calls: deque[tuple[str, Callable[[], Any]]] = deque()
         self._change = threading.Condition()
@@ -135,6 +136,7 @@ class Outbox:
         with self._change:
             self._calls.append(("finish", self.tracker.finish))
             self._sent += 1
+            self._finishing = True
             self._start_thread()
             self._change.notify_all()
         atexit.unregister(self._flush_at_exit)
@@ -178,7 +180,7 @@ class Outbox:
     def _run(self) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._calls or self.closed)
+                self._change.wait_for(lambda: self._calls or self._finishing)
                 if not self._calls:
                     return
                 call = self._calls.popleft()

@@ -318,3 +318,24 @@ def test_a_tracker_that_wants_to_exit_is_an_error_like_any(outbox: Outbox, track
     outbox.call("log", tracker.log, {"a": 1}, step=1)
     assert outbox.flush(10)
     assert len(tracker.seen) == 1
+
+
+def test_a_call_that_ends_while_the_tracker_is_being_closed(
+    tracker: ListTracker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outbox = Outbox(tracker)
+    gate = threading.Event()
+    outbox._for_calls = Allowance(0.0, 0.0)
+    outbox.call("log", gate.wait)
+
+    def release() -> None:
+        gate.set()
+        assert outbox.flush(10)
+        thread = outbox._thread
+        assert thread is not None
+        thread.join(0.1)  # it has nothing left to do at this moment
+
+    monkeypatch.setattr(tracker, "_release", release)
+    outbox.close()
+    assert outbox.flush(10)
+    assert tracker.seen == [("finish",)]
