@@ -141,9 +141,9 @@ WAYS = {
     "same folder, behind": (False, True, False),
     "automatic, at once": (True, False, False),
     "automatic, behind": (True, True, False),
-    "same folder, two disks": (False, False, True),
 }
 if SOAK > 1:
+    WAYS["same folder, two disks"] = (False, False, True)
     WAYS["same folder, two disks, behind"] = (False, True, True)
     WAYS["automatic, two disks"] = (True, False, True)
     WAYS["automatic, two disks, behind"] = (True, True, True)
