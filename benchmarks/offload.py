@@ -342,17 +342,22 @@ def main() -> None:
         shutil.rmtree(folder)
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_size_options(parser: argparse.ArgumentParser) -> None:
+    """What is offloaded, from where, and how often."""
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--layers", type=int, default=20)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--inner", type=int, default=11008)
     parser.add_argument("--vocabulary", type=int, default=26000)
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--folder", default=None, help="where to write; by default the folder for temporary files")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_size_options(parser)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--peer", default=sys.executable, help="a python that has the released package; '' for none")
-    parser.add_argument("--folder", default=None, help="where to write; by default the folder for temporary files")
     parser.add_argument("--json", default=None)
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
     return parser.parse_args()

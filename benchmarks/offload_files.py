@@ -33,9 +33,9 @@ import numpy as np
 import torch
 
 from accelerate.big_modeling import cuda_copier, staging
-from accelerate.big_modeling.placeholder import Slot
+from accelerate.big_modeling.slot import Slot
 from accelerate.big_modeling.store import FileRange
-from offload import run_safetensors, timed, weight_map, write_weights
+from offload import add_size_options, run_safetensors, timed, weight_map, write_weights
 
 MIB = 2**20
 PORTABLE, READ_ONLY = 1, 8  # flags of cudaHostRegister
@@ -427,13 +427,7 @@ def main(options: argparse.Namespace) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--layers", type=int, default=20)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--inner", type=int, default=11008)
-    parser.add_argument("--vocabulary", type=int, default=26000)
-    parser.add_argument("--rounds", type=int, default=6)
+    add_size_options(parser)
     parser.add_argument("--only", nargs="+", default=list(TABLES), choices=TABLES)
-    parser.add_argument("--folder", default=None, help="where to write; by default the folder for temporary files")
     parser.add_argument("--json", default=None, help="keep the figures of the variants")
     main(parser.parse_args())

@@ -25,7 +25,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import load_checkpoint_in_model
 from tests.harness import run_world, world_outcomes
 from tests.unit.accelerator.toys import ALONE
-from tests.world.towers import Tower, loss_of, peak, tokens_of
+from tests.world.towers import Tower, loss_of, micro_batches, peak, tokens_of
 
 STEPS = 2
 
@@ -347,15 +347,8 @@ def test_no_code_is_run(tmp_path: Path) -> None:
 
 
 def _micro_batches(accelerator: Accelerator, model: Any, optimizer: Any, steps: range) -> list[float]:
-    losses = []
-    for step in steps:
-        with accelerator.accumulate(model):
-            loss = loss_of(model, tokens_of(step, accelerator.process_index, accelerator.num_processes))
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-    return losses
+    rank, ranks = accelerator.process_index, accelerator.num_processes
+    return micro_batches(accelerator, model, optimizer, steps, rank, ranks)
 
 
 def _window_of(name: str, each: bool, seed: int) -> tuple[Accelerator, Any, Any]:

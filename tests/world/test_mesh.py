@@ -16,7 +16,7 @@ from accelerate.errors import NotYetSupported
 from accelerate.parallel.shards import local, whole
 from accelerate.utils import DataLoaderConfiguration, TorchTensorParallelConfig, TorchTensorParallelPlugin
 from tests.harness import run_world
-from tests.world.towers import Tower, loss_of, tokens_of, trains_as_one_process
+from tests.world.towers import Tower, loss_of, micro_batches, tokens_of, trains_as_one_process
 
 PLAN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
@@ -140,15 +140,9 @@ def _window(folder: str, sizes: dict[str, int], save: bool) -> list[float]:
     model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
 
     def train(steps: range) -> list[float]:
-        found = []
-        for step in steps:
-            with accelerator.accumulate(model):
-                loss = loss_of(model, tokens_of(step, accelerator.data_parallel_rank, config.data_parallel_size))
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-            found.append(float(accelerator.reduce(loss.detach(), "mean")))
-        return found
+        return micro_batches(
+            accelerator, model, optimizer, steps, accelerator.data_parallel_rank, config.data_parallel_size
+        )
 
     if save:
         train(range(5))

@@ -54,6 +54,21 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def micro_batches(
+    accelerator: Accelerator, model: Any, optimizer: Any, steps: range, rank: int, ranks: int
+) -> list[float]:
+    """Losses of batches under accumulation, each the mean over all processes. rank, ranks: whose share of the data."""
+    losses = []
+    for step in steps:
+        with accelerator.accumulate(model):
+            loss = loss_of(model, tokens_of(step, rank, ranks))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    return losses
+
+
 def train_alone(steps: int, max_norm: float = 1.0) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """What one process gets from the whole batches."""
     model = Tower()
