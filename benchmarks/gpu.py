@@ -36,7 +36,7 @@ def figures() -> list[Figure]:
         for accumulation in (1, 4):
             args = {"precision": precision, "accumulation": accumulation}
             name = f"step, {precision}, accumulation {accumulation}"
-            found.append(Figure(name, "step", "added", 0.25, args, steps=60, rounds=120, seconds=25.0))
+            found.append(Figure(name, "step", "added", 0.25, args, steps=30, rounds=160, seconds=20.0, beside=True))
     for output, text in (("logits", "loss in the loop"), ("both", "loss and logits returned in fp32")):
         name = f"125M transformer, bf16, {text}"
         args = {"task": "gpt", "output": output}
@@ -45,8 +45,9 @@ def figures() -> list[Figure]:
         name = "113 MB batches, pinned" + (", non_blocking=True" if non_blocking else "")
         args = {"task": "feed", "non_blocking": non_blocking}
         found.append(Figure(name, "gpu", "baseline", 1.10, args, 1, 20, 10, 16, 14.0, subjects=FEEDING))
-    found.append(Figure("loader, per batch", "loader", "added", None, steps=200, rounds=30, seconds=5.0))
-    found.append(Figure("evaluation step with gather_for_metrics", "gather", "added", None, rounds=30, seconds=5.0))
+    found.append(Figure("loader, per batch", "loader", "added", None, steps=100, rounds=60, seconds=5.0, beside=True))
+    name = "evaluation step with gather_for_metrics"
+    found.append(Figure(name, "gather", "added", None, rounds=60, seconds=8.0, beside=True))
     return [dataclasses.replace(figure, restarts=1) for figure in found]
 
 
@@ -289,7 +290,7 @@ def main() -> int:
     began = time.monotonic()
     # A process that has used CUDA cannot be forked, so every figure has processes of its own. All of them
     # import torch now, side by side, and none touches the GPU before its turn or after it.
-    fleets = [{name: harness.World(who[name], 1, device) for name in figure.subjects} for figure in chosen]
+    fleets = [{name: harness.World(who[name], 1, device) for name in figure.running} for figure in chosen]
     try:
         for worlds in fleets:
             about |= harness.introduce(worlds)

@@ -72,6 +72,9 @@ class Figure:
 
     `judge` names what `target` limits: "added" (ours minus baseline over peer minus baseline), "baseline"
     (ours over baseline) or "peer" (ours over peer). Without a target the row only informs.
+
+    beside: the baseline has no process of its own, but runs in those of the others, in turn with them. What is added
+    is then no difference between processes, of which one may be slower than another for as long as it lives.
     """
 
     name: str
@@ -86,10 +89,20 @@ class Figure:
     seconds: float = 15.0
     restarts: int = 2
     subjects: tuple[str, ...] = ("plain", "peer", "ours")
+    beside: bool = False
 
     @property
     def baseline(self) -> str:
         return self.subjects[0]
+
+    @property
+    def running(self) -> tuple[str, ...]:
+        """The subjects that have processes of their own."""
+        return self.subjects[1:] if self.beside else self.subjects
+
+    def bodies(self, own: str) -> list[str]:
+        """The functions that a subject's processes run in turn."""
+        return [self.baseline, own] if self.beside else [own]
 
 
 @dataclass
@@ -201,7 +214,7 @@ class World:
                     "do": "open",
                     "fork": fork,
                     "module": figure.module,
-                    "body": self.subject.body,
+                    "bodies": figure.bodies(self.subject.body),
                     "args": figure.args,
                     "warmup": figure.warmup,
                     "env": {} if figure.processes == 1 else rank_environment(rank, figure.processes, port),
@@ -212,13 +225,13 @@ class World:
         for process in self.processes[: figure.processes]:
             process.receive()
 
-    def block(self, figure: Figure) -> float:
-        """Seconds per step of one block: those of the slowest rank."""
+    def block(self, figure: Figure) -> list[float]:
+        """Seconds per step of one block of each of the figure's bodies: those of the slowest rank."""
         active = self.processes[: figure.processes]
         for process in active:
             process.send({"do": "block", "steps": figure.steps})
-        seconds: list[float] = [process.receive()["seconds"] for process in active]
-        return max(seconds) / figure.steps
+        answers: list[dict[str, float]] = [process.receive()["seconds"] for process in active]
+        return [max(answer[body] for answer in answers) / figure.steps for body in figure.bodies(self.subject.body)]
 
     def close(self, figure: Figure) -> None:
         for process in self.processes[: figure.processes]:
@@ -251,13 +264,14 @@ def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
 
 def measure(figure: Figure, worlds: dict[str, World], fork: bool) -> Row:
     """Run the figure's subjects in turn, round after round, and judge the medians."""
-    samples: dict[str, list[float]] = {name: [] for name in figure.subjects}
+    samples: dict[str, list[float]] = {name: [] for name in figure.running}
+    beside: dict[str, list[float]] = {name: [] for name in figure.running}
     errors: dict[str, str] = {}
 
     def alive() -> list[str]:
-        return [name for name in figure.subjects if name not in errors]
+        return [name for name in figure.running if name not in errors]
 
-    def attempt(name: str, action: Callable[[], float | None]) -> float | None:
+    def attempt(name: str, action: Callable[[], Any]) -> Any:
         """A subject that fails drops out of this figure; the others are still worth seeing."""
         try:
             return action()
@@ -282,25 +296,30 @@ def measure(figure: Figure, worlds: dict[str, World], fork: bool) -> Row:
             for name in turn[shift:] + turn[:shift]:
                 seconds = attempt(name, lambda name=name: worlds[name].block(figure))  # type: ignore[misc]
                 if seconds is not None:
-                    samples[name].append(seconds)
+                    samples[name].append(seconds[-1])
+                    beside[name].append(seconds[0])
         for name in alive():
             attempt(name, lambda name=name: worlds[name].close(figure))  # type: ignore[misc]
     if errors:
         cells = {name: duration(statistics.median(samples[name])) for name in alive()}
         return Row(figure.name, cells, "failed", target_text(figure), False, {"errors": errors})
-    return judge(figure, samples)
+    if figure.beside:
+        samples[figure.baseline] = beside[figure.baseline] = beside["ours"]
+    else:
+        beside = dict.fromkeys(samples, samples[figure.baseline])
+    return judge(figure, samples, beside)
 
 
-def judge(figure: Figure, samples: dict[str, list[float]]) -> Row:
-    base = samples[figure.baseline]
+def judge(figure: Figure, samples: dict[str, list[float]], beside: dict[str, list[float]]) -> Row:
+    """beside: for each subject what its samples are compared with, round by round."""
     median = {name: statistics.median(values) for name, values in samples.items()}
-    differences = {n: [a - b for a, b in zip(v, base, strict=True)] for n, v in samples.items()}
+    differences = {n: [a - b for a, b in zip(v, beside[n], strict=True)] for n, v in samples.items()}
     added = {name: statistics.median(values) for name, values in differences.items()}
     ours = samples["ours"]
     value: float | None
 
-    def ratio_to(name: str) -> float:
-        return statistics.median([a / b for a, b in zip(ours, samples[name], strict=True)])
+    def ratio_to(values: list[float]) -> float:
+        return statistics.median([a / b for a, b in zip(ours, values, strict=True)])
 
     if figure.judge == "added":
         # Less than nothing is noise, and so is a peer that adds nothing: no share can be told then.
@@ -309,16 +328,16 @@ def judge(figure: Figure, samples: dict[str, list[float]]) -> Row:
         compared = f"adds {microseconds(added['ours'])} / {microseconds(added['peer'])} = {share}"
     else:
         against = figure.baseline if figure.judge == "baseline" else "peer"
-        value = ratio_to(against)
+        value = ratio_to(beside["ours"] if figure.judge == "baseline" else samples["peer"])
         compared = f"{value:.3f} x {against}"
     cells = {figure.baseline: duration(median[figure.baseline])}
     for name in figure.subjects[1:]:
-        over = 100 * statistics.median([a / b - 1 for a, b in zip(samples[name], base, strict=True)])
+        over = 100 * statistics.median([a / b - 1 for a, b in zip(samples[name], beside[name], strict=True)])
         cells[name] = f"{duration(median[name])} ({over:+.1f}%)"
     raw = {
         "judge": figure.judge,
         "value": value,
-        "rounds": len(base),
+        "rounds": len(ours),
         "steps_per_block": figure.steps,
         "processes": figure.processes,
         "arguments": figure.args,

@@ -266,12 +266,12 @@ def on_one_device(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cpu", "cuda"], help="one process by itself on this device")
-    parser.add_argument("--width", type=int, help="of the model; 256 on processes, 2048 on a GPU")
+    parser.add_argument("--width", type=int, help="of the model; 256 on processes, 1024 on a GPU")
     parser.add_argument("--depth", type=int, default=4, help="of the model")
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--out", type=Path, help="a file for the figures")
     options = parser.parse_args()
-    options.width = options.width or (2048 if options.device == "cuda" else 256)
+    options.width = options.width or (1024 if options.device == "cuda" else 256)
     began = time.monotonic()
     result = on_processes(options) if options.device is None else on_one_device(options)
     if dist.get_rank() == 0:

@@ -54,15 +54,18 @@ def timed(block: Block, steps: int) -> float:
 
 
 def serve(pipe: Pipe, request: dict[str, Any]) -> None:
-    """Build the figure's block, warm it up, and time it until told to close."""
+    """Build the figure's blocks, warm them up, and time them, each in turn, until told to close."""
     try:
         os.environ.update(request["env"])
-        build = getattr(importlib.import_module(request["module"]), request["body"])
-        block: Block = build(**request["args"])
-        timed(block, request["warmup"])
+        module = importlib.import_module(request["module"])
+        blocks: dict[str, Block] = {body: getattr(module, body)(**request["args"]) for body in request["bodies"]}
+        for block in blocks.values():
+            timed(block, request["warmup"])
         pipe.write({"ready": True})
+        order = list(blocks)
         while (request := pipe.read())["do"] == "block":
-            pipe.write({"seconds": timed(block, request["steps"])})
+            pipe.write({"seconds": {body: timed(blocks[body], request["steps"]) for body in order}})
+            order.reverse()
     except BaseException:
         pipe.write({"error": traceback.format_exc()})
 

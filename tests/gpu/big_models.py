@@ -82,13 +82,14 @@ def expected(model: nn.Module, *args: Any) -> torch.Tensor:
 
 
 def settle(model: nn.Module) -> None:
-    """Wait until host memory is locked."""
+    """Wait until host memory and files are locked."""
     for module in model.modules():
         hook: Any = getattr(module, "_hf_hook", None)
         for part in getattr(hook, "hooks", (hook,)):
             streamer = getattr(part, "_streamer", None)
             if streamer is not None:
                 streamer.copier._locks.wait()
+                streamer.copier._files.wait()
 
 
 def offloaded(kind: str, folder: str) -> nn.Module:
@@ -202,12 +203,15 @@ def offloaded_order_may_change() -> None:
 def offloaded_without_locked_memory() -> None:
     """Where memory cannot be locked, weights go through buffers."""
     reference = expected(network(), tokens())
-    with mock.patch("accelerate.big_modeling.cuda_copier._lock", lambda device, address, size: False):
-        model = offloaded("memory", "")
-        settle(model)
-        for _ in range(4):
-            with torch.no_grad():
-                assert torch.equal(model(tokens()), reference)
+    with mock.patch("accelerate.big_modeling.cuda_copier._lock", lambda device, flags, address, size: False):
+
+        def test(kind: str, model: nn.Module) -> None:
+            for _ in range(4):
+                with torch.no_grad():
+                    assert torch.equal(model(tokens()), reference)
+                settle(model)
+
+        each_kind(test)
 
 
 @check
@@ -270,6 +274,30 @@ def locked_memory_is_unlocked() -> None:
     gc.collect()
     assert not large.is_pinned()
     assert torch.equal(large.cuda().cpu(), large)
+
+
+def copiers(model: nn.Module) -> list[Any]:
+    hooks = [getattr(module, "_hf_hook", None) for module in model.modules()]
+    parts = [part for hook in hooks for part in getattr(hook, "hooks", (hook,))]
+    return list({id(p._streamer.copier): p._streamer.copier for p in parts if getattr(p, "_streamer", None)}.values())
+
+
+@check
+def files_are_read_where_the_system_keeps_them() -> None:
+    reference = expected(network(), tokens())
+    with tempfile.TemporaryDirectory() as folder:
+        model = offloaded("disk", folder)
+        with torch.no_grad():
+            for _ in range(4):
+                assert torch.equal(model(tokens()), reference)
+                settle(model)
+        (copier,) = copiers(model)
+        assert len(copier._files._usable) == len(os.listdir(folder)) - 1, "without the index"
+        with torch.no_grad(), mock.patch.object(copier._stager, "bring", side_effect=AssertionError("read again")):
+            assert torch.equal(model(tokens()), reference)
+        del model, copier
+        gc.collect()
+        assert folder not in Path("/proc/self/maps").read_text()
 
 
 @check

@@ -5,10 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from accelerate.big_modeling.locked_files import LockedFiles
 from accelerate.big_modeling.pagelock import SMALL, LockedCopies, PageLocks
 from accelerate.big_modeling.slot import Slot
 from accelerate.big_modeling.staging import Job, Stager
@@ -16,15 +18,16 @@ from accelerate.big_modeling.store import FileRange
 from accelerate.big_modeling.tensors import has_plain_memory
 
 _PORTABLE = 1  # cudaHostRegisterPortable: locked for every GPU
+_READ_ONLY = 8  # cudaHostRegisterReadOnly: pages of files can be locked like this alone
 
 
 # A refusal stays behind as the last error of the calling thread, and the next launch of a kernel there would raise it:
 # so both are only ever called by threads that do nothing else.
 
 
-def _lock(device: torch.device, address: int, size: int) -> bool:
+def _lock(device: torch.device, flags: int, address: int, size: int) -> bool:
     with torch.cuda.device(device):
-        return int(torch.cuda.cudart().cudaHostRegister(address, size, _PORTABLE)) == 0
+        return int(torch.cuda.cudart().cudaHostRegister(address, size, flags)) == 0
 
 
 def _unlock(device: torch.device, address: int) -> None:
@@ -63,7 +66,7 @@ class CudaLane:
 
 
 class CudaCopier:
-    """Copies on a side stream, directly from locked host memory or through buffers.
+    """Copies on a side stream, directly from locked memory of the host and pages of files, or through buffers.
 
     The memory on the device belongs to the stream that computes: it is taken and given back in the order of that
     stream, so that whatever the forward keeps of a weight (a view of it, or the graph of gradients) stays valid. The
@@ -77,12 +80,12 @@ class CudaCopier:
         self._lane = CudaLane(self.device)
         self._stager_lane = CudaLane(self.device)
         self._stager = Stager(self._stager_lane)
-        self._locks = PageLocks(
-            functools.partial(_lock, self.device), functools.partial(_unlock, self.device), _is_locked
-        )
+        unlock = functools.partial(_unlock, self.device)
+        self._locks = PageLocks(functools.partial(_lock, self.device, _PORTABLE), unlock, _is_locked)
+        self._files = LockedFiles(functools.partial(_lock, self.device, _PORTABLE | _READ_ONLY), unlock)
         self._copies = LockedCopies(self._lane.buffer)
         # When the process ends the memory goes anyway.
-        weakref.finalize(self, _close, self._stager, self._lane, self._locks).atexit = False
+        weakref.finalize(self, _close, self._stager, self._lane, self._locks, self._files).atexit = False
 
     def __reduce__(self) -> Any:
         return CudaCopier, (self.device,)
@@ -101,6 +104,7 @@ class CudaCopier:
         tensors: list[torch.Tensor] = []
         direct: list[tuple[torch.Tensor, torch.Tensor]] = []
         staged: list[tuple[torch.Tensor | FileRange, torch.Tensor]] = []
+        read: list[FileRange] = []
         later: dict[int, torch.Tensor] = {}
         known: dict[Any, torch.Tensor] = {}
         for slot in slots:
@@ -114,7 +118,14 @@ class CudaCopier:
             key = _identity(source)
             if key not in known:
                 known[key] = out = self._room_for(source)
-                if isinstance(source, torch.Tensor) and self._is_direct(source):
+                if isinstance(source, FileRange):
+                    locked = self._files.find(source)
+                    if locked is None:
+                        staged.append((source, out))
+                        read.append(source)
+                    else:
+                        direct.append((locked, out.view(-1).view(torch.uint8)))
+                elif self._is_direct(source):
                     direct.append((source, out))
                 else:
                     staged.append((source, out))
@@ -132,7 +143,8 @@ class CudaCopier:
         if staged:
             self._stager_lane.stream.wait_event(free)
             job = self._stager.bring(staged)
-        return _CudaCopy(tensors, later, stream, arrived, job)
+        then = functools.partial(self._files.add, read) if read else None
+        return _CudaCopy(tensors, later, stream, arrived, job, then)
 
     def _small(self, source: torch.Tensor) -> torch.Tensor:
         copied = self._copies.find(source)
@@ -159,7 +171,10 @@ def _identity(source: torch.Tensor | FileRange) -> Any:
 
 
 class _CudaCopy:
-    """Tensors on their way. later: those by their places that are brought over when they are asked for."""
+    """Tensors on their way. later: those by their places that are brought over when they are asked for.
+
+    then: what to do as soon as the job is over.
+    """
 
     def __init__(
         self,
@@ -168,18 +183,23 @@ class _CudaCopy:
         stream: torch.cuda.Stream,
         arrived: torch.cuda.Event | None,
         job: Job | None,
+        then: Callable[[], None] | None,
     ) -> None:
         self._tensors = tensors
         self._later = later
         self._stream = stream
         self._arrived = arrived
         self._job = job
+        self._then = then
 
     def wait(self) -> list[torch.Tensor]:
         stream = torch.cuda.current_stream(self._stream.device)
         self._join(stream)
         if self._job is not None and self._job.error is not None:
             raise self._job.error
+        if self._then is not None:
+            self._then()
+            self._then = None
         if stream != self._stream:
             for place, tensor in enumerate(self._tensors):
                 if place not in self._later:
@@ -205,9 +225,10 @@ class _CudaCopy:
                 stream.wait_event(self._job.mark)
 
 
-def _close(stager: Stager, lane: CudaLane, locks: PageLocks) -> None:
+def _close(stager: Stager, lane: CudaLane, locks: PageLocks, files: LockedFiles) -> None:
     stager.close()
     try:
         lane.stream.synchronize()  # copies read the locked memory
     finally:
         locks.close()
+        files.close()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -69,10 +71,49 @@ def _free_memory() -> MaxMemory:
             found[index] = device.memory(index).free
         except RuntimeError as error:
             logger.info(f"Device {index} cannot be used ({error}): no part of a model will go there.")
-    host = psutil.virtual_memory().available
+    host = free_host_memory()
     # The GPU of a Mac has the memory of the host.
     found["mps" if device.name == "mps" else "cpu"] = host
     return found
+
+
+def free_host_memory() -> int:
+    """Bytes that this process can still take: what the machine has free, and its control groups (containers) allow."""
+    return int(max(0, min(psutil.virtual_memory().available, _room_in_control_groups())))
+
+
+# The files of a control group: its limit, what is taken, and how much of that are pages of files, which can be freed.
+_UNIFIED = ("memory.max", "memory.current", "file")
+_SEPARATE = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+
+
+def _room_in_control_groups(system: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
+    """Infinite where there is no limit."""
+    room = math.inf
+    try:
+        groups = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:  # only Linux has them
+        return room
+    for _, controllers, path in groups:
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, files = (system / "memory", _SEPARATE) if controllers else (system, _UNIFIED)
+        # A group is also bound by those that it is in. In a container its own path may be that of outside.
+        folder = top / path.strip("/")
+        for group in (folder, *folder.parents):
+            room = min(room, _room_in(group, *files))
+            if group == top:
+                break
+    return room
+
+
+def _room_in(group: Path, limit: str, taken: str, freeable: str) -> float:
+    try:
+        words = (group / "memory.stat").read_text().split()
+        pages_of_files = int(words[words.index(freeable) + 1])
+        return int((group / limit).read_text()) - int((group / taken).read_text()) + pages_of_files
+    except (OSError, ValueError):  # no such group, or its limit is "max"
+        return math.inf
 
 
 def get_balanced_memory(

@@ -9,12 +9,12 @@ that holds anything else must not be locked: copies of that, by anybody in the p
 
 from __future__ import annotations
 
+import functools
 import mmap
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from queue import Empty, SimpleQueue
 
 import torch
 
@@ -81,25 +81,81 @@ def _is_small(tensor: torch.Tensor) -> bool:
     return 0 < tensor.nbytes < SMALL and not tensor.is_inference()
 
 
+class Locker:
+    """Locks memory in threads that do nothing else, and unlocks it at the end.
+
+    lock, unlock: take an address and a size, or an address; lock says whether it succeeded.
+    """
+
+    def __init__(self, lock: Callable[[int, int], bool], unlock: Callable[[int], None]) -> None:
+        self._lock = lock
+        self._unlock = unlock
+        self._locked: list[int] = []
+        self._todo: deque[tuple[int, int, Callable[[bool], None]]] = deque()
+        self._guard = threading.Lock()
+        self._working = 0
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def add(self, start: int, size: int, tell: Callable[[bool], None]) -> None:
+        """Lock whole pages soon. tell: called then, with whether it succeeded."""
+        with self._guard:
+            self._todo.append((start, size, tell))
+            if self._working < _THREADS:
+                self._start_thread()
+
+    def _start_thread(self) -> None:
+        self._working += 1
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=self._work, name="page-lock", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _next(self) -> tuple[int, int, Callable[[bool], None]] | None:
+        with self._guard:
+            if self._todo and not self._closed:
+                return self._todo.popleft()
+            self._working -= 1
+            return None
+
+    def _work(self) -> None:
+        while (wanted := self._next()) is not None:
+            start, size, tell = wanted
+            succeeded = self._lock(start, size)
+            if succeeded:
+                self._locked.append(start)
+            tell(succeeded)
+        while self._closed and self._locked:
+            self._unlock(self._locked.pop())
+
+    def wait(self) -> None:
+        """Until everything that was added is locked, or was refused."""
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():  # where garbage is collected that this belongs to
+                thread.join()
+
+    def close(self) -> None:
+        """Unlock everything: memory must not be freed while it is locked."""
+        self._closed = True
+        self.wait()
+        with self._guard:
+            self._start_thread()
+        self.wait()
+
+
 class PageLocks:
     """Locks the memory of tensors, and unlocks it at the end. It keeps the memory alive for as long.
 
-    lock, unlock: take an address and a size, or an address; lock says whether it succeeded. They are only ever called
-    by threads that do nothing else. is_locked: whether an address lies in locked memory.
+    lock, unlock: as of a `Locker`. is_locked: whether an address lies in locked memory.
     """
 
     def __init__(
         self, lock: Callable[[int, int], bool], unlock: Callable[[int], None], is_locked: Callable[[int], bool]
     ) -> None:
-        self._lock = lock
-        self._unlock = unlock
+        self._locker = Locker(lock, unlock)
         self._is_locked = is_locked
         self._known: dict[int, torch.UntypedStorage] = {}  # by address; kept, so that the address stays theirs
         self._usable: set[int] = set()  # addresses of storages that are locked
-        self._locked: list[torch.UntypedStorage] = []  # those that were locked here
-        self._todo: SimpleQueue[torch.UntypedStorage] = SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self._closed = False
 
     def covers(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._usable
@@ -119,46 +175,24 @@ class PageLocks:
                 self._usable.add(address)
             elif has_own_pages(storage) and used[address] * 2 >= storage.nbytes():
                 self._known[address] = storage
-                self._todo.put(storage)
-        if not self._todo.empty():
-            self._start_threads(_THREADS)
+                self._locker.add(*pages_of(storage), functools.partial(self._note, storage))
+
+    def _note(self, storage: torch.UntypedStorage, succeeded: bool) -> None:
+        # Where another model with the same weights was faster, they are locked as well.
+        if succeeded or self._is_locked_already(storage):
+            self._usable.add(storage.data_ptr())
 
     def _is_locked_already(self, storage: torch.UntypedStorage) -> bool:
         """Whether it is locked from its first byte to its last one."""
         first = storage.data_ptr()
         return self._is_locked(first) and self._is_locked(first + storage.nbytes() - 1)
 
-    def _start_threads(self, count: int) -> None:
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        for _ in range(count):
-            thread = threading.Thread(target=self._work, name="page-lock", daemon=True)
-            self._threads.append(thread)
-            thread.start()
-
-    def _work(self) -> None:
-        while not self._closed:
-            try:
-                storage = self._todo.get_nowait()
-            except Empty:
-                return
-            if self._lock(*pages_of(storage)):
-                self._locked.append(storage)
-                self._usable.add(storage.data_ptr())
-            elif self._is_locked_already(storage):  # another model with the same weights was faster
-                self._usable.add(storage.data_ptr())
-        self._usable.clear()
-        while self._locked:
-            storage = self._locked.pop()
-            self._unlock(pages_of(storage)[0])
-
     def wait(self) -> None:
         """Until everything that was added is locked, or was refused."""
-        for thread in self._threads:
-            if thread is not threading.current_thread():  # where garbage is collected that this belongs to
-                thread.join()
+        self._locker.wait()
 
     def close(self) -> None:
         """Unlock everything: memory must not be freed while it is locked."""
-        self._closed = True
-        self._start_threads(1)
-        self.wait()
+        self._usable.clear()
+        self._locker.close()
+        self._usable.clear()  # what was being locked meanwhile
