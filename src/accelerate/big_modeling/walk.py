@@ -45,4 +45,8 @@ def without_collecting_garbage() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if gc.get_freeze_count() == 0:
+                # All that is new counts as old from now on, or it would be searched as soon as this is over.
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -231,3 +232,28 @@ def test_what_has_memory_is_reset_and_what_has_none_is_left() -> None:
         nn.Embedding(4, 2, padding_idx=0).reset_parameters()
     assert norm.running_mean.sum() == 0 and norm.weight.is_meta
     assert not torch.equal(ready.weight, before)
+
+
+def test_what_the_collector_of_garbage_was_told_still_holds() -> None:
+    """Cycles that are built inside are found later, and frozen objects stay frozen."""
+
+    class Cyclic:
+        def __init__(self) -> None:
+            self.itself = self
+
+    def build() -> weakref.ref[Cyclic]:
+        with init_empty_weights():
+            return weakref.ref(Cyclic())
+
+    assert gc.get_freeze_count() == 0
+    lost = build()
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert lost() is None
+    gc.freeze()
+    try:
+        frozen = gc.get_freeze_count()
+        build()
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()
