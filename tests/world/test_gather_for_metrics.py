@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import pytest
@@ -134,6 +135,12 @@ class Output(NamedTuple):
     scores: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Record:
+    label: torch.Tensor
+    words: list[str]
+
+
 def every_kind_of_value(n: int, size: int) -> None:
     accelerator = Accelerator()
     processes = accelerator.num_processes
@@ -167,6 +174,12 @@ def every_kind_of_value(n: int, size: int) -> None:
             note("mixed words", mixed["word"])
             pairs = gather((words, words))
             note("lists in a tuple", [word for entry in pairs[::2] for word in entry])
+            note("samples", [item["id"] for item in gather([{"id": i, "x": torch.ones(i)} for i in batch.tolist()])])
+            record = gather(Record(batch, words))
+            note("dataclass", record.label)
+            note("words of a dataclass", record.words)
+            note("a mapping of its own kind", gather(defaultdict(list, ids=batch, words=words))["ids"])
+            note("a column", gather(torch.stack([batch, batch], dim=1)[:, 1]))
             note("array", gather(batch.numpy()))
             note("array in a dict", gather({"a": batch.numpy(), "b": 1})["a"])
             assert gather({"b": accelerator.process_index})["b"] == list(range(processes))
@@ -186,7 +199,7 @@ def every_kind_of_value(n: int, size: int) -> None:
                 values = [int(word[1:]) for word in values]
             count = 2 * n if name == "two per sample" else n
             assert Counter(values) == {i * factor: 1 for i in range(count)}, (name, n, size, dispatch, values)
-        assert len(found) == 16
+        assert len(found) == 21
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -288,6 +301,11 @@ def test_one_process_returns_the_object_itself() -> None:
     accelerator = Accelerator(cpu=True)
     for value in (torch.ones(3), {"a": torch.ones(1)}, ["x"], torch.tensor(1.0), 3):
         assert accelerator.gather_for_metrics(value) is value
+    # also in the last batch, which is smaller
+    for batch in accelerator.prepare(DataLoader(Numbers(3), 2)):
+        words = [str(i) for i in batch.tolist()]
+        assert accelerator.gather_for_metrics({"n": 1, "words": words}) == {"n": 1, "words": words}
+        assert accelerator.gather_for_metrics(Record(batch, words)).words == words
 
 
 def values_for_a_full_batch() -> dict[str, list[int]]:

@@ -9,7 +9,7 @@ import torch
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.comm import ops
-from accelerate.comm.tree import honor_type, recursively_apply
+from accelerate.comm.tree import is_nested, map_items, recursively_apply
 from accelerate.parallel.mesh import SAME_DATA, axis_rank
 
 
@@ -42,6 +42,8 @@ class Collecting(AcceleratorBase):
         only_tensors = _only_tensors(input_data)
         if real is not None:
             input_data = _without_repeats(input_data, loader)
+        if self.num_processes == 1:
+            return input_data
         return ops.gather(input_data) if only_tensors else _gather_mixed(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -70,15 +72,13 @@ def _only_first_copy(data: Any, first: bool, first_for_single: bool) -> Any:
 
     first_for_single: whether this is the first for values without a dimension.
     """
-    if isinstance(data, (list, tuple)) and not _holds_tensors(data):
-        return data if first else type(data)()
-
-    def cut(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.ndim == 0:
-            return tensor.reshape(1) if first_for_single else tensor.reshape(1)[:0]
-        return tensor if first else tensor[:0]
-
-    return recursively_apply(cut, data)
+    if isinstance(data, torch.Tensor):
+        if data.ndim == 0:
+            return data.reshape(1) if first_for_single else data.reshape(1)[:0]
+        return data if first else data[:0]
+    if _is_list_of_objects(data):
+        return data if first else data[:0]
+    return map_items(lambda item: _only_first_copy(item, first, first_for_single), data) if is_nested(data) else data
 
 
 def _kept(length: int, loader: Any) -> int:
@@ -105,13 +105,21 @@ def _without_repeats(data: Any, loader: Any) -> Any:
         if data.ndim == 0:
             return data
         return data[: loader.real_samples if _is_for_a_full_batch(data, loader) else _kept(len(data), loader)]
-    if isinstance(data, (list, tuple)) and data and not _holds_tensors(data) and not _is_tuple_of_lists(data):
+    if _is_list_of_objects(data) and not _is_tuple_of_lists(data):
         return data[: _kept(len(data), loader)]
-    if isinstance(data, (list, tuple)):
-        return honor_type(data, (_without_repeats(item, loader) for item in data))
-    if isinstance(data, Mapping):
-        return type(data)({key: _without_repeats(value, loader) for key, value in data.items()})  # type: ignore[call-arg]
-    return recursively_apply(_without_repeats, data, loader)
+    return map_items(lambda item: _without_repeats(item, loader), data) if is_nested(data) else data
+
+
+def _is_list_of_objects(data: Any) -> bool:
+    """Whether a list or tuple is one of objects, as a rule one for each sample, rather than a nesting of tensors."""
+    if not isinstance(data, (list, tuple)):
+        return False
+    return not _holds_tensors(data) or (isinstance(data, list) and _are_samples(data))
+
+
+def _are_samples(items: list[Any]) -> bool:
+    """Such as `[{"id": 3, "boxes": ...}, ...]`, where not everything is a tensor."""
+    return all(isinstance(item, Mapping) for item in items) and not _only_tensors(items)
 
 
 def _holds_tensors(data: Any) -> bool:
@@ -152,10 +160,6 @@ def _gather_mixed(data: Any) -> Any:
         return ops.gather(data)
     if _is_array(data):
         return ops.gather_object(data)
-    if isinstance(data, Mapping):
-        return type(data)({key: _gather_mixed(value) for key, value in data.items()})  # type: ignore[call-arg]
-    if isinstance(data, (list, tuple)):
-        if _holds_tensors(data):
-            return honor_type(data, (_gather_mixed(item) for item in data))
+    if _is_list_of_objects(data):
         return ops.gather_object(data)
-    return ops.gather_object([data])
+    return map_items(_gather_mixed, data) if is_nested(data) else ops.gather_object([data])

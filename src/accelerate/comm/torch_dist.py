@@ -172,7 +172,8 @@ def _solid(tensor: torch.Tensor) -> torch.Tensor:
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous tensor as a flat row of bytes: every backend knows how to move these."""
-    return tensor.reshape(-1).view(torch.uint8)
+    # Not `view(-1)`: a single element may keep the stride of the row it was taken from, which no view of bytes has.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _unpack(tensors: list[torch.Tensor], lengths: list[list[int]], messages: torch.Tensor) -> list[torch.Tensor]:

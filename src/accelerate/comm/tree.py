@@ -48,6 +48,24 @@ def _is_record(data: Any) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
+def is_nested(data: Any) -> bool:
+    """Whether `data` has items of its own: a list, tuple, mapping or dataclass."""
+    return isinstance(data, (tuple, list, Mapping)) or _is_record(data)
+
+
+def map_items(function: Callable[[Any], Any], data: Any) -> Any:
+    """Nested data of the same type, with `function` applied to each of its items."""
+    if isinstance(data, (tuple, list)):
+        return honor_type(data, (function(item) for item in data))
+    if isinstance(data, Mapping):
+        return honor_mapping(data, {key: function(value) for key, value in data.items()})
+    result = copy.copy(data)
+    for field in dataclasses.fields(data):
+        # object.__setattr__ so that frozen dataclasses work too.
+        object.__setattr__(result, field.name, function(getattr(data, field.name)))
+    return result
+
+
 def recursively_apply(
     func: Callable[..., Any],
     data: Any,
@@ -68,16 +86,8 @@ def recursively_apply(
             func, item, *args, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
         )
 
-    if isinstance(data, (tuple, list)):
-        return honor_type(data, (inner(item) for item in data))
-    if isinstance(data, Mapping):
-        return honor_mapping(data, {key: inner(value) for key, value in data.items()})
-    if _is_record(data):
-        result = copy.copy(data)
-        for field in dataclasses.fields(data):
-            # object.__setattr__ so that frozen dataclasses work too.
-            object.__setattr__(result, field.name, inner(getattr(data, field.name)))
-        return result
+    if is_nested(data):
+        return map_items(inner, data)
     if error_on_other_type:
         raise TypeError(
             f"Found a value of type {type(data).__name__} where only nested lists, tuples, dicts and dataclasses of "

@@ -122,16 +122,17 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         """What each process gets of the batches of one step."""
         lengths = [batch_length(batch) for batch in group]
         processes = self._shares
-        if len(group) == processes and len(set(lengths)) == 1 and self.slice_fn is slice_tensors:
-            return [Part(batch, None, is_last, processes * (lengths[0] or 1)) for batch in group]
+        whole = len(set(lengths)) == 1 or None in lengths
+        if len(group) == processes and whole and self.slice_fn is slice_tensors:
+            return [Part(batch, None, is_last, sum(length or 1 for length in lengths)) for batch in group]
         if None in lengths:
             raise TypeError(
-                f"A batch of type {type(group[0]).__name__} has no tensor or list to tell its samples by, so it cannot "
+                f"A batch of type {type(group[0]).__name__} has nothing with one entry for each sample, so it cannot "
                 f"be cut into {processes} pieces: pass `slice_fn_for_dispatch`, or leave dispatch_batches=False."
             )
         try:
             batch = group[0] if len(group) == 1 else join(group)
-        except RuntimeError:  # padded to different lengths: no sample can change its batch
+        except (RuntimeError, ValueError):  # other lengths or other lists: no sample can change its batch
             return self._whole(group, is_last)
         return self._cut(batch, start, is_last)
 

@@ -53,7 +53,8 @@ class BatchSamplerShard(BatchSampler):
     num_processes, process_index: how many shares, and which one.
     split_batches: cut each batch into `num_processes` pieces, instead of handing out whole batches in turn.
     even_batches: let samples from the start fill up the end, so that all processes get equally many batches of
-    the same size. Without it the last processes may get a smaller batch, or one batch less.
+    the same size (whole batches, where the batch sampler has no `batch_size`). Without it the last processes may get
+    a smaller batch, or one batch less.
 
     `counts` says which samples of a batch are repeats. After an iteration `missed_steps` says how many more batches
     other processes got, and `uneven` whether any process got fewer than others.
@@ -73,11 +74,6 @@ class BatchSamplerShard(BatchSampler):
             raise ValueError(
                 f"split_batches=True needs a batch size that is a multiple of the {num_processes} processes, "
                 f"but it is {self.batch_size}."
-            )
-        if self.batch_size is None and even_batches:
-            raise ValueError(
-                "This batch sampler has no `batch_size`, so uneven ends cannot be filled up: "
-                "pass `even_batches=False` in a DataLoaderConfiguration."
             )
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
@@ -132,7 +128,7 @@ class BatchSamplerShard(BatchSampler):
         """Batches in groups of one per process; the group at the end may be incomplete."""
         processes, mine, size = self.num_processes, self.process_index, self.batch_size
         batches = map(list, self.batch_sampler)
-        start: list[Any] = []
+        first: list[list[Any]] = []
         held: list[list[Any]] | None = None
         number = -1
         while group := list(itertools.islice(batches, processes)):
@@ -141,8 +137,7 @@ class BatchSamplerShard(BatchSampler):
                 # Not the end after all: a batch sampler of its own may have small batches anywhere.
                 yield held[mine]
                 held = None
-            if number == 0:
-                start = list(itertools.chain.from_iterable(group))
+            first = first or group
             if len(group) == processes and (size is None or len(group[-1]) == size):
                 yield group[mine]
             else:
@@ -151,9 +146,12 @@ class BatchSamplerShard(BatchSampler):
             return
         group = held
         if self.even_batches:
-            assert size is not None
             self._last = number
-            yield self._fill(number, list(itertools.chain.from_iterable(group)), start, size)
+            if size is None:
+                yield self._repeated(number, group, first)
+            else:
+                samples, start = (list(itertools.chain.from_iterable(batches)) for batches in (group, first))
+                yield self._fill(number, samples, start, size)
             return
         self.uneven = len(group) < self.num_processes
         if self.process_index < len(group):
@@ -188,6 +186,15 @@ class BatchSamplerShard(BatchSampler):
             yield partial[mine]
         else:
             self.missed_steps = 1
+
+    def _repeated(self, number: int, group: list[list[Any]], first: list[list[Any]]) -> list[Any]:
+        """This process's batch of `group`, or else one of the `first` batches once more."""
+        missing = self.process_index - len(group)
+        if missing < 0:
+            return group[self.process_index]
+        batch = first[missing % len(first)]
+        self._counts[number] = (0, len(batch))
+        return batch
 
     def _fill(self, number: int, indices: list[Any], start: list[Any], size: int) -> list[Any]:
         """This process's `size` of `indices`, followed by samples from the start as often as needed."""

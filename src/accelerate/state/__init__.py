@@ -1,5 +1,6 @@
 """Who am I: the state of this process, shared by every object that asks."""
 
+from accelerate.config.enums import DistributedType
 from accelerate.state.accelerator import AcceleratorState
 from accelerate.state.gradient import GradientState
 from accelerate.state.partial import PartialState
@@ -8,6 +9,7 @@ from accelerate.state.shared import ThreadLocalSharedDict
 
 __all__ = [
     "AcceleratorState",
+    "DistributedType",
     "GradientState",
     "PartialState",
     "ThreadLocalSharedDict",

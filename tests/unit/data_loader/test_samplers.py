@@ -134,9 +134,15 @@ def test_short_batches_in_the_middle_are_cut_and_filled_with_split_batches() -> 
     assert [shard.counts(3) for shard in shards] == [(1, 2), (0, 2)]
 
 
-def test_a_batch_sampler_without_batch_size_needs_uneven_batches() -> None:
-    with pytest.raises(ValueError, match="even_batches=False"):
-        BatchSamplerShard(GivenBatches([2, 2]), 2, 0)
+def test_a_batch_sampler_without_batch_size_repeats_whole_batches() -> None:
+    for sizes, expected in {
+        (1, 3, 2, 2): [[[0], [6, 7]], [[1, 2, 3], [0]], [[4, 5], [1, 2, 3]]],
+        (2,): [[[0, 1]], [[0, 1]], [[0, 1]]],
+        (2, 1, 3): [[[0, 1]], [[2]], [[3, 4, 5]]],
+    }.items():
+        filled = [BatchSamplerShard(GivenBatches(list(sizes)), 3, rank) for rank in range(3)]
+        assert [list(shard) for shard in filled] == expected
+        check_counts(filled, expected, sum(sizes), {})
     with pytest.raises(ValueError, match="multiple of the 2 processes, but it is None"):
         BatchSamplerShard(GivenBatches([2, 2]), 2, 0, split_batches=True, even_batches=False)
     shards = [BatchSamplerShard(GivenBatches([2, 3, 1]), 2, rank, even_batches=False) for rank in range(2)]

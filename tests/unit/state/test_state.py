@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.config.enums import DistributedType
 from accelerate.errors import NotYetSupported
-from accelerate.state import AcceleratorState, GradientState, PartialState, ThreadLocalSharedDict, is_initialized
+from accelerate.state import (
+    AcceleratorState,
+    DistributedType,
+    GradientState,
+    PartialState,
+    ThreadLocalSharedDict,
+    is_initialized,
+)
 from accelerate.state.processes import split_inputs
 
 
