@@ -15,7 +15,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.errors import CheckpointError
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from tests.harness import run_world
 from tests.unit.accelerator.toys import loader
 from tests.world.towers import Block, Tower, loss_of, tokens_of, trains_as_one_process
@@ -59,8 +59,7 @@ def test_trains_as_one_process(name: str) -> None:
     run_world(_trains_as_one_process, 2, SETTINGS[name])
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize(("strategy", "own"), [("HYBRID_SHARD", False), ("HYBRID_SHARD_ZERO2", True)])
 def test_copies_of_shards(strategy: str, own: bool) -> None:
     """Two machines of two processes each."""
     settings = {"sharding_strategy": strategy, "use_orig_params": own}
@@ -138,6 +137,23 @@ def _makes_its_parameters(first_has_weights: bool) -> None:
 @pytest.mark.parametrize("first_has_weights", [False, True])
 def test_makes_its_parameters(first_has_weights: bool) -> None:
     run_world(_makes_its_parameters, 2, first_has_weights)
+
+
+def _compiled(way: str) -> None:
+    """Compiled before it is sharded, by the script, or block by block afterwards: parameters keep their names."""
+    by_us = way == "blocks"
+    dynamo = TorchDynamoPlugin(backend="eager", use_regional_compilation=True) if by_us else None
+    accelerator = Accelerator(cpu=True, fsdp_plugin=_plugin(use_orig_params=by_us), dynamo_plugin=dynamo)
+    plain = Tower()
+    given: Any = plain if by_us else torch.compile(plain, backend="eager")
+    model, optimizer = accelerator.prepare(given, torch.optim.AdamW(given.parameters(), lr=1e-2))
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is plain
+    trains_as_one_process(accelerator, model, optimizer, 2, accelerator.process_index, accelerator.num_processes)
+
+
+@pytest.mark.parametrize("way", ["before", "blocks"])
+def test_compiled(way: str) -> None:
+    run_world(_compiled, 2, way, timeout=120)
 
 
 def _wrapped_by_the_script(folder: str, own: bool) -> None:

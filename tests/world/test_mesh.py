@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.errors import NotYetSupported
 from accelerate.parallel.shards import local, whole
+from accelerate.state import AcceleratorState
 from accelerate.utils import DataLoaderConfiguration, TorchTensorParallelConfig, TorchTensorParallelPlugin
 from tests.harness import run_world
 from tests.world.towers import Tower, loss_of, micro_batches, tokens_of, trains_as_one_process
@@ -80,7 +82,10 @@ def _split_sequences(arrives: bool) -> None:
     if arrives:
         styles = {**Sequences.tp_plan, "norm": SequenceParallel()}
         styles["down"] = RowwiseParallel()
-        parallelize_module(plain, accelerator.torch_device_mesh["tp"], styles)
+        pairs = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "alone"))
+        with pytest.raises(ValueError, match="came split over 1 processes, but tp_size is 2"):
+            accelerator.prepare(parallelize_module(Sequences(), pairs["alone"], styles))
+        parallelize_module(plain, init_device_mesh("cpu", (2,)), styles)  # a mesh without names, as loaders have it
     model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
     reference = torch.optim.AdamW(alone.parameters(), lr=1e-2)
     for step in range(4):
@@ -173,7 +178,15 @@ class Stream(IterableDataset):
         return iter(torch.arange(22.0))
 
 
-def _data(kind: str, axis: str) -> tuple[list[float], list[float]]:
+KINDS = ["plain", "shuffled", "dispatched", "stream"]
+
+
+def _data(axis: str) -> list[tuple[list[float], list[float]]]:
+    return [_data_of(kind, axis) for kind in KINDS]
+
+
+def _data_of(kind: str, axis: str) -> tuple[list[float], list[float]]:
+    AcceleratorState._reset_state()
     config = ParallelismConfig(dp_shard_size=2, **{axis: 2})
     loading = DataLoaderConfiguration(dispatch_batches=kind == "dispatched" or None, use_seedable_sampler=True)
     accelerator = Accelerator(cpu=True, parallelism_config=config, dataloader_config=loading)
@@ -189,6 +202,8 @@ def _data(kind: str, axis: str) -> tuple[list[float], list[float]]:
         gathered += accelerator.gather_for_metrics(values).tolist()
         named = [f"sample {value}" for value in values.tolist()]
         assert len(set(accelerator.gather_for_metrics(named))) == len(accelerator.gather_for_metrics(named)) in (6, 8)
+        both = accelerator.gather_for_metrics({"values": values, "named": named})
+        assert len(both["named"]) == len(set(both["named"])) == len(both["values"])
     # One for each part of the data, and for each part of the sequences.
     scalars = accelerator.gather_for_metrics(torch.tensor(float(accelerator.process_index)))
     assert scalars.tolist() == ([0.0, 2.0] if axis == "tp_size" else [0.0, 1.0, 2.0, 3.0])
@@ -196,14 +211,13 @@ def _data(kind: str, axis: str) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("axis", ["tp_size", "cp_size"])
-@pytest.mark.parametrize("kind", ["plain", "shuffled", "dispatched", "stream"])
-def test_data_once_per_group(kind: str, axis: str) -> None:
-    results = run_world(_data, 4, kind, axis)
-    seen = [seen for seen, _ in results]
-    assert seen[0] == seen[1] and seen[2] == seen[3] and seen[0] != seen[2]
-    assert set(seen[0]) | set(seen[2]) == {float(number) for number in range(22)}
-    for _, gathered in results:
-        assert sorted(gathered) == [float(number) for number in range(22)]
+def test_data_once_per_group(axis: str) -> None:
+    for kind, *results in zip(KINDS, *run_world(_data, 4, axis), strict=True):
+        seen = [seen for seen, _ in results]
+        assert seen[0] == seen[1] and seen[2] == seen[3] and seen[0] != seen[2], kind
+        assert set(seen[0]) | set(seen[2]) == {float(number) for number in range(22)}, kind
+        for _, gathered in results:
+            assert sorted(gathered) == [float(number) for number in range(22)], kind
 
 
 def _scheduler_and_objects() -> None:

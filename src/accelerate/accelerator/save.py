@@ -64,17 +64,16 @@ class Saving(AcceleratorBase):
         safe_serialization: safetensors, where a tensor with several names is stored once; otherwise torch files.
         """
         described = self._strategy.coming(model) if safe_serialization else None
-        coming = None if described is None else Coming(described[0], max_shard_size, described[1])
-        weights = self.get_state_dict(model) if described is None else described[0]
+        weights = self.get_state_dict(model) if described is None else Coming(*described, max_shard_size)
         everywhere = self.project_configuration.save_on_each_node
         failure: Exception | None = None
         if self.is_local_main_process if everywhere else self.is_main_process:
             try:
-                save_weights(weights, Path(save_directory), max_shard_size, safe_serialization, coming)
+                save_weights(weights, Path(save_directory), max_shard_size, safe_serialization)
             except Exception as error:
                 failure = error
-        if coming is not None:
-            coming.finish()
+        if isinstance(weights, Coming):
+            weights.finish()
         agree(failure, self.process_index)
 
     # --- checkpoints --------------------------------------------------------------------------------------------

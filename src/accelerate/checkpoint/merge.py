@@ -29,6 +29,7 @@ def merge_fsdp_weights(
 ) -> None:
     """Make one file of the weights of a model that was saved in shards (`SHARDED_STATE_DICT`).
 
+    The first process of a run does it, and the others wait for it: call it on all of them.
     checkpoint_dir: the folder of the shards, as `pytorch_model_fsdp_0` in a checkpoint, or the checkpoint itself.
     output_path: the folder for the file, `model.safetensors`; no more than a part of the model is in memory at a time.
     safe_serialization: False writes `pytorch_model.bin` instead, for which all of the model is in memory.

@@ -61,8 +61,8 @@ Fetch = Callable[[dict[str, Any], bool], dict[str, Any]]
 class Coming:
     """Weights that are described only, and fetched file by file, so that no more than one file's are here at a time."""
 
-    def __init__(self, weights: dict[str, Any], max_shard_size: int | str, fetch: Fetch) -> None:
-        self._parts = split(weights, convert_file_size_to_int(max_shard_size))
+    def __init__(self, weights: dict[str, Any], fetch: Fetch, max_shard_size: int | str) -> None:
+        self.parts = split(weights, convert_file_size_to_int(max_shard_size))
         self._fetch = fetch
         self._fetched = 0
 
@@ -72,30 +72,21 @@ class Coming:
 
     def finish(self) -> None:
         """Take part in what others fetch, on processes that write nothing, or have failed to."""
-        for part in self._parts[self._fetched :]:
+        for part in self.parts[self._fetched :]:
             self._fetch(part, False)
 
 
 def save_weights(
-    weights: dict[str, Any],
+    weights: dict[str, Any] | Coming,
     folder: Path,
     max_shard_size: int | str,
     safe: bool,
-    fetch: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
 ) -> None:
-    """Write a state dict as `save_model` does. Files get their names when all of them are written.
-
-    fetch: gives the values of each file's weights, where the state dict only describes them.
-    """
-    limit = convert_file_size_to_int(max_shard_size)
+    """Write a state dict as `save_model` does. Files get their names when all of them are written."""
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give a folder to save the model to.")
-    if fetch is None and any(isinstance(value, torch.Tensor) and value.is_meta for value in weights.values()):
-        raise ValueError("This model has parameters on the meta device, which hold no values: load them before saving.")
+    shards = weights.parts if isinstance(weights, Coming) else _parts(weights, max_shard_size, safe)
     disk.make_folder(folder)
-    if safe:
-        weights = clean_state_dict_for_safetensors(weights)
-    shards = split(weights, limit)
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
     if len(shards) == 1:
         names = [SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME]
@@ -105,7 +96,7 @@ def save_weights(
     drafts = {name: folder / f".{name}.draft" for name in names}
     try:
         for name, shard in zip(names, shards, strict=True):
-            values = shard if fetch is None else fetch(shard)
+            values = weights(shard) if isinstance(weights, Coming) else shard
             entries[name] = (write_safetensors if safe else write_torch)(values, drafts[name])
         if len(shards) > 1:
             index = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
@@ -119,6 +110,14 @@ def save_weights(
     _remove_stale(folder, set(entries), pattern)
     disk.sync_folder(folder)
     _tell_manifest(folder, entries)
+
+
+def _parts(weights: dict[str, Any], max_shard_size: int | str, safe: bool) -> list[dict[str, Any]]:
+    if any(isinstance(value, torch.Tensor) and value.is_meta for value in weights.values()):
+        raise ValueError("This model has parameters on the meta device, which hold no values: load them before saving.")
+    return split(
+        clean_state_dict_for_safetensors(weights) if safe else weights, convert_file_size_to_int(max_shard_size)
+    )
 
 
 def _write_index(path: Path, names: list[str], shards: list[dict[str, Any]]) -> Entry:

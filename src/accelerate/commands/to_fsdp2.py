@@ -97,6 +97,11 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
             logger.warning(f"{key} is left out: {_REASONS[name]}.")
         else:
             converted[name] = _converted(key, value)
+            if str(value).upper().startswith("HYBRID_SHARD"):
+                logger.warning(
+                    f"{key} is {value}: for a copy on each machine, FSDP2 needs parallelism_config_dp_replicate_size "
+                    "(machines) and parallelism_config_dp_shard_size (processes on each); add both."
+                )
     return {**config, "fsdp_config": {**converted, "fsdp_version": 2}}
 
 

@@ -9,19 +9,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.config.environment import parse_flag_from_env, str_to_bool
+from accelerate.config.fsdp_values import DTYPES, PREFIX, give_memory, member, precision_policy, version_of
 from accelerate.config.wrap_policy import POLICIES
 from accelerate.constants import FSDP2_STATE_DICT_TYPE
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from torch.distributed import fsdp
 
-PREFIX = "FSDP_"
 RAM_EFFICIENT_LOADING = PREFIX + "CPU_RAM_EFFICIENT_LOADING"
-
-# What each short name of a precision computes in; weights of fp8 models are kept and exchanged in bf16.
-_DTYPES = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 # How torch puts each type of state dict together: of models, of optimizers, and with what.
 _STATE_DICT_CONFIGS: dict[str, tuple[str, str, dict[str, bool]]] = {
@@ -119,8 +115,11 @@ class FullyShardedDataParallelPlugin:
         default=None, metadata={"help": "From how many parameters on `size_based_wrap` gathers a part by itself."}
     )
 
+    # Whether the names in the settings were found in a model; another one may have other parts.
+    _has_met_a_model = False
+
     def __post_init__(self) -> None:
-        self.fsdp_version = _version(self.fsdp_version)
+        self.fsdp_version = version_of(self.fsdp_version)
         if self.fsdp_version == 1:
             self._set_sharding()
             self._set_prefetch()
@@ -147,7 +146,7 @@ class FullyShardedDataParallelPlugin:
         asked = self.sharding_strategy
         if asked is None:
             asked = os.environ.get(PREFIX + "SHARDING_STRATEGY", "FULL_SHARD")
-        self.sharding_strategy = _member(ShardingStrategy, asked, "sharding_strategy")
+        self.sharding_strategy = member(ShardingStrategy, asked, "sharding_strategy")
         reshard = self.reshard_after_forward
         if reshard is None:
             return
@@ -156,7 +155,7 @@ class FullyShardedDataParallelPlugin:
                 f"reshard_after_forward={reshard} is for FSDP version 2; with version 1 give a sharding strategy "
                 "('FULL_SHARD', 'SHARD_GRAD_OP', ...), or pass fsdp_version=2."
             )
-        self.reshard_after_forward = _member(ShardingStrategy, reshard, "reshard_after_forward")
+        self.reshard_after_forward = member(ShardingStrategy, reshard, "reshard_after_forward")
 
     @property
     def _sharding(self) -> Any:
@@ -188,7 +187,7 @@ class FullyShardedDataParallelPlugin:
         if asked is None:
             asked = os.environ.get(PREFIX + "BACKWARD_PREFETCH", "NO_PREFETCH")
         none = isinstance(asked, str) and asked.upper() == "NO_PREFETCH"
-        self.backward_prefetch = None if none else _member(BackwardPrefetch, asked, "backward_prefetch")
+        self.backward_prefetch = None if none else member(BackwardPrefetch, asked, "backward_prefetch")
 
     def _drop_version_1(self) -> None:
         """Version 2 fetches by itself, always uses the model's parameters, and needs no copy from rank 0."""
@@ -220,6 +219,9 @@ class FullyShardedDataParallelPlugin:
         if self.fsdp_version == 1 and self.cpu_ram_efficient_loading and not self.sync_module_states:
             # Only the first process has the weights.
             self.sync_module_states = True
+        if self.sync_module_states and self.param_init_fn is None:
+            # For those who hand these settings to FullyShardedDataParallel themselves.
+            self.param_init_fn = give_memory
 
     # --- which parts of a model are gathered at a time ----------------------------------------------------------
 
@@ -238,12 +240,10 @@ class FullyShardedDataParallelPlugin:
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Make the policy one for this model: look up its layer classes, put in the number of parameters."""
-        policy = self.auto_wrap_policy
-        kind = next(
-            (kind for kind in POLICIES.values() if policy is not None and policy == kind.torch_function()), None
-        )
-        if kind is not None:
-            self.auto_wrap_policy = kind.of_model(self, model)
+        policy: Any = self.auto_wrap_policy
+        for kind in POLICIES.values():
+            if policy is not None and kind.is_kind_of(policy):
+                self.auto_wrap_policy = kind.of_model(self, model)
 
     # --- where and how numbers are kept -------------------------------------------------------------------------
 
@@ -278,25 +278,7 @@ class FullyShardedDataParallelPlugin:
         """
         if self.mixed_precision_policy is not None and not override:
             return
-        import torch
-        from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
-
-        kind: Any = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
-        last = "buffer_dtype" if self.fsdp_version == 1 else "output_dtype"
-        if isinstance(mixed_precision, dict):
-            unknown = sorted(mixed_precision.keys() - {"param_dtype", "reduce_dtype", last})
-            if unknown:
-                raise ValueError(
-                    f"mixed_precision_policy has {', '.join(unknown)}: FSDP version {self.fsdp_version} knows "
-                    f"param_dtype, reduce_dtype and {last}."
-                )
-            dtypes = {name: _dtype(value) for name, value in mixed_precision.items()}
-        else:
-            dtype = _dtype(mixed_precision)
-            dtypes = {"param_dtype": dtype, "reduce_dtype": dtype, last: dtype}
-        if self.fsdp_version == 1 and buffer_autocast:
-            dtypes["buffer_dtype"] = torch.float32
-        self.mixed_precision_policy = kind(**dtypes)
+        self.mixed_precision_policy = precision_policy(self.fsdp_version, mixed_precision, buffer_autocast)
 
     def validate_mixed_precision_policy(self) -> None:
         """Raise where the policy object is one of the other version."""
@@ -306,7 +288,7 @@ class FullyShardedDataParallelPlugin:
         if not isinstance(self.mixed_precision_policy, wanted):
             raise ValueError(
                 f"mixed_precision_policy is {self.mixed_precision_policy!r}, but FSDP version {self.fsdp_version} "
-                f"takes a name ({', '.join(_DTYPES)}), a dict or a `torch.distributed.fsdp.{wanted.__name__}`."
+                f"takes a name ({', '.join(DTYPES)}), a dict or a `torch.distributed.fsdp.{wanted.__name__}`."
             )
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
@@ -317,7 +299,7 @@ class FullyShardedDataParallelPlugin:
         if asked is None:
             default = "FULL_STATE_DICT" if self.fsdp_version == 1 else "SHARDED_STATE_DICT"
             asked = os.environ.get(PREFIX + "STATE_DICT_TYPE", default)
-        kind = _member(fsdp.StateDictType, asked, "state_dict_type")
+        kind = member(fsdp.StateDictType, asked, "state_dict_type")
         if self.fsdp_version == 2 and kind.name not in FSDP2_STATE_DICT_TYPE:
             raise ValueError(
                 f"state_dict_type is {kind.name}: FSDP version 2 knows {' and '.join(FSDP2_STATE_DICT_TYPE)}."
@@ -331,34 +313,3 @@ class FullyShardedDataParallelPlugin:
             self.state_dict_config = getattr(fsdp, model)(**arguments)
         if self.optim_state_dict_config is None or changed:
             self.optim_state_dict_config = getattr(fsdp, optimizer)(**arguments)
-
-
-def _version(asked: Any) -> int:
-    asked = os.environ.get(PREFIX + "VERSION", "1") if asked is None else asked
-    if str(asked) not in ("1", "2"):
-        raise ValueError(f"fsdp_version is {asked!r}: it is 1 or 2.")
-    return int(asked)
-
-
-def _member(kind: Any, asked: Any, argument: str) -> Any:
-    """A member of an enum by itself, its name, or its number."""
-    if isinstance(asked, kind):
-        return asked
-    name = str(asked).upper()
-    for member in kind:
-        if name in (member.name, member.name.removeprefix("_"), str(member.value)):
-            return member
-    known = ", ".join(member.name.removeprefix("_") for member in kind)
-    raise ValueError(f"{argument} is {asked!r}: choose one of {known}.")
-
-
-def _dtype(asked: Any) -> torch.dtype | None:
-    import torch
-
-    if asked is None or isinstance(asked, torch.dtype):
-        return asked
-    name = str(asked).removeprefix("torch.")
-    dtype: Any = getattr(torch, _DTYPES.get(name, name), None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"The mixed precision is {asked!r}: choose one of {', '.join(_DTYPES)}.")
-    return dtype

@@ -21,6 +21,15 @@ class WrapPolicy:
 
         return None if self.function is None else getattr(wrap, self.function)
 
+    def is_kind_of(self, policy: Any) -> bool:
+        """Whether a function stands for this policy, or was made by it for another model."""
+        return policy == self.torch_function() or getattr(policy, "made_by", None) is self
+
+    def made(self, **settings: Any) -> Any:
+        policy = functools.partial(self.torch_function(), **settings)
+        setattr(policy, "made_by", self)  # noqa: B010
+        return policy
+
     def read_variables(self, plugin: Any) -> None:
         """Fill in what the policy needs and the plugin was not given."""
 
@@ -43,17 +52,17 @@ class TransformerBased(WrapPolicy):
         plugin.transformer_cls_names_to_wrap = names
 
     def of_model(self, plugin: Any, model: nn.Module) -> Any:
-        names = plugin.transformer_cls_names_to_wrap
-        if names is None:
-            names = list(getattr(model, "_no_split_modules", None) or [])
+        asked = plugin.transformer_cls_names_to_wrap
+        # A class of models may name layers that not all of them have.
+        names = list(getattr(model, "_no_split_modules", None) or []) if asked is None else asked
         classes = {type(part).__name__: type(part) for part in model.modules()}
         unknown = [name for name in names if name not in classes]
-        if unknown:
+        if unknown and asked is not None and not plugin._has_met_a_model:
             raise ValueError(
                 f"transformer_cls_names_to_wrap names {', '.join(unknown)}, which no part of this "
                 f"{type(model).__name__} is: its parts are {', '.join(sorted(classes))}."
             )
-        return functools.partial(self.torch_function(), transformer_layer_cls={classes[name] for name in names})
+        return self.made(transformer_layer_cls={classes[name] for name in names if name in classes})
 
 
 class SizeBased(WrapPolicy):
@@ -68,7 +77,7 @@ class SizeBased(WrapPolicy):
     def of_model(self, plugin: Any, model: nn.Module) -> Any:
         if not plugin.min_num_params:
             return None
-        return functools.partial(self.torch_function(), min_num_params=plugin.min_num_params)
+        return self.made(min_num_params=plugin.min_num_params)
 
 
 POLICIES: dict[str, WrapPolicy] = {

@@ -37,6 +37,7 @@ def spread_as(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A whole tensor, which every process has, spread as `like` is."""
     if not isinstance(like, DTensor):
         return full
+    full = full.contiguous()
     piece = piece_of(full, like).to(like.to_local().device, copy=True).contiguous()
     return DTensor.from_local(
         piece, like.device_mesh, like.placements, run_check=False, shape=full.shape, stride=full.stride()

@@ -8,13 +8,12 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
     RowwiseParallel,
     SequenceParallel,
-    parallelize_module,
 )
 
 from accelerate.modules import model_has_dtensor
@@ -32,18 +31,25 @@ STYLES: dict[str, Any] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
 
-Plan = Mapping[str, "str | ParallelStyle"]
+Styles = dict[str, ParallelStyle]
 
 
-def split(model: nn.Module, mesh: DeviceMesh, config: ParallelismConfig) -> None:
-    """Split the layers of a model, in place, as its plan says; one that came split stays as it is."""
+def plan_of(model: nn.Module, mesh: DeviceMesh, config: ParallelismConfig | None) -> Styles | None:
+    """How the layers of a model are split over a mesh, for `parallelize_module`; None for one that came split."""
+    assert config is not None
     if model_has_dtensor(model):
-        return
-    plan = _plan_of(model, config)
-    parallelize_module(model, mesh, {name: _style(name, style) for name, style in plan.items()})
+        sizes = {p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)}
+        if sizes != {mesh.size()}:
+            raise ValueError(
+                f"This {type(model).__name__} came split over {' and '.join(map(str, sorted(sizes)))} processes, but "
+                f"tp_size is {mesh.size()}: split it over as many, or give it as a whole, to be split here."
+            )
+        return None
+    plan = _asked(model, config)
+    return {name: _style(name, style) for name, style in plan.items()}
 
 
-def _plan_of(model: nn.Module, config: ParallelismConfig) -> Plan:
+def _asked(model: nn.Module, config: ParallelismConfig) -> Mapping[str, str | ParallelStyle]:
     handler: Any = config.tp_handler
     plan: Any = handler.plan or getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not plan:
@@ -58,7 +64,8 @@ def _plan_of(model: nn.Module, config: ParallelismConfig) -> Plan:
             f"The plan for tensor parallelism names {', '.join(unknown)}, which no part of this "
             f"{type(model).__name__} is called: use names as in `model.named_modules()`, with * for a number."
         )
-    return plan
+    found: Mapping[str, str | ParallelStyle] = plan
+    return found
 
 
 def _matches(name: str, pattern: str) -> bool:

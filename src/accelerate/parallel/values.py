@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from torch.distributed.tensor import DTensor
 from accelerate.parallel.shards import local, piece_of
 
 
-def take(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+def take(
+    model: nn.Module, dtype: torch.dtype | None = None, also: Container[nn.Parameter] = ()
+) -> dict[str, torch.Tensor]:
     """Leave the model with parameters that have no memory, and return their values: on rank 0, nothing elsewhere.
 
-    dtype: what the parameters that are trained have afterwards, if they are less precise.
+    dtype: what the parameters that are trained have afterwards, and the others in `also`, if they are less precise.
     """
     values: dict[str, torch.Tensor] = {}
     first = dist.get_rank() == 0
@@ -27,9 +29,10 @@ def take(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                trained = parameter.requires_grad and parameter.is_floating_point()
-                kept = torch.promote_types(parameter.dtype, dtype) if trained and dtype else parameter.dtype
-                empty = torch.empty_like(parameter, device="meta", dtype=kept)
+                cast = (parameter.requires_grad or parameter in also) and parameter.is_floating_point()
+                kept = torch.promote_types(parameter.dtype, dtype) if cast and dtype else parameter.dtype
+                # Rows one after the other, whatever the layout was: only such ones can be cut.
+                empty = torch.empty(parameter.shape, device="meta", dtype=kept)
                 made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 made[id(parameter)].__dict__.update(parameter.__dict__)
                 if first:
@@ -47,9 +50,10 @@ def give(
     """
 
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_meta:
-            return tensor.to(device)
-        return torch.empty_like(tensor, device=(shards_on or device) if isinstance(tensor, DTensor) else device)
+        if isinstance(tensor, DTensor):
+            place = shards_on or device
+            return torch.empty_like(tensor, device=place) if tensor.is_meta else tensor.to(place)
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device).contiguous()
 
     with torch.no_grad():
         model._apply(allocate)
@@ -128,6 +132,8 @@ def follow_rank_0(model: nn.Module, device: torch.device, dtype: torch.dtype | N
     def allocate(tensor: torch.Tensor) -> torch.Tensor:
         if dtype and tensor.requires_grad and tensor.is_floating_point() and not isinstance(tensor, DTensor):
             tensor = tensor.to(torch.promote_types(tensor.dtype, dtype))
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            tensor = tensor.contiguous()  # only such ones can be sent, and cut
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     with torch.no_grad():

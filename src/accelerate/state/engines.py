@@ -40,16 +40,16 @@ def fsdp_plugin(
     """The settings of FSDP, where it was asked for, or is needed for an axis of the mesh."""
     if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
         raise TypeError(f"fsdp_plugin is a {type(plugin).__name__}: pass a FullyShardedDataParallelPlugin.")
-    if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        plugin = FullyShardedDataParallelPlugin()
-    if config is not None and (config.dp_shard_enabled or config.cp_enabled):
-        if plugin is None:
-            plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
-        if plugin.fsdp_version != 2:
-            raise ValueError(
-                f"{config!r} needs FSDP version 2, but the plugin is for version {plugin.fsdp_version}: "
-                "pass FullyShardedDataParallelPlugin(fsdp_version=2)."
-            )
+    needed = config is not None and (config.dp_shard_enabled or config.cp_enabled)
+    asked = parse_flag_from_env("ACCELERATE_USE_FSDP")
+    if plugin is None and (needed or asked):
+        version: Any = 2 if needed and not (asked and "FSDP_VERSION" in os.environ) else None
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    if plugin is not None and needed and plugin.fsdp_version != 2:
+        raise ValueError(
+            f"{config!r} needs FSDP version 2, but the plugin is for version {plugin.fsdp_version}: "
+            "pass FullyShardedDataParallelPlugin(fsdp_version=2), or set FSDP_VERSION=2."
+        )
     if plugin is not None and mixed_precision != "no":
         plugin.set_mixed_precision(mixed_precision)
     return plugin
@@ -61,8 +61,8 @@ def fsdp_is_on(plugin: FullyShardedDataParallelPlugin | None, state: PartialStat
         return False
     if state.backend is None:
         logger.warning(
-            "FSDP was asked for, but this process is alone, so its models stay whole: start the script with "
-            "`accelerate launch` or `torchrun`."
+            "FSDP was asked for, but this process is alone, so its models stay whole: start several processes, with "
+            "`accelerate launch --num_processes` or `torchrun` (with which one is enough on a GPU)."
         )
         return False
     # Libraries that load pretrained models look there.

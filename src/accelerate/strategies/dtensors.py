@@ -10,14 +10,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate.checkpoint.named import Names, named, names_of, numbered
-from accelerate.checkpoint.state import named_parameters
+from accelerate.checkpoint.state import named_parameters, plain
 from accelerate.checkpoint.whole import added
-from accelerate.compilation import compile_regions_fsdp2
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel.shards import complete, is_first_copy, local, scale_down, spread_as, total_norm, whole
 from accelerate.strategies.rebind import Moved
-from accelerate.strategies.sharded import Sharded, names_of_each
-from accelerate.unwrap import extract_model_from_parallel
+from accelerate.strategies.sharded import Sharded
 
 
 class DTensors(Sharded):
@@ -29,11 +27,10 @@ class DTensors(Sharded):
 
     def note_moved(self, before: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Remember which parameter became which. before: those that the model had, by name."""
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            self.moved.note(before[name], parameter)
-
-    def compile_regions(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        return compile_regions_fsdp2(model, **kwargs)
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self.moved.note(before[f"{prefix}.{name}" if prefix else name], module, name)
 
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
         self.moved.rebind(optimizer)
@@ -55,7 +52,8 @@ class DTensors(Sharded):
 
     def _counts(self, gradient: torch.Tensor) -> bool:
         """Whether this process counts its piece, of those that are the same."""
-        split = isinstance(gradient, DTensor) and "tp" in (gradient.device_mesh.mesh_dim_names or ())
+        # A mesh whose axes have no names is that of whoever split the model before it came here.
+        split = isinstance(gradient, DTensor) and "tp" in (gradient.device_mesh.mesh_dim_names or ("tp",))
         return is_first_copy(gradient) and (split or self.tensor_rank == 0)
 
     def _complete(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -85,7 +83,7 @@ class DTensors(Sharded):
 
     def state_dict(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict on the first process, put together tensor by tensor; nothing on the others."""
-        model = _plain(model) if unwrap else model
+        model = plain(model) if unwrap else model
         twins = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
         first = dist.get_rank() == 0
         done: dict[int, Any] = {}
@@ -103,15 +101,6 @@ class DTensors(Sharded):
                 state[name] = value
         return state
 
-    def pieces(self, model: nn.Module) -> dict[str, Any]:
-        return _plain(model).state_dict()
-
-    def put_pieces(self, model: nn.Module, pieces: dict[str, Any]) -> None:
-        _plain(model).load_state_dict(pieces, strict=False)
-
-    def same(self, model: nn.Module) -> list[set[str]]:
-        return names_of_each(_plain(model))
-
     def names(self, models: list[nn.Module], optimizer: Any) -> Names:
         return names_of(models, optimizer)
 
@@ -120,8 +109,3 @@ class DTensors(Sharded):
 
     def put_optimizer_pieces(self, models: list[nn.Module], optimizer: Any, content: dict[str, Any]) -> None:
         optimizer.load_state_dict(numbered(content, self.names(models, optimizer)))
-
-
-def _plain(model: nn.Module) -> nn.Module:
-    found: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
-    return found

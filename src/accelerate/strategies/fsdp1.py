@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from accelerate.checkpoint.named import Names
+from accelerate.checkpoint.state import plain
 from accelerate.checkpoint.whole import added
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import DistributedDataParallelKwargs
@@ -73,6 +74,7 @@ class FSDP1(Sharded):
             )
         plugin: Any = self.plugin
         ignored = ignored_modules(plugin, inner)
+        _refuse_scalars(inner, ignored)
         chosen = parts(plugin, inner, ignored)
         if plugin.activation_checkpointing:
             for part in chosen or [inner]:
@@ -84,12 +86,12 @@ class FSDP1(Sharded):
             if parameter is not None
         }
         same = names_of_each(inner)
-        fill = self._fill(inner)
+        fill = self._fill(inner, chosen)
         if isinstance(fill, values.Filling):
             for part in (part for root in ignored for part in root.modules()):
                 fill(part)
         wrapped = Wrapper(
-            model,
+            inner,
             auto_wrap_policy=CustomPolicy(lambda module: module in chosen) if chosen else None,
             ignored_modules=ignored or None,
             param_init_fn=fill,
@@ -99,10 +101,11 @@ class FSDP1(Sharded):
         for part in whole:
             for name, parameter in part._parameters.items():
                 if parameter is not None:
-                    self.moved.note(before[id(part), name], parameter)
+                    self.moved.note(before[id(part), name], part, name)
         average_gradients({p for part in whole for p in part.parameters()}, lambda: wrapped._sync_gradients)
         self._note(wrapped, Flat(wrapped, before), same)
-        return wrapped
+        # What was compiled is so again, from outside: inside, it would have its name in all names of parameters.
+        return wrapped if model is inner else type(model)(wrapped, model.dynamo_ctx)
 
     def _note(self, wrapped: Any, flat: Flat, same: list[set[str]]) -> None:
         wrapped._accelerate_flat = flat
@@ -126,14 +129,15 @@ class FSDP1(Sharded):
             "use_orig_params": plugin.use_orig_params,
         }
 
-    def _fill(self, model: nn.Module) -> Callable[[nn.Module], None] | None:
+    def _fill(self, model: nn.Module, chosen: list[nn.Module]) -> Callable[[nn.Module], None] | None:
         """What gives modules their values while they are wrapped: those of rank 0, or made there by the plugin."""
         plugin = self.plugin
         if any(type(parameter) is not nn.Parameter for parameter in model.parameters()):
             values.copy_rank_0(model, self.device)  # quantized: they cannot be taken out and put back
             return None
         dtype = torch.float32 if plugin.mixed_precision_policy is not None else None
-        return values.Filling(model, values.take(model, dtype), self.device, plugin.param_init_fn)
+        kept = values.take(model, dtype, _flattened_with_trained([*chosen, model]))
+        return values.Filling(model, kept, self.device, plugin.param_init_fn)
 
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
         self.moved.rebind(optimizer)
@@ -165,13 +169,13 @@ class FSDP1(Sharded):
 
     def waiting(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
-        for number, wrapped in enumerate(map(_find, models)):
-            found |= _numbered(wrapped._accelerate_flat.waiting(), number)
+        for number, flat in enumerate(map(_flat, models)):
+            found |= {} if flat is None else _numbered(flat.waiting(), number)
         whole = self._whole(models)
         return found | {name: p.grad.detach() for name, p in whole.items() if p.grad is not None}
 
     def exchanged(self, models: list[nn.Module]) -> dict[str, Any] | None:
-        parts = [_find(model)._accelerate_flat.exchanged() for model in models]
+        parts = [None if (flat := _flat(model)) is None else flat.exchanged() for model in models]
         if all(part is None for part in parts):
             return None
         return {name: g for number, part in enumerate(parts) for name, g in _numbered(part or {}, number).items()}
@@ -180,19 +184,20 @@ class FSDP1(Sharded):
         self, models: list[nn.Module], waiting: dict[str, torch.Tensor], exchanged: dict[str, torch.Tensor]
     ) -> None:
         policy: Any = self.plugin.mixed_precision_policy
-        for number, wrapped in enumerate(map(_find, models)):
+        for number, flat in enumerate(map(_flat, models)):
             own, mean = _of(number, waiting), _of(number, exchanged)
-            wrapped._accelerate_flat.put_gradients(own, mean, None if policy is None else policy.param_dtype)
+            if flat is not None:
+                flat.put_gradients(own, mean, None if policy is None else policy.param_dtype)
         for name, parameter in self._whole(models).items():
             parameter.grad = added(waiting.get(name), exchanged.get(name), parameter)
 
     def _whole(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
         """The parameters that are not sharded, by number and name."""
         found: dict[str, torch.Tensor] = {}
-        for number, wrapped in enumerate(map(_find, models)):
-            flat = wrapped._accelerate_flat
-            own = {unwrapped(name): parameter for name, parameter in wrapped.named_parameters()}
-            found |= _numbered({name: p for name, p in own.items() if flat.counts(p) is None}, number)
+        for number, model in enumerate(models):
+            flat = _flat(model)
+            own = {unwrapped(name): parameter for name, parameter in plain(model).named_parameters()}
+            found |= _numbered({name: p for name, p in own.items() if flat is None or flat.counts(p) is None}, number)
         return found
 
     # --- saving -------------------------------------------------------------------------------------------------
@@ -230,18 +235,23 @@ class FSDP1(Sharded):
 
     def pieces(self, model: nn.Module) -> dict[str, Any]:
         wrapped = _find(model)
+        if wrapped is None:
+            return super().pieces(model)
         with self._pieces(wrapped):
             state: dict[str, Any] = wrapped.state_dict()
         return state
 
     def put_pieces(self, model: nn.Module, pieces: dict[str, Any]) -> None:
         wrapped = _find(model)
+        if wrapped is None:
+            super().put_pieces(model, pieces)
+            return
         with self._pieces(wrapped):
             wrapped.load_state_dict({**wrapped.state_dict(), **pieces})
 
     def same(self, model: nn.Module) -> list[set[str]]:
-        names: list[set[str]] = _find(model)._accelerate_same
-        return names
+        wrapped = _find(model)
+        return super().same(model) if wrapped is None else wrapped._accelerate_same
 
     def names(self, models: list[nn.Module], optimizer: Any) -> Names:
         flat = self._flat_of(models, optimizer)[1]
@@ -250,8 +260,15 @@ class FSDP1(Sharded):
     def _flat_of(self, models: list[nn.Module], optimizer: Any) -> tuple[Any, Flat]:
         """The model whose parameters an optimizer has."""
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        owners = [w for w in map(_find, models) if any(w._accelerate_flat.counts(p) is not None for p in own)]
+        wrapped = filter(None, map(_find, models))
+        owners = [w for w in wrapped if any(w._accelerate_flat.counts(p) is not None for p in own)]
         if len(owners) == 1:
+            known = {id(parameter) for parameter in owners[0].parameters()}
+            if not all(id(parameter) in known for parameter in own):
+                raise CheckpointError(
+                    "This optimizer has parameters that are of no prepared model, which FSDP version 1 cannot save: "
+                    "make them part of the model, or use version 2."
+                )
             return owners[0], owners[0]._accelerate_flat
         raise CheckpointError(
             f"This optimizer has parameters of {len(owners)} prepared models, and FSDP version 1 can save one of "
@@ -269,6 +286,31 @@ class FSDP1(Sharded):
             optimizer.load_state_dict(Wrapper.optim_state_dict_to_load(wrapped, optimizer, content))
 
 
+def _refuse_scalars(model: nn.Module, ignored: list[nn.Module]) -> None:
+    whole = {parameter for module in ignored for parameter in module.parameters()}
+    names = [name for name, p in model.named_parameters() if not p.ndim and p not in whole]
+    if names:
+        raise ValueError(
+            f"FSDP version 1 cannot shard parameters without a dimension ({', '.join(names)}): give them the shape "
+            "(1,), or pass fsdp_version=2, which leaves them whole."
+        )
+
+
+def _flattened_with_trained(units: list[nn.Module]) -> set[nn.Parameter]:
+    """The parameters that become one with others which are trained, and so have to have their dtype.
+
+    units: what is flattened, inner ones first.
+    """
+    found: set[nn.Parameter] = set()
+    seen: set[nn.Parameter] = set()
+    for unit in units:
+        own = {parameter for parameter in unit.parameters() if parameter not in seen}
+        seen |= own
+        if any(parameter.requires_grad for parameter in own):
+            found |= own
+    return found
+
+
 def _numbered(values: dict[str, Any], number: int) -> dict[str, Any]:
     return {f"{number}.{name}": value for name, value in values.items()}
 
@@ -283,6 +325,11 @@ def _find(model: nn.Module) -> Any:
     if not isinstance(model, Wrapper):
         model = getattr(model, "_orig_mod", model)
     return model if isinstance(model, Wrapper) else None
+
+
+def _flat(model: nn.Module) -> Flat | None:
+    wrapped = _find(model)
+    return None if wrapped is None else wrapped._accelerate_flat
 
 
 def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any] | None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import parallelize_module
 
 from accelerate.checkpoint.state import named_parameters
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
@@ -55,13 +56,15 @@ class FSDP2(DTensors):
             self._note(inner)
             return model
         before = dict(inner.named_parameters(remove_duplicate=False))
+        plan = None if self.tensor_mesh is None else tensor.plan_of(inner, self.tensor_mesh, self.config)
         ignored = ignored_modules(self.plugin, inner)
         chosen = parts(self.plugin, inner, ignored)
         if self.plugin.activation_checkpointing:
             for part in chosen or [inner]:
                 compute_twice(part, offload=self.plugin.activation_checkpointing_offload)
-        kept = self._take_values(inner)
+        kept = self._take_values(inner, plan)
         left_out = {parameter for module in ignored for parameter in module.parameters()}
+        left_out |= {parameter for parameter in inner.parameters() if not parameter.ndim}  # nothing to cut
         for part in chosen:
             fully_shard(part, **self._settings(left_out))
         fully_shard(inner, **self._settings(left_out, root=inner))
@@ -79,7 +82,7 @@ class FSDP2(DTensors):
         inner._accelerate_aside = _Aside(inner)
         self._tables.add(inner._accelerate_aside)
 
-    def _take_values(self, model: nn.Module) -> dict[str, torch.Tensor] | None:
+    def _take_values(self, model: nn.Module, plan: tensor.Styles | None) -> dict[str, torch.Tensor] | None:
         """The weights, on rank 0, of a model that has none afterwards. None where they have to stay in it."""
         plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
         dtype = torch.float32 if self.plugin.mixed_precision_policy else None
@@ -87,8 +90,8 @@ class FSDP2(DTensors):
             return values.take(model, dtype)
         # Tensors with a layout of their own: spread over the tensor axis, or quantized.
         values.follow_rank_0(model, self.device, dtype)
-        if self.tensor_mesh is not None and self.config is not None:
-            tensor.split(model, self.tensor_mesh, self.config)
+        if plan is not None:
+            parallelize_module(model, self.tensor_mesh, plan)
         return None
 
     def _settings(self, left_out: set[nn.Parameter], root: nn.Module | None = None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from accelerate.parallel import values
 from accelerate.precision.sharded import ShardedScaler
 from accelerate.state import PartialState
-from accelerate.strategies.rebind import Moved
+from accelerate.strategies.rebind import rebind
 from accelerate.strategies.wrapping import compute_twice, ignored_modules, matching, parts
 
 _PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
@@ -76,7 +76,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
     mapping: from the `data_ptr()` of an old parameter to the new one.
     """
-    moved = Moved()
+    new: dict[int, nn.Parameter] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.data_ptr() not in mapping:
@@ -84,8 +84,8 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
                     f"The mapping has no new parameter for one of shape {tuple(parameter.shape)} of this "
                     f"{type(optimizer).__name__}, which would go on without being trained: give one for each."
                 )
-            moved.note(parameter, mapping[parameter.data_ptr()])
-    moved.rebind(optimizer)
+            new[id(parameter)] = mapping[parameter.data_ptr()]
+    rebind(optimizer, lambda parameter: new.get(id(parameter), parameter))
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:

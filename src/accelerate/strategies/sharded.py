@@ -15,9 +15,10 @@ from accelerate.checkpoint.named import Names, named
 from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reading import Reader
 from accelerate.checkpoint.shards import Shards, read
-from accelerate.checkpoint.state import Run
+from accelerate.checkpoint.state import Run, plain
 from accelerate.checkpoint.weights import Fetch
 from accelerate.checkpoint.whole import read_gradients
+from accelerate.compilation import compile_regions_fsdp2
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.errors import CheckpointError
 from accelerate.parallel.shards import spread_as, whole
@@ -35,16 +36,19 @@ class Sharded(Strategy):
     takes_back = True
     plugin: FullyShardedDataParallelPlugin
 
+    def compile_regions(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        return compile_regions_fsdp2(model, **kwargs)
+
     def pieces(self, model: nn.Module) -> dict[str, Any]:
         """The state dict of a model, with tensors that know which piece this process has."""
-        raise NotImplementedError
+        return plain(model).state_dict()
 
     def put_pieces(self, model: nn.Module, pieces: dict[str, Any]) -> None:
-        raise NotImplementedError
+        plain(model).load_state_dict(pieces, strict=False)
 
     def same(self, model: nn.Module) -> list[set[str]]:
         """The names of each parameter of a model."""
-        raise NotImplementedError
+        return names_of_each(plain(model))
 
     def names(self, models: list[nn.Module], optimizer: Any) -> Names:
         """The names of an optimizer's parameters."""
@@ -68,12 +72,13 @@ class Sharded(Strategy):
         def fetch(part: dict[str, Any], keep: bool) -> dict[str, Any]:
             found = {}
             for name in part:
-                value = whole(pieces[name])
+                value = pieces[name]
+                full = whole(value) if isinstance(value, torch.Tensor) else value
                 if keep:
-                    found[name] = value.cpu()
+                    found[name] = full.cpu() if isinstance(full, torch.Tensor) else full
             return found
 
-        return {name: torch.empty_like(value, device="meta") for name, value in pieces.items()}, fetch
+        return {name: _described(value) for name, value in pieces.items()}, fetch
 
     def weights(self, models: list[nn.Module]) -> list[dict[str, Any]]:
         return []
@@ -186,11 +191,14 @@ class Sharded(Strategy):
 
     def read_optimizer(self, models: list[nn.Module], optimizer: Any, reader: Reader, number: int) -> dict[str, Any]:
         """The pieces of an optimizer's state, by names, from whatever a checkpoint has of it."""
-        likes = {}
-        for index, model in enumerate(models):
-            for name, value in self.pieces(model).items():
-                likes[f"{index}.{name}"] = value
-                likes.setdefault(name, value)
+        own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        owners = [index for index, model in enumerate(models) if any(id(p) in own for p in model.parameters())]
+        likes: dict[str, Any] = {}
+        for index in owners:
+            pieces = self.pieces(models[index])
+            likes |= {f"{index}.{name}": value for name, value in pieces.items()}
+            if len(owners) == 1:
+                likes |= pieces
 
         def like(keys: tuple[Any, ...]) -> Any:
             return likes.get(keys[1]) if keys[0] == "state" else None
@@ -227,6 +235,10 @@ def _gathered(value: Any, keep: bool) -> Any:
     if isinstance(value, dict):
         return {key: _gathered(item, keep) for key, item in value.items()}
     return [_gathered(item, keep) for item in value] if isinstance(value, list) else value
+
+
+def _described(value: Any) -> Any:
+    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
 def _place(like: Any, size: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from accelerate.config.handlers import DistributedDataParallelKwargs
-from accelerate.modules import model_has_dtensor
 from accelerate.parallel import tensor, values
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies.dtensors import DTensors
@@ -35,10 +35,11 @@ class TensorParallel(DTensors):
 
     def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
         inner: Any = getattr(model, "_orig_mod", model)
-        if model_has_dtensor(inner):
-            return model  # it came split
+        plan = tensor.plan_of(inner, self.mesh["tp"], self.config)
+        if plan is None:
+            return model
         before = dict(inner.named_parameters(remove_duplicate=False))
         values.follow_rank_0(inner, self.device)
-        tensor.split(inner, self.mesh["tp"], self.config)
+        parallelize_module(inner, self.mesh["tp"], plan)
         self.note_moved(before, inner)
         return model

@@ -18,14 +18,17 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 
 
 def ignored_modules(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn.Module]:
-    """The parts that are not sharded: as listed, or those whose name matches the expression."""
+    """The parts of this model that are not sharded: as listed, or those whose names match an expression."""
     asked = plugin.ignored_modules
     if asked is None:
         return []
-    if not isinstance(asked, str):
-        return list(asked)
-    found = matching(asked, model)
-    if not found:
+    listed: list[Any] = [asked] if isinstance(asked, (str, nn.Module)) else list(asked)
+    plugin.ignored_modules = asked if isinstance(asked, str) else listed  # to be gone through for the next model, too
+    own = set(model.modules())
+    found = [module for module in listed if not isinstance(module, str) and module in own]
+    expressions = [expression for expression in listed if isinstance(expression, str)]
+    found += [module for expression in expressions for module in matching(expression, model)]
+    if expressions and not found and not plugin._has_met_a_model:
         raise ValueError(
             f"ignored_modules is {asked!r}, which is the name of no part of this {type(model).__name__}: "
             "give a regular expression for whole names, as in 'model.vision.*'."
@@ -41,6 +44,7 @@ def matching(expression: str, model: nn.Module) -> list[nn.Module]:
 def parts(plugin: FullyShardedDataParallelPlugin, model: nn.Module, ignored: list[nn.Module]) -> list[nn.Module]:
     """The parts that the policy chooses, inner ones first; the model itself is not among them."""
     plugin.set_auto_wrap_policy(model)
+    plugin._has_met_a_model = True
     policy: Any = plugin.auto_wrap_policy
     if policy is None:
         return []

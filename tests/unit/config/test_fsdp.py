@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
+from accelerate.config.fsdp_values import give_memory
 from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     disable_fsdp_ram_efficient_loading,
@@ -94,7 +95,11 @@ def test_defaults(version: int) -> None:
         (1, {"backward_prefetch": "NO_PREFETCH"}, {}),
         (1, {"cpu_offload": True}, {"cpu_offload": fsdp.CPUOffload(offload_params=True)}),
         (1, {"use_orig_params": True}, {"use_orig_params": True}),
-        (1, {"cpu_ram_efficient_loading": True}, {"cpu_ram_efficient_loading": True, "sync_module_states": True}),
+        (
+            1,
+            {"cpu_ram_efficient_loading": True},
+            {"cpu_ram_efficient_loading": True, "sync_module_states": True, "param_init_fn": give_memory},
+        ),
         (2, {"reshard_after_forward": "false"}, {"reshard_after_forward": False}),
         (2, {"reshard_after_forward": True}, {}),
         (2, {"cpu_offload": True}, {"cpu_offload": fsdp.CPUOffloadPolicy(pin_memory=True)}),
@@ -132,7 +137,7 @@ def test_arguments(version: int, given: dict[str, Any], changed: dict[str, Any])
         (1, "FORWARD_PREFETCH", "true", {"forward_prefetch": True}),
         (2, "FORWARD_PREFETCH", "true", {}),
         (1, "USE_ORIG_PARAMS", "true", {"use_orig_params": True}),
-        (1, "SYNC_MODULE_STATES", "true", {"sync_module_states": True}),
+        (1, "SYNC_MODULE_STATES", "true", {"sync_module_states": True, "param_init_fn": give_memory}),
         (2, "SYNC_MODULE_STATES", "true", {}),
         (1, "OFFLOAD_PARAMS", "true", {"cpu_offload": fsdp.CPUOffload(offload_params=True)}),
         (2, "OFFLOAD_PARAMS", "true", {"cpu_offload": fsdp.CPUOffloadPolicy()}),
@@ -252,3 +257,9 @@ def test_loading_on_the_first_process() -> None:
     assert os.environ["ACCELERATE_USE_FSDP"] == "True"
     disable_fsdp_ram_efficient_loading()
     assert not FullyShardedDataParallelPlugin(fsdp_version=2).cpu_ram_efficient_loading
+    with torch.device("meta"):
+        module = nn.Sequential(nn.Linear(2, 2))
+    give_memory(module)
+    assert module[0].weight.is_meta  # one module at a time, as torch asks for
+    give_memory(module[0])
+    assert not module[0].weight.is_meta
