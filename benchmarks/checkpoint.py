@@ -6,9 +6,11 @@
 
 This file is also the script of its subjects: `--worker` runs with the package that its Python imports. Subjects take
 turns; a save, a plain write, a load and a plain copy in memory, by every process at once, follow each other in every
-round. The first load of a process gets its memory from the system; later ones find some of it in the process. Host
-memory is what a save took at most beyond what the process had before (Linux). The parts of the time are of a save and a
-load of their own, and add up to more than it lasted, because they go on at the same time.
+round. The first load of a process is that of a run which resumes: its optimizer has not stepped, so the memory for what
+it loads comes from the system. Later ones find memory in the process: ours that of the optimizer, the peer some that
+was freed. Host memory is what a save or a load took at most beyond what the process had before, without mapped files
+(Linux). The parts of the time are of a save and a load of their own, and add up to more than it lasted, because they go
+on at the same time.
 """
 
 from __future__ import annotations
@@ -38,28 +40,34 @@ FIRST = "the first load of a process"
 
 def memory_peak(function: Callable[[], Any]) -> int:
     """By how much the memory of this process grew at most while `function` ran, in bytes; 0 where that is not told."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status("VmRSS")
-        function()
-        return _status("VmHWM") - before
-    except OSError:
-        function()
-        return 0
+    most = before = _memory()
+    over = threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not over.wait(0.001):
+            most = max(most, _memory())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    function()
+    over.set()
+    thread.join()
+    return most - before
 
 
-def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1]) * 1024
-    raise OSError(name)
+def _memory() -> int:
+    """Without mapped files, which the system takes back when it needs room."""
+    path = Path("/proc/self/status")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 class Stages:
     """Where the time of our save or load goes: seconds of all threads together, by what they did."""
 
     def __init__(self) -> None:
-        from accelerate.checkpoint import disk, stream
+        from accelerate.checkpoint import disk, host, stream
 
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
@@ -67,6 +75,8 @@ class Stages:
         for owner, name, what in (
             (stream._Lanes, "copy", "copies to or from the device"),
             (stream, "_sum", "checksums"),
+            (host, "copy", "copies in host memory"),
+            (disk, "bring_in", "mapping"),
             (disk, "write", "writing"),
             (disk, "start_flush", "starting to flush"),
             (disk, "sync", "flushing"),
@@ -160,6 +170,8 @@ def worker(width: int, depth: int, rounds: int, folder: str) -> None:
         measured(PLAIN, plain)
         if accelerator.is_main_process:
             os.remove(os.path.join(folder, "plain"))
+        if number == 0:
+            getattr(optimizer, "optimizer", optimizer).state.clear()
         measured(LOAD, lambda: accelerator.load_state(target))
         measured(COPY, copy)
         if ours:

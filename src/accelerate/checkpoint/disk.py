@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -55,17 +56,24 @@ def without_first(views: list[memoryview], count: int) -> list[memoryview]:
 
 def start_flush(descriptor: int, offset: int, size: int) -> None:
     """Have the disk begin with a part of a file while the rest is still being written. A hint: it may do nothing."""
-    if (flush := _sync_file_range()) is not None:
+    flush = _of_linux("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    if flush is not None:
         flush(descriptor, offset, size, 2)  # SYNC_FILE_RANGE_WRITE: begin, and wait for nothing
 
 
+def bring_in(address: int, size: int) -> bool:
+    """Have a part of a mapped file read; where it is not, a look at it might end the process (a broken disk)."""
+    advise = _of_linux("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return advise is not None and advise(address, size, 22) == 0  # MADV_POPULATE_READ
+
+
 @cache
-def _sync_file_range() -> Callable[..., int] | None:
-    try:
-        function = ctypes.CDLL(None).sync_file_range
-    except (OSError, AttributeError):  # not Linux
+def _of_linux(name: str, *kinds: Any) -> Callable[..., int] | None:
+    if sys.platform != "linux":
         return None
-    function.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function.argtypes = kinds
     return function
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 import os
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from copy import copy as shallow_copy
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -42,7 +44,7 @@ class HostMemory:
         gpus = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
         memory = self._take(size, pinned=bool(gpus))
         copies = {key: memory.part(starts[key], tensor) for key, tensor in tensors.items()}
-        _copy_host([(copies[key], tensor.detach()) for key, tensor in tensors.items() if tensor.device.type == "cpu"])
+        copy([(copies[key], tensor.detach()) for key, tensor in tensors.items() if tensor.device.type == "cpu"])
         for key, tensor in tensors.items():
             if tensor.device.type != "cpu":
                 copies[key].copy_(tensor.detach(), non_blocking=tensor.device.type == "cuda")
@@ -86,23 +88,27 @@ class _Memory:
                 torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
 
 
-def _copy_host(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+def copy(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Copy the second of each pair to the first, in several threads: one alone does not get all that memory can do.
 
     By NumPy, since torch would have as many threads of its own for each of them, or under a launcher one for all.
     """
-    with ThreadPoolExecutor(_THREADS) as threads:
-        parts = []
-        for target, source in copies:
-            if source.nbytes < _PART or not source.is_contiguous() or source.is_conj() or source.is_neg():
-                target.copy_(source)
-                continue
-            to, of = flat(target).numpy(), flat(source).numpy()
-            parts += [
-                threads.submit(np.copyto, to[start : start + _PART], of[start : start + _PART])
-                for start in range(0, len(of), _PART)
-            ]
-        for part in parts:
+    parts: deque[tuple[Any, Any]] = deque()
+    for target, source in copies:
+        if not source.is_contiguous() or source.is_conj() or source.is_neg():
+            target.copy_(source)
+            continue
+        to, of = flat(target).numpy(), flat(source).numpy()
+        parts += [(to[start : start + _PART], of[start : start + _PART]) for start in range(0, len(of), _PART)]
+
+    def work() -> None:
+        with suppress(IndexError):  # until nothing is left
+            while True:
+                np.copyto(*parts.popleft())
+
+    count = min(_THREADS, len(parts))
+    with ThreadPoolExecutor(max(count, 1)) as threads:
+        for part in [threads.submit(work) for _ in range(count)]:
             part.result()
 
 
@@ -132,14 +138,17 @@ def _collect(value: Any, found: dict[Any, torch.Tensor]) -> None:
             _collect(item, found)
 
 
+_UNCHANGING = (int, float, bool, str, bytes, type(None))
+
+
 def _rebuilt(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
         return copies[_key(value)]
     if _is_mapping(value):
-        twin = copy.copy(value)
+        twin = shallow_copy(value)
         for name, item in value.items():  # a Counter would add what it is updated with
             twin[name] = _rebuilt(item, copies)
         return twin
     if type(value) in (list, tuple):
         return type(value)(_rebuilt(item, copies) for item in value)
-    return copy.deepcopy(value)
+    return value if type(value) in _UNCHANGING else deepcopy(value)

@@ -12,18 +12,23 @@ from typing import Any
 
 import torch
 
-from accelerate.checkpoint import files, stream, torchfile
+from accelerate.checkpoint import files, host, stream, torchfile
 from accelerate.checkpoint.disk import Entry
 
 CPU = torch.device("cpu")
 
-# Which device a tensor of a file goes to, by the keys under which it is found there.
-Device = Callable[[tuple[Any, ...]], torch.device]
+# Where a tensor of a file goes: to a device, or into a tensor of the run.
+Place = torch.device | torch.Tensor
+# By the keys under which it is found in the file.
+Places = Callable[[tuple[Any, ...]], Place]
 
 
 @dataclass
 class Reader:
     """Reads the files of one checkpoint.
+
+    What goes into a tensor of the run is read twice: to compare the checksums, and when all of the checkpoint is known
+    to be good, by `fill`. What gets memory of its own, which nobody sees until then, is read once.
 
     unchecked: what the manifest says of files whose checksums nobody has compared; those that are read here leave it.
     share: which of how many processes this one is that read the same files at once: each compares its part.
@@ -32,45 +37,60 @@ class Reader:
     folder: Path
     unchecked: dict[str, Entry] = field(default_factory=dict)
     share: tuple[int, int] = (0, 1)
+    # Tensors of the run, by the address of their memory, with what they take.
+    _later: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
-    def weights(self, name: str, devices: Mapping[str, torch.device]) -> dict[str, Any]:
-        """The weights in a file, on the devices of their names."""
+    def weights(self, name: str, places: Mapping[str, Place]) -> dict[str, Any]:
+        """The weights in a file, in the places of their names."""
 
-        def device(keys: tuple[Any, ...]) -> torch.device:
-            return devices.get(keys[0], CPU)
+        def place(keys: tuple[Any, ...]) -> Place:
+            return places.get(keys[0], CPU)
 
         if name.endswith(".safetensors"):
-            return self._safetensors(name, device)
-        found: dict[str, Any] = self.content(name, device)
+            return self._safetensors(name, place)
+        found: dict[str, Any] = self.content(name, place)
         return found
 
-    def content(self, name: str, device: Device = lambda keys: CPU) -> Any:
-        """What is in a file of `torch.save`; large tensors on the devices that `device` says."""
+    def content(self, name: str, place: Places = lambda keys: CPU) -> Any:
+        """What is in a file of `torch.save`; large tensors where `place` says."""
         path = self.folder / name
         if not path.exists() or not zipfile.is_zipfile(path):
             return files.read_torch(path)  # as torch did before 1.6; it is compared later on
         with files.explaining(path):
             opened = torchfile.Opened(path)
+        mapped = stream.mapped(path)
         places = dict(opened.places)
         for address, users in _users(opened.content).items():
             if address not in places:
                 continue
             offset, memory = places[address]
-            targets = {device(keys) for _, keys, _ in users}
+            targets = {place(keys) for _, keys, _ in users}
             whole = all(t.is_contiguous() and t.nbytes == len(memory) for _, _, t in users)
             if not whole or targets == {CPU} or len(targets) > 1 or len({_kind(t) for _, _, t in users}) > 1:
                 continue
-            moved = torch.empty_like(users[0][2], device=targets.pop())
+            stored, target = users[0][2], targets.pop()
+            if isinstance(target, torch.Tensor):
+                if not self._takes(target, stored, mapped[offset : offset + len(memory)]):
+                    continue
+                moved = target
+                del places[address]
+            else:
+                moved = torch.empty_like(stored, device=target)
+                places[address] = (offset, stream.flat(moved))
             for holder, keys, _ in users:
                 holder[keys[-1]] = moved
-            places[address] = (offset, stream.flat(moved))
-        self._fill(name, list(places.values()))
+        self._read(name, list(places.values()))
         return opened.content
 
-    def _safetensors(self, name: str, device: Device) -> dict[str, torch.Tensor]:
+    def _safetensors(self, name: str, place: Places) -> dict[str, torch.Tensor]:
         path = self.folder / name
         mapped = files.read_safetensors(path)
-        away = {key: target for key in mapped if (target := device((key,))).type != "cpu"}
+        targets = {key: place((key,)) for key in mapped}
+        for key, target in targets.items():
+            if isinstance(target, torch.Tensor) and self._takes(target, mapped[key], mapped[key]):
+                mapped[key] = target
+        devices = {key: target for key, target in targets.items() if isinstance(target, torch.device)}
+        away = {key: device for key, device in devices.items() if device.type != "cpu"}
         places = []
         if away:
             with open(path, "rb") as file:
@@ -79,13 +99,35 @@ class Reader:
             for key, target in away.items():
                 mapped[key] = torch.empty_like(mapped[key], device=target)
                 places.append((8 + length + header[key]["data_offsets"][0], stream.flat(mapped[key])))
-        self._fill(name, places)
+        self._read(name, places)
         return mapped
 
-    def _fill(self, name: str, places: list[tuple[int, torch.Tensor]]) -> None:
+    def fill(self) -> None:
+        """Have the tensors of the run take what is for them."""
+        copies, self._later = list(self._later.values()), {}
+        host.copy(copies)
+
+    def _takes(self, tensor: torch.Tensor, stored: torch.Tensor, content: torch.Tensor) -> bool:
+        """Have a tensor of the run take a stored one, if it is just like it, and does not take another one already."""
+        if not _in_plain_memory(tensor) or _kind(tensor) != _kind(stored) or content.nbytes != tensor.nbytes:
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        if address in self._later:
+            return False
+        self._later[address] = (tensor, content)
+        return True
+
+    def _read(self, name: str, places: list[tuple[int, torch.Tensor]]) -> None:
         places = sorted((place for place in places if len(place[1])), key=lambda place: place[0])
         with files.explaining(self.folder / name):
             stream.read_file(self.folder / name, places, self.unchecked.pop(name, None), self.share)
+
+
+def _in_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor are one piece of host memory, and mean what they are."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device != CPU or tensor.layout != torch.strided:
+        return False
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
 
 
 def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:

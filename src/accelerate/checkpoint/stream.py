@@ -3,7 +3,7 @@
 A thread takes one block: it copies it from the device or reads it from the disk, sums it up, and passes it on. So the
 bus, the checksums and the disk work at the same time, and no more than one block per thread is in memory besides the
 tensors themselves. In host memory a block goes step by step: what was summed up is still in the processor's cache when
-it is written.
+it is written. What is only to be compared is summed up where the system has it, without a copy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,9 @@ Piece = bytes | torch.Tensor
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    """The bytes of a tensor; its own memory, if it is contiguous."""
+    # By strides: a single element may keep those of the row it was taken from, which no view of bytes has.
+    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def write_file(path: Path, pieces: Sequence[Piece]) -> Entry:
@@ -92,6 +93,7 @@ def read_file(
     starts = [offset for offset, _ in places]
     _settle(tensor.device for _, tensor in places)
     lanes = _Lanes()
+    content = mapped(path) if entry is not None else torch.empty(0)
     descriptor = os.open(path, os.O_RDONLY)
 
     def move(start: int) -> int:
@@ -103,9 +105,11 @@ def read_file(
         # What stays on the host is read to its place, the rest of the block to a buffer.
         away = [(at, tensor) for at, tensor in wanted if tensor.device.type != "cpu"]
         here = [(at, tensor) for at, tensor in wanted if tensor.device.type == "cpu"]
-        # All of what is to be copied to a device has to be there at once; what is only summed up has not.
-        buffer = lanes.buffer(any(tensor.device.type == "cuda" for _, tensor in away), BLOCK if away else STEP)
-        total = _read_into(descriptor, _filled_up(here, _view(buffer), start, end), start, path, checked)
+        total = None if wanted else _sum_in_place(content[start:end])
+        if total is None:
+            # All of what is to be copied to a device has to be there at once; what is only summed up has not.
+            buffer = lanes.buffer(any(tensor.device.type == "cuda" for _, tensor in away), BLOCK if away else STEP)
+            total = _read_into(descriptor, _filled_up(here, _view(buffer), start, end), start, path, checked)
         if checked and total != entry.crc32[start // BLOCK]:  # type: ignore[union-attr]
             raise damaged(path)
         lanes.copy([(tensor, buffer[at - start : at - start + len(tensor)]) for at, tensor in away])
@@ -115,6 +119,14 @@ def read_file(
         _each_block(size, move, max(READERS // share[1], 1))
     finally:
         os.close(descriptor)
+
+
+def mapped(path: Path) -> torch.Tensor:
+    """The bytes of a file without a copy, where the system can map it, and else no bytes."""
+    with suppress(RuntimeError):
+        if size := path.stat().st_size:
+            return torch.from_file(str(path), size=size, dtype=torch.uint8)
+    return torch.empty(0, dtype=torch.uint8)
 
 
 def summed_up(path: Path) -> Entry:
@@ -276,6 +288,13 @@ def _sum(content: Sequence[Any], total: int = 0) -> int:
     for view in content:
         total = crc32(view, total)
     return total
+
+
+def _sum_in_place(block: torch.Tensor) -> int | None:
+    """The checksum of a part of a mapped file; None where it has to be read to be known."""
+    if not len(block) or not disk.bring_in(block.data_ptr(), len(block)):
+        return None
+    return _sum([_view(block)])
 
 
 def _read_into(descriptor: int, content: Iterable[memoryview], offset: int, path: Path, checked: bool) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from accelerate.checkpoint import layout
 from accelerate.checkpoint.files import read_safetensors, read_torch
 from accelerate.checkpoint.named import names_of, numbered
 from accelerate.checkpoint.parts import File
-from accelerate.checkpoint.reading import CPU, Device, Reader
+from accelerate.checkpoint.reading import CPU, Place, Places, Reader
 from accelerate.checkpoint.sparse import unpacked
 from accelerate.checkpoint.state import Run, named_parameters, plain
 from accelerate.checkpoint.weights import with_tied
@@ -39,7 +40,8 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
     torch_load: arguments for `torch.load`, which then reads by itself. kwargs: for the `load_state_dict` of models.
     """
     folder = reader.folder
-    models = [_read_model(model, reader, number) for number, model in enumerate(run.without_hooks)]
+    assign = kwargs.get("assign", False)
+    models = [_read_model(model, reader, number, assign) for number, model in enumerate(run.without_hooks)]
     strict = kwargs.get("strict", True)
     models = [_fitting(m, w, folder, strict) for m, w in zip(run.without_hooks, models, strict=True)]
     optimizers = []
@@ -49,7 +51,7 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
             state = {"state": {}, **_put_together(folder / layout.optimizer_shards(number))}
         else:
             state = (
-                read_torch(folder / name, **torch_load) if torch_load else reader.content(name, _device_of(optimizer))
+                read_torch(folder / name, **torch_load) if torch_load else reader.content(name, _places_in(optimizer))
             )
         state = numbered(state, names_of(run.models, optimizer))  # as engines save that hold pieces
         _check_groups(optimizer, state, folder / name)
@@ -57,6 +59,7 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
     own, everyone = read_gradients(run, folder)
 
     def apply() -> None:
+        reader.fill()
         for model, weights in zip(run.without_hooks, models, strict=True):
             plain(model).load_state_dict(weights, **kwargs)
         for optimizer, state in zip(run.optimizers, optimizers, strict=True):
@@ -67,28 +70,43 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
     return apply
 
 
-def _read_model(model: torch.nn.Module, reader: Reader, number: int) -> dict[str, Any]:
+def _read_model(model: torch.nn.Module, reader: Reader, number: int, assign: bool) -> dict[str, Any]:
     if (reader.folder / layout.model_shards(number)).is_dir():
         return _put_together(reader.folder / layout.model_shards(number))
     names = [layout.model(number, True), layout.gathered_model(number)]
     name = next((name for name in names if (reader.folder / name).exists()), layout.model(number, False))
-    state = plain(model).state_dict()
-    devices = {key: value.device for key, value in state.items() if isinstance(value, torch.Tensor)}
-    return reader.weights(name, devices)
+    model = plain(model)
+    places: dict[str, Place] = {
+        key: value.device for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)
+    }
+    if not assign and not _changes_what_it_loads(model):
+        own = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+        places |= {key: value for key, value in own if places.get(key) == CPU == value.device}
+    return reader.weights(name, places)
 
 
-def _device_of(optimizer: Any) -> Device:
+def _places_in(optimizer: Any) -> Places:
     """Where the state of each parameter goes when an optimizer loads it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    inner = getattr(optimizer, "optimizer", optimizer)
+    # Others make something of what they load, and may need for it what is there.
+    keeps = type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict
+    keeps = keeps and not inner._optimizer_load_state_dict_pre_hooks
 
-    def device(keys: tuple[Any, ...]) -> torch.device:
+    def place(keys: tuple[Any, ...]) -> Place:
         # Counts of steps may stay on the host: torch knows.
         if len(keys) != 3 or keys[0] != "state" or keys[2] == "step" or not isinstance(keys[1], int):
             return CPU
-        found: torch.device = parameters[keys[1]].device if keys[1] < len(parameters) else CPU
-        return found if found.type != "meta" else CPU
+        if keys[1] >= len(parameters):
+            return CPU
+        parameter: torch.Tensor = parameters[keys[1]]
+        if parameter.device.type not in ("cpu", "meta"):
+            return parameter.device
+        state = inner.state.get(parameter) if keeps else None
+        there = state.get(keys[2]) if isinstance(state, dict) else None
+        return there if isinstance(there, torch.Tensor) and there.device == CPU else CPU
 
-    return device
+    return place
 
 
 def _fitting(model: torch.nn.Module, weights: dict[str, Any], folder: Path, strict: bool) -> dict[str, Any]:
@@ -115,6 +133,12 @@ def _fitting(model: torch.nn.Module, weights: dict[str, Any], folder: Path, stri
             f"unknown {extra[:5]}, other shapes {shapes[:5]}; create the model as it was when the checkpoint was saved."
         )
     return weights
+
+
+def _changes_what_it_loads(model: torch.nn.Module) -> bool:
+    """Whether a model may make something else of what it is given than to copy it."""
+    own = any(not part._load_from_state_dict.__module__.startswith("torch.nn.modules.") for part in model.modules())
+    return own or _loads_by_itself(model) or any(part._load_state_dict_pre_hooks for part in model.modules())
 
 
 def _loads_by_itself(model: torch.nn.Module) -> bool:
