@@ -82,8 +82,9 @@ format: $(VENV)/.ready-test
 	$(BIN)/ruff format .
 
 # ARGS goes to pytest: make test ARGS="tests/unit -k sampler"
+# Half of the time a test waits, mostly for processes to start: so two workers. All of a file is run by one of them.
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # These libraries are heavy, so they have an environment of their own. One that is missing there is a failure.
 trackers: $(TRACKERS)/.ready

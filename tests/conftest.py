@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -16,6 +17,12 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 from tests.harness.leaks import Snapshot
 from tests.harness.state import reset_state
 from tests.harness.world import server
+
+
+def pytest_collection_finish() -> None:
+    """Whatever is imported by now stays: no test that collects garbage need look through torch for it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
+import functools
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,13 @@ from typing import Any
 import pytest
 
 from tests.docs.runner import PLAIN_PROCESS
-from tests.harness import run_world
+from tests.harness import run_world, world_outcomes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def call(name: str, function: str, *args: Any) -> Any:
     """On a rank: a function of an example."""
-    import runpy
-
     return runpy.run_path(str(EXAMPLES / f"{name}.py"))[function](*args)
 
 
@@ -26,6 +25,13 @@ def on(processes: int, *args: Any) -> list[Any]:
     env = PLAIN_PROCESS if processes == 1 else None
     results: list[Any] = run_world(call, processes, *args, env=env)
     return results
+
+
+@functools.cache
+def sharding_alone() -> float:
+    """The loss that training on one process ends with."""
+    (loss,) = on(1, "sharding", "train", 2, 1, 1, 2, 32)
+    return float(loss)
 
 
 def test_accumulation_ends_alike_on_one_process_and_on_two() -> None:
@@ -49,15 +55,13 @@ def test_evaluation_is_exact() -> None:
     ids=["fsdp2", "fsdp1", "copies", "split"],
 )
 def test_sharded_training_ends_as_on_one_process(processes: int, args: tuple[int, int, int]) -> None:
-    (alone,) = on(1, "sharding", "train", 2, 1, 1, 2, 32)
     shares = processes // args[2]
     together = on(processes, "sharding", "train", *args, 2, 32 // shares)
-    assert together == pytest.approx([alone] * processes, rel=1e-4)
+    assert together == pytest.approx([sharding_alone()] * processes, rel=1e-4)
 
 
 def test_split_layers_end_as_on_one_process() -> None:
-    (alone,) = on(1, "sharding", "train", 2, 1, 1, 2, 32)
-    assert on(2, "sharding", "train", 2, 1, 2, 2, 32) == pytest.approx([alone] * 2, rel=1e-4)
+    assert on(2, "sharding", "train", 2, 1, 2, 2, 32) == pytest.approx([sharding_alone()] * 2, rel=1e-4)
 
 
 def test_cut_sequences_end_as_on_one_process() -> None:
@@ -76,5 +80,12 @@ def test_stages_answer_as_the_whole_model() -> None:
     "name", ["evaluation", "gradient_accumulation", "sharding", "sharding_pipeline", "sharding_sequences"]
 )
 def test_as_a_script(name: str) -> None:
-    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--help"]
-    assert "usage:" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    (outcome,) = world_outcomes(ask_for_help, 1, name, env=PLAIN_PROCESS)
+    assert (outcome.error, outcome.message) == ("SystemExit", "0"), outcome.traceback
+    assert "usage:" in outcome.output
+
+
+def ask_for_help(name: str) -> None:
+    path = str(EXAMPLES / f"{name}.py")
+    sys.argv = [path, "--help"]
+    runpy.run_path(path, run_name="__main__")

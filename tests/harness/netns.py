@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+CLONE_NEWNET = 0x40000000
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,12 @@ class Machine:
     def command(self, *words: str) -> list[str]:
         """`words` as a command that runs on this machine."""
         return ["ip", "netns", "exec", self.name, *words]
+
+    def enter(self) -> None:
+        """Move the calling process to this machine."""
+        with open(f"/run/netns/{self.name}") as namespace:
+            if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
+                raise OSError(ctypes.get_errno(), f"cannot enter {self.name}")
 
     @property
     def variables(self) -> dict[str, str]:

@@ -7,12 +7,14 @@ with every rank, when the input closes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import select
 import signal
 import sys
 import time
+import weakref
 from typing import IO
 
 from tests.harness.rank import run_rank
@@ -51,9 +53,18 @@ def main() -> None:
     for name in PRELOAD_IF_THERE:
         with contextlib.suppress(Exception):  # a broken import is the rank's error to show, not ours
             importlib.import_module(name)
+    _settle()
 
     while (request := receive(requests)) is not None:
         send(answers, World(request, requests, answers).run())
+
+
+def _settle() -> None:
+    """Spare the ranks work on what has been imported here: it is most of what a short world costs."""
+    gc.collect()
+    gc.freeze()  # none looks through all of it for garbage, and so copies it
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # nor takes torch's libraries apart before it leaves
 
 
 class World:

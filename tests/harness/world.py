@@ -21,6 +21,11 @@ from tests.harness.request import Exit, Request, receive, send
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 60.0
+# Which of pytest-xdist's workers this is, and how many there are.
+WORKER = (
+    int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")),
+    int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")),
+)
 
 
 class WorldFailed(AssertionError):
@@ -138,10 +143,14 @@ def _world_variables(processes: int) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port nobody listens on, below the range from which the system serves outgoing connections."""
+    """A port nobody listens on: not torch's own, 29500, and none that the system may give to whoever asks for any.
+
+    Where several workers run tests, no two of them get the same one while nobody listens there yet.
+    """
     choose = random.SystemRandom()
+    worker, workers = WORKER
     while True:
-        port = choose.randrange(20000, 32000)
+        port = choose.randrange(20000 + worker, 29000, workers)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

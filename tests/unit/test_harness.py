@@ -298,7 +298,15 @@ def test_a_server_without_worlds_stops_quietly() -> None:
 
 
 def test_free_ports_can_be_bound() -> None:
-    assert 20000 <= free_port() < 32000
+    assert 20000 <= free_port() < 29000
+
+
+def test_two_workers_never_choose_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+    for worker in (0, 1):
+        monkeypatch.setattr("tests.harness.world.WORKER", (worker, 2))
+        chosen.append({free_port() % 2 for _ in range(20)})
+    assert chosen == [{0}, {1}]
 
 
 # --- leaks --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from accelerate import Accelerator, debug_launcher, notebook_launcher
 from accelerate.devices import cuda_start
-from accelerate.launchers import LaunchFailed, PrepareForLaunch, _Entry
+from accelerate.launchers import LaunchFailed, PrepareForLaunch, _Entry, _port
 from accelerate.state import PartialState
 from tests.harness import run_world
 from tests.harness.world import free_port
@@ -82,6 +83,14 @@ def test_notebook_launcher_on_two_machines(tmp_path: Path) -> None:
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0, 3] cpu bf16"] * 2
 
 
+def test_on_one_machine_a_port_in_use_is_replaced() -> None:
+    port = str(free_port())
+    assert _port(port, num_nodes=1) == port
+    with socket.create_server(("localhost", int(port))):
+        assert _port(port, num_nodes=1) != port
+        assert _port(port, num_nodes=2) == port  # where the other machine looks for it
+
+
 def test_one_process_is_this_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     seen = []
@@ -119,7 +128,7 @@ def test_the_line_that_starts_cuda_is_noted(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_function_travels_by_its_name_or_by_its_contents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(sys.modules["__main__"], "__file__")  # as in a notebook
+    monkeypatch.delattr(sys.modules["__main__"], "__file__", raising=False)  # as in a notebook
     assert pickle.loads(pickle.dumps(_Entry(_second_fails, False))).function is _second_fails
     pytest.importorskip("cloudpickle", reason="needs cloudpickle, from the test extra")
     space: dict[str, object] = {"__name__": "__main__"}

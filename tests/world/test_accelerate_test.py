@@ -15,7 +15,8 @@ from accelerate.test_utils.scripts import test_script as script
 
 def test_all_that_the_config_says(tmp_path: Path) -> None:
     config = tmp_path / "config.yaml"
-    config.write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\nmixed_precision: bf16\n")
+    settings = ["distributed_type: MULTI_CPU", "num_processes: 2", "use_cpu: true", "mixed_precision: bf16"]
+    config.write_text("\n".join([*settings, "main_process_port: 0", ""]))
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "test", "--config_file", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "utf-8"})
     assert done.returncode == 0, done.stdout + done.stderr

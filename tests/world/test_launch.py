@@ -36,7 +36,7 @@ def script(folder: Path, text: str, name: str = "train.py") -> str:
     return str(path)
 
 
-def launch(folder: Path, *words: str, limit: float = 90) -> subprocess.CompletedProcess[str]:
+def launch(folder: Path, *words: str, limit: float = 200) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*LAUNCH, *words], capture_output=True, text=True, timeout=limit, env=environment(folder), cwd=folder
     )
@@ -47,7 +47,7 @@ def results(text: str) -> list[Any]:
     return sorted(json.loads(line) for line in lines)
 
 
-def wait_for(*paths: Path, limit: float = 60) -> list[int]:
+def wait_for(*paths: Path, limit: float = 120) -> list[int]:
     """Waits until each process has written its number."""
     end = time.monotonic() + limit
     while not all(path.exists() and path.read_text().endswith("\n") for path in paths):
@@ -206,8 +206,11 @@ def test_a_request_to_end_reaches_the_script(tmp_path: Path) -> None:
 def test_restarts_and_files_of_output(tmp_path: Path) -> None:
     train = script(
         tmp_path,
-        "print('attempt', os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\n"
-        "sys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 1)",
+        "attempt = os.environ['TORCHELASTIC_RESTART_COUNT']\n"
+        "print('attempt', attempt, flush=True)\n"
+        "open(f'{attempt}-{rank}', 'w').close()\n"
+        "while not os.path.exists(f'{attempt}-{1 - rank}'): time.sleep(0.01)\n"  # the first to fail ends the other
+        "sys.exit(0 if attempt == '1' else 1)",
     )
     words = ["--max_restarts", "1", "--tee", "3", "--log_dir", str(tmp_path / "logs"), "--rdzv_backend", "c10d"]
     done = launch(tmp_path, *TWO, *words, train)
@@ -296,7 +299,7 @@ def test_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             [*LAUNCH, *words, *more],
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=200,
             env={**environment(tmp_path), **root},
             cwd=tmp_path,
         )

@@ -44,7 +44,7 @@ def start(command: list[str], script: Path, **env: str) -> list[Any]:
         [*command, str(script)],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=200,
         env={**inherited, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **env},
     )
     assert result.returncode == 0, result.stdout + result.stderr

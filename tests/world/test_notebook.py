@@ -18,7 +18,7 @@ pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel, from the 
 CLIENT = """
 import sys, nbformat, nbclient
 notebook = nbformat.read(sys.argv[1], 4)
-nbclient.NotebookClient(notebook, timeout=100, allow_errors=True, kernel_name="python3").execute()
+nbclient.NotebookClient(notebook, timeout=190, allow_errors=True, kernel_name="python3").execute()
 nbformat.write(notebook, sys.argv[1])
 """
 
@@ -32,7 +32,7 @@ def run_cells(cells: list[str], folder: Path) -> list[dict[str, Any]]:
     # The kernel does not capture what new processes print where it finds itself under pytest.
     environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
     command = [sys.executable, "-c", CLIENT, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environ)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ)
     assert done.returncode == 0, done.stderr
     results = []
     for cell in json.loads(path.read_text())["cells"]:
@@ -45,9 +45,10 @@ def run_cells(cells: list[str], folder: Path) -> list[dict[str, Any]]:
 def test_a_notebook(tmp_path: Path) -> None:
     imported, defined, trained, spawned, restarted, failed, late = run_cells(
         [
-            "import os, torch\n"
+            "import functools, os, torch\n"
             "from accelerate import Accelerator, notebook_launcher\n"
             "os.environ['ACCELERATE_USE_CPU'] = 'true'\n"
+            "launch = functools.partial(notebook_launcher, num_processes=2, use_port='0')\n"
             # threads of OpenMP, for which a fork would wait if it had to use them
             "torch.set_num_threads(2); (torch.ones(500, 500) @ torch.ones(500, 500)).exp().sort()[0].sum()",
             "def train(scale):\n"
@@ -63,11 +64,11 @@ def test_a_notebook(tmp_path: Path) -> None:
             "    if Accelerator().process_index == 1 and not os.path.exists(mark):\n"
             "        open(mark, 'w').close()\n"
             "        raise ValueError('only the first time')\n",
-            "notebook_launcher(train, (10,), num_processes=2, mixed_precision='bf16')",
-            "notebook_launcher(train, (3,), num_processes=2, start_method='spawn')",
-            f"notebook_launcher(fail_once, ({str(tmp_path / 'mark')!r},), num_processes=2, max_restarts=1)",
-            "notebook_launcher(fail, num_processes=2)",
-            "accelerator = Accelerator()\nnotebook_launcher(train, (1,), num_processes=2)",
+            "launch(train, (10,), mixed_precision='bf16')",
+            "launch(train, (3,), start_method='spawn')",
+            f"launch(fail_once, ({str(tmp_path / 'mark')!r},), max_restarts=1)",
+            "launch(fail)",
+            "accelerator = Accelerator()\nlaunch(train, (1,))",
         ],
         tmp_path,
     )

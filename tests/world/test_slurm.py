@@ -45,10 +45,12 @@ def run(command: list[str], variables: dict[str, str]) -> subprocess.CompletedPr
     }
     nothing = {"HF_HOME": "/nonexistent"}  # no config file of whoever runs the tests
     environ = {**inherited, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **nothing, **variables}
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environ)
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ)
 
 
 LAUNCH = ["-m", "accelerate.commands.accelerate_cli", "launch"]
+# By name: after a step a node is busy for a moment, and Slurm would take the other one.
+ON_ONE_NODE = ["-w", "n1", "-N", "1", "-n", "2"]
 
 
 def ranks(options: list[str], size: int, folder: Path, variables: dict[str, str], *launch: str) -> list[Any]:
@@ -62,7 +64,7 @@ def ranks(options: list[str], size: int, folder: Path, variables: dict[str, str]
 
 
 def test_two_tasks_on_one_node(slurm_variables: dict[str, str], tmp_path: Path) -> None:
-    assert ranks(["-N", "1", "-n", "2"], 2, tmp_path, slurm_variables) == [
+    assert ranks(ON_ONE_NODE, 2, tmp_path, slurm_variables) == [
         ["n1", 0, 2, "srun", "127.0.0.1", [0, 1]],
         ["n1", 1, 2, "srun", "127.0.0.1", [0, 1]],
     ]
@@ -77,7 +79,7 @@ def test_two_nodes_with_unequal_shares(slurm_variables: dict[str, str], tmp_path
 
 
 def test_launch_in_every_task_of_a_node(slurm_variables: dict[str, str], tmp_path: Path) -> None:
-    answers = ranks(["-N", "1", "-n", "2"], 2, tmp_path, slurm_variables, *LAUNCH)
+    answers = ranks(ON_ONE_NODE, 2, tmp_path, slurm_variables, *LAUNCH)
     assert [(node, local, everyone) for node, local, *_, everyone in answers] == [("n1", 0, [0, 1]), ("n1", 1, [0, 1])]
 
 

@@ -22,11 +22,13 @@ def _take_terminal() -> None:
 
 
 class Terminal:
-    """Starts a program in a terminal of 150 columns."""
+    """Starts a program in a terminal of 200 columns: the path of a test's folder, in a table, leaves room for more."""
 
     def __init__(self, command: Sequence[str], env: dict[str, str]) -> None:
         self.screen, inner = pty.openpty()
-        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 150, 0, 0))
+        fcntl.ioctl(inner, termios.TIOCSWINSZ, struct.pack("HHHH", 60, 200, 0, 0))
+        # Those of the terminal in which the tests run: readline tells them to every process that is started.
+        env = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES")}
         self.process = subprocess.Popen(
             list(command),
             stdin=inner,
@@ -40,7 +42,7 @@ class Terminal:
         self.shown = ""
         self._read_up_to = 0
 
-    def wait_for(self, text: str, limit: float = 30) -> str:
+    def wait_for(self, text: str, limit: float = 60) -> str:
         """Reads until the text is shown after what was waited for before; returns all that came on the way."""
         end = time.monotonic() + limit
         while text not in self.shown[self._read_up_to :]:
@@ -53,7 +55,7 @@ class Terminal:
     def send(self, keys: str) -> None:
         os.write(self.screen, keys.encode())
 
-    def end(self, limit: float = 30) -> int:
+    def end(self, limit: float = 60) -> int:
         """Reads to the end and returns the exit code."""
         end = time.monotonic() + limit
         while self._read(end):

@@ -68,9 +68,11 @@ def test_a_config_in_json_stays_json_and_old_names_are_understood(tmp_path: Path
     ("strategy", "reshard"),
     [("FULL_SHARD", True), (1, True), ("2", False), ("HYBRID_SHARD", True), ("NO_SHARD", False)],
 )
-def test_strategies(strategy: Any, reshard: bool) -> None:
-    converted = convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": strategy}})
+def test_strategies(strategy: Any, reshard: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, logger="accelerate.commands.to_fsdp2"):
+        converted = convert_config_to_fsdp2({"fsdp_config": {"fsdp_sharding_strategy": strategy}})
     assert converted["fsdp_config"] == {"fsdp_reshard_after_forward": reshard, "fsdp_version": 2}
+    assert ("parallelism_config_dp_replicate_size" in caplog.text) == (strategy == "HYBRID_SHARD")
 
 
 def test_what_needs_no_conversion_stays(caplog: pytest.LogCaptureFixture) -> None:
