@@ -7,6 +7,8 @@ import gc
 import json
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -274,6 +276,55 @@ def locked_memory_is_unlocked() -> None:
     gc.collect()
     assert not large.is_pinned()
     assert torch.equal(large.cuda().cpu(), large)
+
+
+@check
+def memory_of_two_models_stays_locked_until_both_are_gone() -> None:
+    """What `remove_all_hooks` and offloading anew do: the old hooks are collected later."""
+    from accelerate import cpu_offload
+
+    weights = {name: tensor.clone() for name, tensor in network().state_dict().items()}
+    large, reference = weights["layers.0.up.weight"], expected(network(), tokens())
+    first = cpu_offload(network(), "cuda", state_dict=dict(weights))
+    settle(first)
+    second = cpu_offload(network(), "cuda", state_dict=dict(weights))
+    settle(second)
+    del first
+    gc.collect()
+    assert large.is_pinned()
+    with torch.no_grad():
+        assert torch.equal(second(tokens()), reference)
+    del second
+    gc.collect()
+    assert not large.is_pinned()
+
+
+@check
+def offloaded_rnns_leave_nothing_behind() -> None:
+    from accelerate import cpu_offload
+
+    plain = nn.Sequential(nn.LSTM(512, 512, num_layers=2), nn.Identity())
+    x = torch.randn(7, 512, device="cuda")
+    with torch.no_grad():
+        wanted = copy.deepcopy(plain).cuda()(x)[0]
+        model = cpu_offload(plain, "cuda")
+        for _ in range(3):
+            torch.testing.assert_close(model(x)[0], wanted)
+            assert all(weight.is_meta for weight in plain[0]._flat_weights)
+
+
+@check
+def a_process_may_end_while_memory_is_being_locked() -> None:
+    program = (
+        "import tempfile, torch; from tests.gpu.big_models import offloaded, tokens\n"
+        "model = offloaded(KIND, tempfile.mkdtemp())\n"
+        "with torch.no_grad(): print(model(tokens()).sum().item())"
+    )
+    for kind in ("memory", "disk"):
+        done = subprocess.run(
+            [sys.executable, "-c", program.replace("KIND", repr(kind))], capture_output=True, text=True
+        )
+        assert done.returncode == 0 and "Traceback" not in done.stderr, (kind, done.returncode, done.stderr)
 
 
 def copiers(model: nn.Module) -> list[Any]:

@@ -103,6 +103,46 @@ def fsdp2_offloads_to_the_host() -> None:
         assert state["exp_avg"].to_local().device.type == "cpu"
 
 
+class Scaled(torch.nn.Module):
+    """Has what cannot be cut, a parameter without a dimension, and what does not lie row by row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = torch.nn.Conv2d(4, 8, 3, padding=1).to(memory_format=torch.channels_last)
+        self.head = torch.nn.Linear(8, 8)
+        self.scale = torch.nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.conv(x.view(-1, 4, 8, 8)).mean((2, 3))) * self.scale
+        return out
+
+
+@check
+def fsdp2_leaves_scalars_whole() -> None:
+    def train(model: torch.nn.Module, optimizer: Any, backward: Any) -> list[float]:
+        losses = []
+        for x, y in _batches(6):
+            loss = F.cross_entropy(model(x.cuda()), y.cuda())
+            backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        return losses
+
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plain = Scaled().cuda()
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), lambda loss: loss.backward())
+    for offload in (False, True):
+        with launched():
+            plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_offload=offload)
+            accelerator = Accelerator(fsdp_plugin=plugin)
+            model: Any = Scaled()
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+            _close(train(model, optimizer, accelerator.backward), expected, 1e-4)
+
+
 @check
 def fsdp2_recomputes_and_offloads_activations() -> None:
     expected = _plain(6)

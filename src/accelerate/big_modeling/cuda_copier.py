@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -85,7 +86,8 @@ class CudaCopier:
         self._files = LockedFiles(functools.partial(_lock, self.device, _PORTABLE | _READ_ONLY), unlock)
         self._copies = LockedCopies(self._lane.buffer)
         # When the process ends the memory goes anyway.
-        weakref.finalize(self, _close, self._stager, self._lane, self._locks, self._files).atexit = False
+        close = weakref.finalize(self, _close, os.getpid(), self._stager, self._lane, self._locks, self._files)
+        close.atexit = False
 
     def __reduce__(self) -> Any:
         return CudaCopier, (self.device,)
@@ -225,7 +227,9 @@ class _CudaCopy:
                 stream.wait_event(self._job.mark)
 
 
-def _close(stager: Stager, lane: CudaLane, locks: PageLocks, files: LockedFiles) -> None:
+def _close(process: int, stager: Stager, lane: CudaLane, locks: PageLocks, files: LockedFiles) -> None:
+    if process != os.getpid():
+        return  # a fork of it (the worker of a data loader) has neither its threads nor its CUDA
     stager.close()
     try:
         lane.stream.synchronize()  # copies read the locked memory

@@ -28,6 +28,8 @@ from accelerate.big_modeling.store import FileRange
 
 # A process can have 65,530 mappings, and store.py keeps some as well.
 _MOST = 16_384
+# How much each `LockedFiles` of this process has taken. The system goes on to call that free: these are pages of files.
+_TAKEN: dict[int, int] = {}
 
 
 class _Mapped:
@@ -60,17 +62,17 @@ class _Mapped:
 class LockedFiles:
     """Locks what lies in files, and unlocks it at the end.
 
-    lock, unlock: as of a `Locker`, for memory that is only read. room: how many bytes may be locked.
+    lock, unlock: as of a `Locker`, for memory that is only read. free: how many bytes the system calls free.
     """
 
     def __init__(
         self,
         lock: Callable[[int, int], bool],
         unlock: Callable[[int], None],
-        room: Callable[[], int] = lambda: free_host_memory() // 2,
+        free: Callable[[], int] = free_host_memory,
     ) -> None:
         self._locker = Locker(lock, unlock)
-        self._find_room = room
+        self._free = free
         self._room: int | None = None
         self._mapped: dict[FileRange, _Mapped | None] = {}  # None: it cannot be
         self._usable: dict[FileRange, _Mapped] = {}
@@ -84,7 +86,9 @@ class LockedFiles:
         if mapped.is_current():
             return mapped.bytes
         self._outdated.append(mapped)
-        del self._usable[place], self._mapped[place]
+        # Copies of a model share this, and may find it out at the same time.
+        self._usable.pop(place, None)
+        self._mapped.pop(place, None)
         return None
 
     def add(self, places: Iterable[FileRange]) -> None:
@@ -93,10 +97,11 @@ class LockedFiles:
             if place in self._mapped or not place.nbytes or len(self._mapped) >= _MOST:
                 continue
             if self._room is None:
-                self._room = self._find_room()
+                self._room = (self._free() - sum(_TAKEN.values())) // 2
             self._mapped[place] = mapped = _map(place) if place.nbytes <= self._room else None
             if mapped is not None:
                 self._room -= mapped.size
+                _TAKEN[id(self)] = _TAKEN.get(id(self), 0) + mapped.size
                 self._locker.add(mapped.address, mapped.size, functools.partial(self._note, place, mapped))
 
     def _note(self, place: FileRange, mapped: _Mapped, succeeded: bool) -> None:
@@ -116,6 +121,7 @@ class LockedFiles:
         self._usable.clear()  # what was being locked meanwhile
         self._mapped.clear()
         self._outdated.clear()
+        _TAKEN.pop(id(self), None)
 
 
 def _map(place: FileRange) -> _Mapped | None:

@@ -82,9 +82,10 @@ def free_host_memory() -> int:
     return int(max(0, min(psutil.virtual_memory().available, _room_in_control_groups())))
 
 
-# The files of a control group: its limit, what is taken, and how much of that are pages of files, which can be freed.
-_UNIFIED = ("memory.max", "memory.current", "file")
-_SEPARATE = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache")
+# The files of a control group: its limit, what is taken, and what of that are pages of files, which can be freed: those
+# of shared memory cannot, and are in other lists.
+_UNIFIED = ("memory.max", "memory.current", ("active_file", "inactive_file"))
+_SEPARATE = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
 
 
 def _room_in_control_groups(system: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float:
@@ -107,10 +108,10 @@ def _room_in_control_groups(system: Path = Path("/sys/fs/cgroup"), own: Path = P
     return room
 
 
-def _room_in(group: Path, limit: str, taken: str, freeable: str) -> float:
+def _room_in(group: Path, limit: str, taken: str, freeable: tuple[str, str]) -> float:
     try:
         words = (group / "memory.stat").read_text().split()
-        pages_of_files = int(words[words.index(freeable) + 1])
+        pages_of_files = sum(int(words[words.index(name) + 1]) for name in freeable)
         return int((group / limit).read_text()) - int((group / taken).read_text()) + pages_of_files
     except (OSError, ValueError):  # no such group, or its limit is "max"
         return math.inf

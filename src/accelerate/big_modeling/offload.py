@@ -189,11 +189,14 @@ def align_module_device(module: nn.Module, execution_device: torch.device | None
             yield
     elif execution_device is not None:
         devices = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
+        # From the meta device nothing comes back.
+        kept = dict(module._parameters) if torch.device(execution_device).type == "meta" else {}
         try:
             for name in devices:
                 set_module_tensor_to_device(module, name, execution_device)
             yield
         finally:
+            module._parameters.update(kept)
             for name, device in devices.items():
                 set_module_tensor_to_device(module, name, device)
     else:

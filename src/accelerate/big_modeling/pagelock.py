@@ -125,8 +125,16 @@ class Locker:
             if succeeded:
                 self._locked.append(start)
             tell(succeeded)
-        while self._closed and self._locked:
+        if self._closed:
+            self._unlock_all()
+
+    def _unlock_all(self) -> None:
+        while self._locked:
             self._unlock(self._locked.pop())
+
+    def adopt(self, start: int) -> None:
+        """Unlock in the end what another one has locked."""
+        self._locked.append(start)
 
     def wait(self) -> None:
         """Until everything that was added is locked, or was refused."""
@@ -138,24 +146,36 @@ class Locker:
         """Unlock everything: memory must not be freed while it is locked."""
         self._closed = True
         self.wait()
+        if threading.current_thread() in self._threads:
+            self._unlock_all()  # without the guard, which this very thread may hold
+            return
         with self._guard:
             self._start_thread()
         self.wait()
 
 
+# Those that are not closed yet.
+_OPEN: dict[int, PageLocks] = {}
+
+
 class PageLocks:
     """Locks the memory of tensors, and unlocks it at the end. It keeps the memory alive for as long.
 
+    Several models may have the same weights (one that is offloaded anew, while its old hooks are not collected yet):
+    one of them locks, and the last one unlocks.
     lock, unlock: as of a `Locker`. is_locked: whether an address lies in locked memory.
     """
 
     def __init__(
         self, lock: Callable[[int, int], bool], unlock: Callable[[int], None], is_locked: Callable[[int], bool]
     ) -> None:
-        self._locker = Locker(lock, unlock)
+        self._locker = Locker(lock, self._give_up)
+        self._unlock = unlock
         self._is_locked = is_locked
         self._known: dict[int, torch.UntypedStorage] = {}  # by address; kept, so that the address stays theirs
         self._usable: set[int] = set()  # addresses of storages that are locked
+        self._borrowed: set[int] = set()  # where the pages of those start that somebody else has locked
+        _OPEN[id(self)] = self
 
     def covers(self, tensor: torch.Tensor) -> bool:
         return tensor.untyped_storage().data_ptr() in self._usable
@@ -170,7 +190,7 @@ class PageLocks:
                 storages[storage.data_ptr()] = storage
                 used[storage.data_ptr()] += tensor.nbytes
         for address, storage in storages.items():
-            if self._is_locked_already(storage):
+            if self._borrow(storage):
                 self._known[address] = storage
                 self._usable.add(address)
             elif has_own_pages(storage) and used[address] * 2 >= storage.nbytes():
@@ -179,20 +199,34 @@ class PageLocks:
 
     def _note(self, storage: torch.UntypedStorage, succeeded: bool) -> None:
         # Where another model with the same weights was faster, they are locked as well.
-        if succeeded or self._is_locked_already(storage):
+        if succeeded or self._borrow(storage):
             self._usable.add(storage.data_ptr())
 
-    def _is_locked_already(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is locked from its first byte to its last one."""
-        first = storage.data_ptr()
-        return self._is_locked(first) and self._is_locked(first + storage.nbytes() - 1)
+    def _borrow(self, storage: torch.UntypedStorage) -> bool:
+        """Whether somebody has locked it, from its first byte to its last one."""
+        first, start = storage.data_ptr(), pages_of(storage)[0]
+        self._borrowed.add(start)  # at once: who has locked it may be about to give it up
+        locked = self._is_locked(first) and self._is_locked(first + storage.nbytes() - 1)
+        if not locked:
+            self._borrowed.discard(start)
+        return locked
+
+    def _give_up(self, start: int) -> None:
+        for other in list(_OPEN.values()):
+            if start in other._borrowed:
+                other._borrowed.discard(start)
+                other._locker.adopt(start)
+                return
+        self._unlock(start)
 
     def wait(self) -> None:
         """Until everything that was added is locked, or was refused."""
         self._locker.wait()
 
     def close(self) -> None:
-        """Unlock everything: memory must not be freed while it is locked."""
+        """Unlock everything that nobody else uses: memory must not be freed while it is locked."""
+        _OPEN.pop(id(self), None)
         self._usable.clear()
         self._locker.close()
         self._usable.clear()  # what was being locked meanwhile
+        self._known.clear()

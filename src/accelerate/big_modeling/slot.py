@@ -70,7 +70,7 @@ class Slot:
         return {**self.__dict__, **changed}
 
     def is_empty(self) -> bool:
-        tensor = self.table[self.attribute]
+        tensor = self.table.get(self.attribute)  # pruning and its likes take a parameter away
         # `torch.utils.swap_tensors` makes another tensor of the same object.
         if tensor is self.placeholder and type(tensor) is self.stand_in:
             return True
@@ -140,7 +140,7 @@ class Slot:
         """Whether a copy of what was taken last must not be used: it was written to, or something else is there now."""
         if self._taken is not None and self._taken._version != self._version:
             return True
-        return self.table[self.attribute] is not self.placeholder
+        return self.table.get(self.attribute) is not self.placeholder
 
     def host(self) -> torch.Tensor:
         """The value without a copy where possible: as it lies in memory, or mapped from its file."""

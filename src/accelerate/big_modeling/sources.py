@@ -79,7 +79,11 @@ def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
     for name in (SAFE_WEIGHTS_NAME, WEIGHTS_NAME):
         if (path / name).is_file():
             return [path / name]
-    indexes = sorted(path.glob("*.index.json")) if path.is_dir() else []
+    if not path.exists():
+        raise ValueError(
+            f"{checkpoint} is not there: give a file of weights, the index of its shards, or their folder."
+        )
+    indexes = sorted(path.glob("*.index.json"))
     if len(indexes) == 1:
         return _indexed(indexes[0])
     raise ValueError(

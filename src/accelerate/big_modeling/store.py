@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -34,6 +35,11 @@ _SAFETENSORS_DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
     "C64": torch.complex64,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    # Of later versions of torch.
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", None),
+    "F4": getattr(torch, "float4_e2m1fn_x2", None),
 }
 
 
@@ -161,8 +167,13 @@ class SafetensorsFile:
         if name not in self._entries:
             raise KeyError(f"{self.path} holds no tensor called {name!r}: offload the model again.")
         entry = self._entries[name]
-        dtype = _SAFETENSORS_DTYPES[entry["dtype"]]
-        return FileRange(self.path, self._start + entry["data_offsets"][0], tuple(entry["shape"]), dtype, self._file)
+        dtype = _SAFETENSORS_DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise ValueError(f"{name} has the type {entry['dtype']}, which torch {torch.__version__} does not know")
+        shape = tuple(entry["shape"])
+        if entry["dtype"] == "F4":  # torch has two of them in one
+            shape = (*shape[:-1], shape[-1] // 2)
+        return FileRange(self.path, self._start + entry["data_offsets"][0], shape, dtype, self._file)
 
 
 def offload_weight(
@@ -177,8 +188,9 @@ def offload_weight(
         )
     raw = weight.detach().to("cpu").contiguous().resolve_conj().resolve_neg()
     path = os.path.join(offload_folder, f"{weight_name}.dat")
-    # Under another name first: a file that is mapped by another model must not change under it.
-    draft = f"{path}.draft"
+    # Under another name first, of its own: a file that is mapped by another model must not change under it, and other
+    # processes may write the same weight.
+    draft = f"{path}.{secrets.token_hex(4)}.draft"
     with open(draft, "wb") as file:
         if raw.numel():
             file.write(raw.view(-1).view(torch.uint8).numpy().data)
@@ -202,7 +214,7 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLi
         return
     path = Path(offload_folder) / INDEX
     content = {**load_offload_index(offload_folder), **index}
-    draft = path.with_name(f".{INDEX}.draft")
+    draft = path.with_name(f".{INDEX}.{secrets.token_hex(4)}.draft")
     draft.write_text(json.dumps(content, indent=2))
     draft.replace(path)
 

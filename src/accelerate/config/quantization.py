@@ -17,8 +17,9 @@ class BnbQuantizationConfig:
     load_in_8bit, load_in_4bit: one of them. llm_int8_threshold: features beyond it are computed in 16 bits, under 8.
     bnb_4bit_quant_type: "fp4" or "nf4". bnb_4bit_use_double_quant: quantize the scales, too. bnb_4bit_compute_dtype:
     what is computed in, as "fp32", "fp16", "bf16" or a torch dtype. torch_dtype: the dtype of all that is not
-    quantized, likewise. skip_modules: names of modules that are not quantized; by default the output and what is tied
-    to it. keep_in_fp32_modules: names of modules that are not quantized and stay float32.
+    quantized, likewise; by default that of computing, and with 8 bits "fp16". skip_modules: names of modules that are
+    not quantized; by default the output and what is tied to it. keep_in_fp32_modules: names of modules that are not
+    quantized and stay float32.
     """
 
     load_in_8bit: bool = False
@@ -45,7 +46,7 @@ class BnbQuantizationConfig:
             value = getattr(self, name)
             self._check(name, value is None or isinstance(value, list), "a list of names")
         if self.torch_dtype is None:
-            self.torch_dtype = "fp16"
+            self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else "fp16"
         for name in ("bnb_4bit_compute_dtype", "torch_dtype"):
             value = getattr(self, name)
             self._check(

@@ -75,6 +75,7 @@ class AlignDevicesHook(ModelHook):
         self._block: Block | None = None
         self._quantized: list[str] = []
         self._handles: list[Any] = []
+        self._lists: list[nn.RNNBase] = []
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules", "skip_keys")
@@ -138,6 +139,13 @@ class AlignDevicesHook(ModelHook):
         for holder in holders:
             # What `to`, `cuda` and their likes call, on this module and on those around it.
             holder._apply = functools.partial(_apply, holder)  # type: ignore[method-assign]
+        self._lists = [holder for holder in holders if isinstance(holder, nn.RNNBase)]
+        self._forget()
+
+    def _forget(self) -> None:
+        """RNNs have a list of their weights besides: it must not keep those that have left."""
+        for holder in self._lists:
+            holder._update_flat_weights()
 
     @outside_graphs
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -177,6 +185,7 @@ class AlignDevicesHook(ModelHook):
         finally:
             for slot, tensor in brought:
                 slot.clear(tensor)
+            self._forget()
             for name in self._quantized:
                 set_module_tensor_to_device(module, name, "meta")
 
@@ -194,6 +203,7 @@ class AlignDevicesHook(ModelHook):
     def _let_go(self, module: nn.Module) -> None:
         if self._block is not None and self._streamer is not None:
             self._streamer.leave(self._block)
+            self._forget()
         for name in self._quantized:
             set_module_tensor_to_device(module, name, "meta")
         for streamer in self._watchers:
@@ -217,7 +227,7 @@ class AlignDevicesHook(ModelHook):
                 slots[slot.name] = slot
         for handle in self._handles:
             handle.remove()
-        self._handles, self._block, self._quantized = [], None, []
+        self._handles, self._block, self._quantized, self._lists = [], None, [], []
         for name, device in self.original_devices.items():
             if device.type != "meta" and name in slots:
                 slots[name].put_back(device)

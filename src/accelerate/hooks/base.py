@@ -93,6 +93,9 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         hook = SequentialHook(old_hook, hook)
     old_forward: Any = module.forward
     hooked = hook.init_hook(module)
+    if getattr(hooked.forward, "__func__", None) is nn.Module.forward:  # a list of parameters, say, which never runs
+        hooked._hf_hook = hook  # type: ignore[assignment]
+        return hooked
     if not hasattr(hooked, "_old_forward"):
         hooked._old_forward = old_forward if hooked is module else hooked.forward  # type: ignore[assignment]
     module, old_forward = hooked, hooked._old_forward

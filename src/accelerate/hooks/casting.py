@@ -30,7 +30,11 @@ class LayerwiseCastingHook(ModelHook):
 
     @outside_graphs
     def post_forward(self, module: nn.Module, output: Any) -> Any:
+        self.after_error(module)
+        return output
+
+    @outside_graphs
+    def after_error(self, module: nn.Module) -> None:
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         for hook in align_hooks(module):
             hook.cast_stand_ins(self.storage_dtype)
-        return output

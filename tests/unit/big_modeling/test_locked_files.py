@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.big_modeling.locked_files import LockedFiles
+from accelerate.big_modeling.locked_files import _TAKEN, LockedFiles
 from accelerate.big_modeling.memory import _room_in_control_groups
 from accelerate.big_modeling.store import FileRange
 
@@ -36,7 +36,7 @@ class Driver:
         del self.locked[address]
 
     def files(self, room: int = 10**9) -> LockedFiles:
-        return LockedFiles(self.lock, self.unlock, lambda: room)
+        return LockedFiles(self.lock, self.unlock, lambda: 2 * room)
 
 
 def is_mapped(path: Path) -> bool:
@@ -110,7 +110,13 @@ def test_no_more_is_locked_than_there_is_room_for(tmp_path: Path) -> None:
     files.add(places)
     files.wait()
     assert [files.find(place) is not None for place in places] == [True, True, False, False]
+    others = driver.files(room=2 * SIZE + 10)  # the system calls free what is locked, since it is in files
+    others.add(places)
+    others.wait()
+    assert [others.find(place) is not None for place in places] == [True, False, False, False]
+    others.close()
     files.close()
+    assert _TAKEN == {}
 
 
 @pytest.mark.parametrize("case", ["refused", "empty", "gone", "short"])
@@ -133,7 +139,10 @@ def group(folder: Path, limit: str, taken: int, of_files: int, unified: bool) ->
     names = ("memory.max", "memory.current") if unified else ("memory.limit_in_bytes", "memory.usage_in_bytes")
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{taken}\n")
-    (folder / "memory.stat").write_text(f"anon 7\n{'file' if unified else 'total_cache'} {of_files}\nfile_dirty 3\n")
+    total = "" if unified else "total_"
+    lists = f"{total}inactive_file {of_files // 4}\n{total}active_file {of_files - of_files // 4}\n"
+    # Memory that processes share is called a file, too, and cannot be freed.
+    (folder / "memory.stat").write_text(f"anon 7\nfile {of_files + 100}\n{total}shmem 100\n{lists}file_dirty 3\n")
 
 
 @pytest.mark.parametrize("unified", [True, False])

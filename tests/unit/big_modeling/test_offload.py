@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.nn.utils import prune
 
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model, init_empty_weights
 from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
@@ -138,6 +140,22 @@ def test_gradients_reach_the_inputs(offloaded: nn.Module) -> None:
     assert torch.equal(*grads)  # type: ignore[arg-type]
 
 
+def test_rnns_keep_no_weights_that_have_left(tmp_path: Path) -> None:
+    """They have a list of them, besides their parameters."""
+    plain, x = nn.Sequential(nn.LSTM(3, 4), nn.Identity()), torch.randn(5, 3)
+    expected, _ = plain(x)
+    model = disk_offload(copy.deepcopy(plain), tmp_path, "cpu")
+    assert all(weight.is_meta for weight in model[0]._flat_weights)
+    assert torch.equal(model(x)[0], expected)
+    assert all(weight.is_meta for weight in model[0]._flat_weights)
+
+
+def test_a_model_with_a_list_of_parameters_is_pickled() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ParameterList([torch.ones(3)]))
+    loaded = pickle.loads(pickle.dumps(cpu_offload(copy.deepcopy(model), "cpu")))
+    assert torch.equal(loaded[1][0] + 0, torch.ones(3)) and torch.equal(loaded[0](x := torch.ones(1, 2)), model[0](x))
+
+
 def test_hooks_look_as_clients_expect() -> None:
     made = cpu_offload(model(), "cpu", offload_buffers=True)
     assert [type(hook) for hook in made._hf_hook.hooks] == [AlignDevicesHook, AlignDevicesHook]  # type: ignore[union-attr]
@@ -174,6 +192,16 @@ def test_a_weight_that_was_exchanged_stays() -> None:
     for _ in range(2):
         assert torch.equal(made(TOKENS), plain(TOKENS))
     assert torch.equal(made.layers[1].linear.weight, weight)  # type: ignore[index,union-attr]
+
+
+def test_a_weight_that_was_taken_away() -> None:
+    """What pruning and parametrizations do: the weight is an attribute, computed from another parameter."""
+    plain, x = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), torch.randn(5, 3)
+    model = cpu_offload(copy.deepcopy(plain), "cpu")
+    for module in (plain[0], model[0]):
+        prune.l1_unstructured(module, "weight", amount=4)
+    assert torch.equal(model(x), plain(x))
+    assert torch.equal(model(x), plain(x))
 
 
 def test_disk_folders_are_used_again(tmp_path: Path) -> None:
@@ -240,6 +268,10 @@ def test_aligned_modules(tmp_path: Path) -> None:
     plain = nn.Linear(2, 2)
     with align_module_device(plain, torch.device("cpu")):
         assert plain.weight.device.type == "cpu"
+    weight = plain.weight
+    with align_module_device(plain, torch.device("meta")):
+        assert plain.weight.is_meta
+    assert plain.weight is weight
 
 
 def test_a_state_dict_is_loaded_into_a_model_in_host_memory() -> None:

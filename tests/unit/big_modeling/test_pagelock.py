@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
+from collections import deque
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
-from accelerate.big_modeling.pagelock import OWN_PAGES, SMALL, LockedCopies, PageLocks, has_own_pages, pages_of
+from accelerate.big_modeling import cuda_copier
+from accelerate.big_modeling.pagelock import OWN_PAGES, SMALL, LockedCopies, Locker, PageLocks, has_own_pages, pages_of
 
 PAGE = 4096
 
@@ -146,6 +150,30 @@ def test_the_memory_lives_for_as_long_as_it_is_locked(driver: Driver) -> None:
     others = [large() for _ in range(8)]
     assert address not in {other.data_ptr() for other in others}
     locks.close()
+    assert not locks._known, "free at once"
+
+
+def test_garbage_may_be_collected_in_a_thread_that_takes_the_next_piece(driver: Driver) -> None:
+    locker = Locker(driver.lock, driver.unlock)
+
+    class Collected(deque[Any]):
+        def popleft(self) -> Any:
+            if len(self) == 1:
+                locker.close()
+                locked.append(dict(driver.locked))
+                done.set()
+            return super().popleft()
+
+    locked: list[dict[int, int]] = []
+    done = threading.Event()
+    locker._todo = Collected()
+    with locker._guard:  # so that all is there when the thread begins
+        locker._todo += [(PAGE * i, PAGE, bool) for i in (1, 2, 3)]
+        locker._start_thread()
+    assert done.wait(10), "it waits for itself"
+    assert locked == [{}]
+    locker.wait()
+    assert driver.locked == {}
 
 
 def test_what_is_refused_is_not_covered() -> None:
@@ -170,6 +198,30 @@ def test_what_somebody_else_has_locked_is_used_if_all_of_it_is(driver: Driver) -
     assert locks.covers(whole) and locks.covers(pinned) and not locks.covers(begun)
     locks.close()
     assert driver.locked == theirs
+
+
+def test_memory_that_several_models_use_is_unlocked_by_the_last_one(driver: Driver) -> None:
+    tensors = [large(), large()]
+    models = [driver.locks() for _ in range(3)]
+    for locks in models:
+        locks.add(tensors)
+        locks.wait()
+    assert driver.calls == 2
+    for locks in (models[0], models[2]):  # the one that has locked it, and one that has not
+        locks.close()
+        assert len(driver.locked) == 2 and all(map(models[1].covers, tensors))
+    models[1].close()
+    assert driver.locked == {}
+
+
+def test_a_forked_process_leaves_everything_as_it_is(driver: Driver) -> None:
+    """It has neither the threads of its parent nor its CUDA."""
+    locks, tensor, nothing = driver.locks(), large(), cast(Any, None)
+    locks.add([tensor])
+    locks.wait()
+    cuda_copier._close(os.getpid() + 1, nothing, nothing, locks, nothing)
+    assert locks.covers(tensor) and len(driver.locked) == 1
+    locks.close()
 
 
 def test_small_tensors_are_copied_once() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -37,6 +38,24 @@ def test_a_weight_comes_back(dtype: torch.dtype, shape: tuple[int, ...], tmp_pat
     assert loaded.dtype == dtype and loaded.shape == weight.shape
     assert torch.equal(loaded.view(torch.uint8) if shape else loaded, weight.view(torch.uint8) if shape else weight)
     assert os.listdir(tmp_path) == ["a.b.dat"]
+
+
+def test_several_write_the_same_weight(tmp_path: Path) -> None:
+    """Processes that offload the same model to one folder at the same time."""
+    weight = torch.randn(100_000)
+    with ThreadPoolExecutor(2) as writers:
+        for _ in writers.map(lambda _: offload_weight(weight, "a", tmp_path), range(100)):
+            loaded = load_offloaded_weight(tmp_path / "a.dat", {"dtype": "float32", "shape": [100_000]})
+            assert torch.equal(loaded, weight)
+    assert os.listdir(tmp_path) == ["a.dat"]
+
+
+@pytest.mark.parametrize("name", ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"])
+def test_rare_types_in_safetensors_files(name: str, tmp_path: Path) -> None:
+    weight = torch.randint(0, 255, (4, 8), dtype=torch.uint8)
+    save_file({"a": weight.view(getattr(torch, name))}, tmp_path / "w.safetensors")
+    loaded = SafetensorsFile(tmp_path / "w.safetensors").range_of("a").mapped()
+    assert str(loaded.dtype) == f"torch.{name}" and torch.equal(loaded.view(torch.uint8), weight)
 
 
 def test_strided_weights(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ def test_defaults() -> None:
     assert (eight.torch_dtype, eight.target_dtype, eight.llm_int8_threshold) == (torch.float16, torch.int8, 6.0)
     four = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16", torch_dtype=torch.float32)
     assert four.bnb_4bit_compute_dtype == torch.bfloat16 and four.torch_dtype == torch.float32
+    assert BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16").torch_dtype == torch.bfloat16
     assert four.target_dtype is CustomDtype.INT4 and four.bnb_4bit_quant_type == "fp4"
 
 

@@ -353,6 +353,9 @@ def test_layerwise_casting(net: Net) -> None:
     output = model(X)
     assert output.dtype == torch.float32
     assert net.linear1.weight.dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="shapes"):
+        net.linear1(torch.ones(1, 99))
+    assert net.linear1.weight.dtype == torch.bfloat16, "also after an error"
 
 
 @pytest.mark.parametrize("first", ["cast", "offload"])
