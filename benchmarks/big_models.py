@@ -28,6 +28,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness import interpreter
+
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS = 8
 WARM, CAST, COLD = "warm files", "warm files, cast to bf16", "cold files"
@@ -293,7 +295,9 @@ if __name__ == "__main__":
         work(*sys.argv[2:])
     else:
         parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.add_argument("--peer", default=sys.executable, help="the Python of the released package")
+        parser.add_argument(
+            "--peer", type=interpreter, default=sys.executable, help="the Python of the released package"
+        )
         parser.add_argument("--gib", type=float, default=0.5)
         parser.add_argument("--width", type=int, default=2048)
         parser.add_argument("--rounds", type=int, default=3)

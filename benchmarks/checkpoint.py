@@ -31,6 +31,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from harness import interpreter
+
 ROOT = Path(__file__).resolve().parents[1]
 SAVE, LOAD, STALL, BEHIND = "save", "load", "asynchronous save: stall", "asynchronous save: until it is on the disk"
 PLAIN = "plain write of the same bytes, flushed"
@@ -257,7 +259,9 @@ def show(processes: int, ours: dict[str, Any], peer: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", default=sys.executable, help="a python that has the released package")
+    parser.add_argument(
+        "--peer", type=interpreter, default=sys.executable, help="a python that has the released package"
+    )
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--depth", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
@@ -270,8 +274,6 @@ def main() -> None:
     if options.worker is not None:
         worker(options.width, options.depth, options.rounds, options.worker)
         return
-    options.peer = shutil.which(options.peer) or options.peer
-    options.peer = os.path.abspath(options.peer)  # the workers run in a folder of their own
     rows = {}
     for processes in options.processes:
         runs: dict[str, list[dict[str, Any]]] = {"ours": [], "peer": []}

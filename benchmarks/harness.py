@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import statistics
@@ -25,6 +26,11 @@ PATIENCE = 120.0  # seconds a block or a start may take before its subject count
 
 class SubjectFailed(RuntimeError):
     """A subject's process raised, died or stopped answering; the message holds what it said."""
+
+
+def interpreter(name: str) -> str:
+    """A Python, as it was typed, that can be started from any folder."""
+    return os.path.abspath(shutil.which(name) or name) if name else ""
 
 
 @dataclass(frozen=True)

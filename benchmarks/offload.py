@@ -26,6 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from harness import interpreter
+
 ROOT = Path(__file__).resolve().parent.parent
 SHARDS = 8
 
@@ -357,7 +359,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add_size_options(parser)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--peer", default=sys.executable, help="a python that has the released package; '' for none")
+    parser.add_argument(
+        "--peer", type=interpreter, default=sys.executable, help="a python that has the released package; '' for none"
+    )
     parser.add_argument("--json", default=None)
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
     return parser.parse_args()

@@ -27,7 +27,7 @@ def figures() -> list[Figure]:
             for accumulation in (1, 4):
                 name = f"step, {processes_text(processes)}, {precision}, accumulation {accumulation}"
                 args = {"precision": precision, "accumulation": accumulation}
-                found.append(Figure(name, "step", "added", 0.25, args, processes, steps=40))
+                found.append(Figure(name, "step", "added", 0.25, args, processes, steps=40, beside=True))
     large = {"width": 640, "batch": 32}
     name = "training step of 10 to 20 ms, 2 processes"
     found.append(Figure(name, "step", "baseline", 1.02, large, 2, 8, 4, 60, 25.0))
