@@ -25,7 +25,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import load_checkpoint_in_model
 from tests.harness import run_world, world_outcomes
 from tests.unit.accelerator.toys import ALONE
-from tests.world.towers import Tower, loss_of, micro_batches, peak, tokens_of
+from tests.world.towers import Tower, micro_batches, peak
 
 STEPS = 2
 
@@ -88,15 +88,7 @@ def _prepared(
 
 
 def _train(accelerator: Accelerator, model: Any, optimizer: Any, steps: range) -> list[float]:
-    rank, ranks = accelerator.process_index, accelerator.num_processes
-    losses = []
-    for step in steps:
-        loss = loss_of(model, tokens_of(step, rank, ranks))
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(accelerator.reduce(loss.detach(), "mean")))
-    return losses
+    return micro_batches(accelerator, model, optimizer, steps, accelerator.process_index, accelerator.num_processes)
 
 
 def _save_all(folder: str, names: list[str], flat: bool, depth: int) -> list[float]:
@@ -350,11 +342,6 @@ def test_no_code_is_run(tmp_path: Path) -> None:
         assert "builtins.print" in message
 
 
-def _micro_batches(accelerator: Accelerator, model: Any, optimizer: Any, steps: range) -> list[float]:
-    rank, ranks = accelerator.process_index, accelerator.num_processes
-    return micro_batches(accelerator, model, optimizer, steps, rank, ranks)
-
-
 def _window_of(name: str, each: bool, seed: int) -> tuple[Accelerator, Any, Any]:
     """each: exchange gradients at every micro-batch."""
     accelerator, model, optimizer = _prepared(name, seed=seed, flat=True)
@@ -367,14 +354,14 @@ def _save_inside(folder: str, names: list[str]) -> dict[str, list[float]]:
     found = {}
     for name in names:
         accelerator, model, optimizer = _window_of(name.removesuffix("-each"), name.endswith("-each"), 0)
-        _micro_batches(accelerator, model, optimizer, range(5))  # two into the second window
+        _train(accelerator, model, optimizer, range(5))  # two into the second window
         path = f"{folder}/{name}"
         accelerator.save_state(path)
         verify_checkpoint(path)
-        found[name] = _micro_batches(accelerator, model, optimizer, range(5, 10))
+        found[name] = _train(accelerator, model, optimizer, range(5, 10))
         # One into the fourth, of which nothing may be left.
         accelerator.load_state(path)
-        assert _micro_batches(accelerator, model, optimizer, range(5, 10)) == found[name], name
+        assert _train(accelerator, model, optimizer, range(5, 10)) == found[name], name
     return found
 
 
@@ -383,7 +370,7 @@ def _load_inside(ways: list[tuple[str, str]]) -> list[list[float]]:
     for path, name in ways:
         accelerator, model, optimizer = _window_of(name.removesuffix("-each"), name.endswith("-each"), 7)
         accelerator.load_state(path)
-        found.append(_micro_batches(accelerator, model, optimizer, range(5, 10)))
+        found.append(_train(accelerator, model, optimizer, range(5, 10)))
     return found
 
 
@@ -410,12 +397,12 @@ def _inside_in_low_precision(folder: str, precision: str) -> None:
             accelerator, model, optimizer = _prepared(name, seed, True, precision)
             accelerator.gradient_accumulation_steps = 3
             if seed == 0:
-                _micro_batches(accelerator, model, optimizer, range(5))
+                _train(accelerator, model, optimizer, range(5))
                 accelerator.save_state(path)
-                expected = _micro_batches(accelerator, model, optimizer, range(5, 10))
+                expected = _train(accelerator, model, optimizer, range(5, 10))
             else:
                 accelerator.load_state(path)
-                assert _micro_batches(accelerator, model, optimizer, range(5, 10)) == expected, name
+                assert _train(accelerator, model, optimizer, range(5, 10)) == expected, name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
