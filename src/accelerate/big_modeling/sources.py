@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from accelerate.big_modeling.store import FileRange, SafetensorsFile
+from accelerate.big_modeling.store import FileRange, Reader, SafetensorsFile
 from accelerate.checkpoint.files import read_torch
 from accelerate.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.errors import CheckpointError
@@ -37,7 +37,7 @@ class Source(Protocol):
     def mapped(self) -> torch.Tensor:
         """Returns the tensor on the CPU, without reading it where that is possible."""
 
-    def read_into(self, address: memoryview, start: int) -> None:
+    def read_into(self, address: memoryview, start: int, reader: Reader) -> None:
         """Fills `address` with the bytes from `start` on."""
 
 
@@ -61,7 +61,7 @@ class Held(NamedTuple):
     def mapped(self) -> torch.Tensor:
         return self.tensor
 
-    def read_into(self, address: memoryview, start: int) -> None:
+    def read_into(self, address: memoryview, start: int, reader: Reader) -> None:
         target = torch.frombuffer(address, dtype=torch.uint8)
         target.copy_(bytes_of(self.tensor)[start : start + len(address)])
 

@@ -126,13 +126,35 @@ class FileRange(NamedTuple):
         """A handle to read from; None where the file has lost its name: it can be mapped then."""
         return os.open(self.path, os.O_RDONLY) if self.file is None else self.file.open()
 
-    def read_into(self, address: memoryview, start: int) -> None:
+    def read_into(self, address: memoryview, start: int, reader: Reader) -> None:
         """Fill `address` with the bytes from `start` on."""
-        handle = os.open(self.path, os.O_RDONLY)
-        try:
+        handle = reader.open(self)
+        if handle is None:
+            address[:] = self.mapped().reshape(-1).view(torch.uint8)[start : start + len(address)].numpy().data
+        else:
             read_fully(handle, address, self.offset + start, self.path)
-        finally:
-            os.close(handle)
+
+
+class Reader:
+    """Leaves the file open that was read last: most of the time the next tensor lies in the same one."""
+
+    def __init__(self) -> None:
+        self._last: FileRange | None = None
+        self._handle: int | None = None
+
+    def open(self, place: FileRange) -> int | None:
+        """A handle to read a tensor from; None where its file has lost its name."""
+        if self._last is None or self._last.path != place.path or self._last.file is not place.file:
+            self.close()
+            self._handle = place.open()
+            self._last = place
+        return self._handle
+
+    def close(self) -> None:
+        self._last = None
+        if self._handle is not None:
+            os.close(self._handle)
+            self._handle = None
 
 
 def read_fully(handle: int, address: memoryview, offset: int, path: str) -> None:

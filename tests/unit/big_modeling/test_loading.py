@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,12 @@ def test_pieces_and_buffers(model: Net, tmp_path: Path, monkeypatch: pytest.Monk
     load_checkpoint_in_model(found, folder)
     assert same(found, model)
 
-    way = reading._Way.__init__
+    def by_buffers(device: torch.device, reads: Sequence[reading.Read]) -> reading._Way:
+        for read in reads:
+            read.casts = False
+        return reading._DeviceWay(device, reads)
 
-    def by_buffers(self: Any, device: torch.device) -> None:
-        way(self, device)
-        self._in_memory = False
-
-    monkeypatch.setattr(reading._Way, "__init__", by_buffers)
+    monkeypatch.setattr(reading, "_way_to", by_buffers)
     found = Net()
     load_checkpoint_in_model(found, folder)
     assert same(found, model)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from accelerate.big_modeling.store import SafetensorsFile, find_source, keep_on_disk
+from accelerate.big_modeling.store import Reader, SafetensorsFile, find_source, keep_on_disk
 from accelerate.utils import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -120,12 +120,31 @@ def test_weights_in_safetensors_files(tmp_path: Path) -> None:
     place = loader.locate("a")
     assert torch.equal(place.mapped(), weights["x"])
     buffer = torch.zeros(16, dtype=torch.uint8)
-    place.read_into(buffer.numpy().data, 8)
-    assert torch.equal(buffer.view(torch.float32), weights["x"].view(-1)[2:6])
+    reader = Reader()
+    for start in (8, 0, 8):
+        place.read_into(buffer.numpy().data, start, reader)
+        assert torch.equal(buffer.view(torch.float32), weights["x"].view(-1)[start // 4 : start // 4 + 4])
+    reader.close()
     index["y"] = {"safetensors_file": file, "weight_name": "z"}  # clients write into the index
     assert torch.equal(loader["y"], weights["z"])
     with pytest.raises(KeyError, match="holds no tensor called 'q'"):
         SafetensorsFile(file).range_of("q")
+
+
+def test_a_file_is_read_as_it_was_when_its_contents_were(tmp_path: Path) -> None:
+    """Another file gets the name, with the weights at other places, after the first was looked into."""
+    path = tmp_path / "f.safetensors"
+    first, second = {"x": torch.randn(9)}, {"a": torch.randn(50), "x": torch.randn(9)}
+    save_file(first, path)
+    place = SafetensorsFile(path).range_of("x")
+    save_file(second, tmp_path / "new.safetensors")
+    (tmp_path / "new.safetensors").rename(path)
+    reader = Reader()
+    for wanted, source in ((first, place), (second, SafetensorsFile(path).range_of("x")), (first, place)):
+        buffer = torch.zeros(9)
+        source.read_into(buffer.view(torch.uint8).numpy().data, 0, reader)
+        assert torch.equal(buffer, wanted["x"])
+    reader.close()
 
 
 def test_prefixes() -> None:
