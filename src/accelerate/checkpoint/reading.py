@@ -79,28 +79,27 @@ class Reader:
                 places[address] = (offset, stream.flat(moved))
             for holder, keys, _ in users:
                 holder[keys[-1]] = moved
-        self._read(name, list(places.values()))
+        self._read(name, list(places.values()), mapped)
         return opened.content
 
     def _safetensors(self, name: str, place: Places) -> dict[str, torch.Tensor]:
         path = self.folder / name
-        mapped = files.read_safetensors(path)
-        targets = {key: place((key,)) for key in mapped}
-        for key, target in targets.items():
-            if isinstance(target, torch.Tensor) and self._takes(target, mapped[key], mapped[key]):
-                mapped[key] = target
-        devices = {key: target for key, target in targets.items() if isinstance(target, torch.device)}
-        away = {key: device for key, device in devices.items() if device.type != "cpu"}
+        found = files.read_safetensors(path)
+        mapped = stream.mapped(path)
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
         places = []
-        if away:
-            with open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(length))
-            for key, target in away.items():
-                mapped[key] = torch.empty_like(mapped[key], device=target)
-                places.append((8 + length + header[key]["data_offsets"][0], stream.flat(mapped[key])))
-        self._read(name, places)
-        return mapped
+        for key, stored in found.items():
+            target, offset = place((key,)), 8 + length + header[key]["data_offsets"][0]
+            if isinstance(target, torch.Tensor):
+                if self._takes(target, stored, mapped[offset : offset + stored.nbytes]):
+                    found[key] = target
+            elif target != CPU:
+                found[key] = torch.empty_like(stored, device=target)
+                places.append((offset, stream.flat(found[key])))
+        self._read(name, places, mapped)
+        return found
 
     def fill(self) -> None:
         """Have the tensors of the run take what is for them."""
@@ -117,10 +116,10 @@ class Reader:
         self._later[address] = (tensor, content)
         return True
 
-    def _read(self, name: str, places: list[tuple[int, torch.Tensor]]) -> None:
+    def _read(self, name: str, places: list[tuple[int, torch.Tensor]], mapped: torch.Tensor) -> None:
         places = sorted((place for place in places if len(place[1])), key=lambda place: place[0])
         with files.explaining(self.folder / name):
-            stream.read_file(self.folder / name, places, self.unchecked.pop(name, None), self.share)
+            stream.read_file(self.folder / name, places, self.unchecked.pop(name, None), self.share, mapped)
 
 
 def _in_plain_memory(tensor: torch.Tensor) -> bool:

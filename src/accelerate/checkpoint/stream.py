@@ -83,17 +83,20 @@ def read_file(
     places: Sequence[tuple[int, torch.Tensor]] = (),
     entry: Entry | None = None,
     share: tuple[int, int] = (0, 1),
+    content: torch.Tensor | None = None,
 ) -> None:
     """Fill tensors with what a file has at their offsets, and compare its checksums on the way.
 
     places: offsets with flat tensors of uint8, in their order. entry: what the manifest says of the file.
     share: which of how many processes this one is that read the same file at once: each compares its part.
+    content: the bytes of the file as `mapped` gives them, if it is mapped already: to map it is half of the work.
     """
     size = path.stat().st_size
     starts = [offset for offset, _ in places]
     _settle(tensor.device for _, tensor in places)
     lanes = _Lanes()
-    content = mapped(path) if entry is not None else torch.empty(0)
+    if content is None:
+        content = mapped(path) if entry is not None else torch.empty(0)
     descriptor = os.open(path, os.O_RDONLY)
 
     def move(start: int) -> int:

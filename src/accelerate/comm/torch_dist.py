@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import zlib
 from typing import Any
 
@@ -75,9 +76,13 @@ class TorchDistributed(Communicator):
         dist.scatter(out, parts, src=source, group=self._place(out)[1])
 
     def gather_objects(self, value: Any) -> list[Any]:
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self._host_group)
-        return values
+        content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        lengths, messages = self._exchange([content], 1)
+        if messages is None:
+            gathered = self._gather_large(content, lengths[0])
+        else:
+            gathered = _unpack([content], lengths, messages)[0]
+        return [pickle.loads(part.numpy().data) for part in gathered.split(lengths[0])]
 
     def broadcast_objects(self, values: list[Any], source: int = 0) -> None:
         dist.broadcast_object_list(values, src=source, group=self._host_group)
