@@ -8,7 +8,6 @@ it is written. What is only to be compared is summed up where the system has it,
 
 from __future__ import annotations
 
-import bisect
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +21,7 @@ import torch
 
 from accelerate.checkpoint import disk
 from accelerate.checkpoint.disk import Entry
+from accelerate.checkpoint.spans import filled_up, in_steps, overlapping, within
 from accelerate.errors import CheckpointError
 
 try:
@@ -31,7 +31,7 @@ except ImportError:
 
 # Checksums are of blocks, so that several threads can take them.
 BLOCK = 1 << 22
-STEP = 1 << 20
+STEP = 1 << 20  # which the cache of a processor has room for
 # How many files are written at once. A file system lets one writer into a file at a time, and all readers.
 FILES = 3
 # No more threads than there are processors: more of them would only take turns.
@@ -59,9 +59,9 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> Entry:
 
     def move(start: int) -> int:
         end = min(start + BLOCK, size)
-        content = lanes.on_host([pieces[i][a:b] for i, a, b in _within(ends, start, end)])
+        content = lanes.on_host([pieces[i][a:b] for i, a, b in within(ends, start, end)])
         total, at = 0, start
-        for step in _in_steps(content):
+        for step in in_steps(content, STEP):
             total = _sum(step, total)
             disk.write(descriptor, step, at)
             at += sum(map(len, step))
@@ -102,7 +102,7 @@ def read_file(
     def move(start: int) -> int:
         end = min(start + BLOCK, size)
         checked = entry is not None and start // BLOCK % share[1] == share[0]
-        wanted = list(_overlapping(places, starts, start, end))
+        wanted = list(overlapping(places, starts, start, end))
         if not wanted and not checked:
             return 0
         # What stays on the host is read to its place, the rest of the block to a buffer.
@@ -110,9 +110,12 @@ def read_file(
         here = [(at, tensor) for at, tensor in wanted if tensor.device.type == "cpu"]
         total = None if wanted else _sum_in_place(content[start:end])
         if total is None:
-            # All of what is to be copied to a device has to be there at once; what is only summed up has not.
-            buffer = lanes.buffer(any(tensor.device.type == "cuda" for _, tensor in away), BLOCK if away else STEP)
-            total = _read_into(descriptor, _filled_up(here, _view(buffer), start, end), start, path, checked)
+            # All of what is to be copied to a device has to be there at once, and is read so: between two steps the
+            # threads, as many as there are processors, wait for each other. What is only summed up has not.
+            step = BLOCK if away else STEP
+            buffer = lanes.buffer(any(tensor.device.type == "cuda" for _, tensor in away), step)
+            memory = in_steps(filled_up(here, _view(buffer), start, end), step)
+            total = _read_into(descriptor, memory, start, path, checked)
         if checked and total != entry.crc32[start // BLOCK]:  # type: ignore[union-attr]
             raise damaged(path)
         lanes.copy([(tensor, buffer[at - start : at - start + len(tensor)]) for at, tensor in away])
@@ -139,8 +142,8 @@ def summed_up(path: Path) -> Entry:
     descriptor = os.open(path, os.O_RDONLY)
 
     def move(start: int) -> int:
-        content = _filled_up([], _view(lanes.buffer(False, STEP)), start, min(start + BLOCK, size))
-        return _read_into(descriptor, content, start, path, True)
+        content = filled_up([], _view(lanes.buffer(False, STEP)), start, min(start + BLOCK, size))
+        return _read_into(descriptor, in_steps(content, STEP), start, path, True)
 
     try:
         return Entry(size, _each_block(size, move, READERS))
@@ -223,70 +226,6 @@ def _each_block(size: int, move: Callable[[int], int], most: int) -> list[int]:
             raise
 
 
-def _within(ends: list[int], start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Which pieces lie between two places of a file: the number of each, and its part from where to where."""
-    number = bisect.bisect_right(ends, start)
-    while number < len(ends):
-        first = ends[number - 1] if number else 0
-        if first >= end:
-            return
-        if ends[number] > first:
-            yield number, max(start - first, 0), min(end, ends[number]) - first
-        number += 1
-
-
-def _overlapping(
-    places: Sequence[tuple[int, torch.Tensor]], starts: list[int], start: int, end: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """The parts of tensors whose places lie between two places of a file."""
-    number = max(bisect.bisect_right(starts, start) - 1, 0)
-    while number < len(places) and places[number][0] < end:
-        offset, tensor = places[number]
-        first, last = max(start, offset), min(end, offset + len(tensor))
-        if first < last:
-            yield first, tensor[first - offset : last - offset]
-        number += 1
-
-
-def _filled_up(
-    places: list[tuple[int, torch.Tensor]], buffer: memoryview, start: int, end: int
-) -> Iterator[memoryview]:
-    """Memory for a part of a file: that of tensors where they have their places, of a buffer elsewhere.
-
-    The buffer has room for all of the part, or for one step, and is then filled anew in each.
-    """
-
-    def rest(at: int, until: int) -> Iterator[memoryview]:
-        while at < until:
-            place = (at - start) % len(buffer)
-            yield (piece := buffer[place : place + until - at])
-            at += len(piece)
-
-    at = start
-    for offset, tensor in places:
-        yield from rest(at, offset)
-        yield _view(tensor)
-        at = offset + len(tensor)
-    yield from rest(at, end)
-
-
-def _in_steps(content: Iterable[Any]) -> Iterator[list[memoryview]]:
-    """Pieces of memory in groups that the cache of a processor has room for."""
-    group: list[memoryview] = []
-    room = STEP
-    for piece in content:
-        view = memoryview(piece).cast("B")
-        while len(view):
-            group.append(view[:room])
-            room -= len(group[-1])
-            view = view[len(group[-1]) :]
-            if not room:
-                yield group
-                group, room = [], STEP
-    if group:
-        yield group
-
-
 def _sum(content: Sequence[Any], total: int = 0) -> int:
     for view in content:
         total = crc32(view, total)
@@ -300,10 +239,10 @@ def _sum_in_place(block: torch.Tensor) -> int | None:
     return _sum([_view(block)])
 
 
-def _read_into(descriptor: int, content: Iterable[memoryview], offset: int, path: Path, checked: bool) -> int:
+def _read_into(descriptor: int, steps: Iterable[list[memoryview]], offset: int, path: Path, checked: bool) -> int:
     """Fill memory with what a file has at a place; returns its checksum, where it is to be checked."""
     total = 0
-    for step in _in_steps(content):
+    for step in steps:
         if not disk.read(descriptor, step, offset):
             raise damaged(path)  # it has become shorter
         offset += sum(map(len, step))
