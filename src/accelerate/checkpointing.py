@@ -12,6 +12,8 @@ from accelerate.checkpoint.load import verify_checkpoint
 from accelerate.checkpoint.parts import write_parts
 from accelerate.checkpoint.reading import Reader
 from accelerate.checkpoint.state import Run, apply_objects, apply_random_states, own_parts, read, shared_parts
+from accelerate.checkpoint.stream import summed_up
+from accelerate.checkpoint.weights import tell_manifest
 from accelerate.constants import (
     MODEL_NAME,
     OPTIMIZER_NAME,
@@ -66,6 +68,8 @@ def save_accelerator_state(
     folder = Path(output_dir)
     disk.make_folder(folder)
     main = state.is_local_main_process if save_on_each_node else state.is_main_process
+    if main:
+        disk.remove(folder / layout.MANIFEST)  # of a checkpoint that was there, and is written over
     write_parts(whole.save(run, model_states, safe=safe_serialization, main=main), folder)
     write_parts(shared_parts(run, main), folder)
     write_parts(own_parts(run, step), folder)
@@ -103,8 +107,9 @@ def load_accelerator_state(
     kwargs = dict(load_kwargs or {})
     if map_location is not None:
         kwargs["map_location"] = state.device if map_location == "on_device" else "cpu"
-    put_in = whole.load(run, Reader(Path(input_dir)), torch_load=kwargs, **load_model_func_kwargs)
-    loaded = read(run, Path(input_dir), **kwargs)
+    reader = Reader(Path(input_dir))
+    put_in = whole.load(run, reader, torch_load=kwargs, **load_model_func_kwargs)
+    loaded = read(run, reader, **kwargs)
     apply_objects(loaded, run)
     put_in()
     apply_random_states(loaded, run)
@@ -114,7 +119,11 @@ def load_accelerator_state(
 
 def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:
     """Write the state of an object to `custom_checkpoint_<index>.pkl` in a folder."""
-    save(obj.state_dict(), Path(path) / layout.custom(index), save_on_each_node=save_on_each_node)
+    name = layout.custom(index)
+    save(obj.state_dict(), Path(path) / name, save_on_each_node=save_on_each_node)
+    state = PartialState()
+    if state.is_local_main_process if save_on_each_node else state.is_main_process:
+        tell_manifest(Path(path), {name: summed_up(Path(path) / name)})
 
 
 def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) -> None:

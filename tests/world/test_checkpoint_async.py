@@ -39,7 +39,7 @@ def test_it_is_the_state_of_the_moment(tmp_path: Path, monkeypatch: pytest.Monke
     run.step()
     expected = run.state()
     go = held(monkeypatch)
-    assert run.accelerator.save_state(tmp_path / "x", safe, async_save=True) == str(tmp_path / "x")
+    assert run.accelerator.save_state(tmp_path / "x", safe, async_save=True) == tmp_path / "x"
     draw = torch.rand(1)
     run.step()
     assert run.state() != expected and not (tmp_path / "x").exists()
@@ -103,7 +103,7 @@ def test_a_script_may_go_elsewhere_meanwhile(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     run = Training()
     go = held(monkeypatch)
-    assert run.accelerator.save_state("x", async_save=True) == "x"
+    assert run.accelerator.save_state("x", async_save=True) == Path("x")
     monkeypatch.chdir(tmp_path / "elsewhere")
     go.set()
     run.accelerator.wait_for_checkpoint()

@@ -36,6 +36,7 @@ class Version:
         net = Net()
         self.model, self.optimizer = self.accelerator.prepare(net, torch.optim.SGD(net.parameters(), momentum=0.9))
         self.accelerator.register_for_checkpointing(self)
+        self.accelerator.register_save_state_pre_hook(self._write_own)
         self.value = -1
         self.set(0)
 
@@ -53,6 +54,12 @@ class Version:
             found |= {float(v) for v in state["momentum_buffer"].flatten()}
         return found | {float(self.value), float(torch.initial_seed())}
 
+    def _write_own(self, models: Any, weights: Any, folder: str) -> None:
+        """A folder in the checkpoint, as models write that save themselves."""
+        if self.accelerator.is_local_main_process:
+            os.mkdir(os.path.join(folder, "own"))
+            Path(folder, "own", "value").write_text(str(self.value))
+
     def state_dict(self) -> dict[str, int]:
         return {"value": self.value}
 
@@ -67,6 +74,8 @@ class Version:
         self.set(-7)
         self.accelerator.load_state(self.folder)
         found = self.values()
+        if self.folder is not None:
+            found.add(float(Path(self.folder, "own", "value").read_text()))
         assert len(found) == 1, found
         return int(found.pop())
 

@@ -168,6 +168,35 @@ def _accumulating(folder: str) -> None:
     run.save()
 
 
+class Refusing:
+    """Something that one rank does not take back."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.rank == 1:
+            raise ValueError("not today")
+
+
+def _refusing(folder: str) -> set[float]:
+    run = Version(folder, automatic=False)
+    run.accelerator.register_for_checkpointing(Refusing(run.accelerator.process_index))
+    run.save()
+    run.set(1)
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_1\.pkl does not fit the Refusing .*not today"):
+        run.accelerator.load_state(run.folder)
+    run.value = 1  # that of an object which was asked before
+    return run.values()
+
+
+def test_an_object_that_one_rank_refuses_leaves_the_weights_of_all(tmp_path: Path) -> None:
+    assert run_world(_refusing, 2, str(tmp_path)) == [{1.0}, {1.0}]
+
+
 def test_damage_in_a_file_of_a_rank_that_is_no_more(tmp_path: Path) -> None:
     run_world(_accumulating, 2, str(tmp_path))
     path = tmp_path / "same" / "gradients_1.safetensors"
@@ -325,7 +354,7 @@ def test_each_machine_looks_at_its_own_copy(tmp_path: Path, automatic: bool) -> 
 def test_machines_with_disks_of_their_own(tmp_path: Path, everywhere: bool) -> None:
     first, second = run_world(_on_each_machine, 2, str(tmp_path), everywhere)
     shared = ["custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl", "model.safetensors", "optimizer.bin"]
-    own = ["accelerate_manifest.json", "progress_{}.bin", "random_states_{}.pkl"]
+    own = ["accelerate_manifest.json", "own", "progress_{}.bin", "random_states_{}.pkl"]
     assert first[0] == sorted([*shared, *(name.format(0) for name in own)])
     assert second[0] == sorted([*(shared if everywhere else []), *(name.format(1) for name in own)])
     if everywhere:

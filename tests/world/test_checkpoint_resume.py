@@ -75,6 +75,57 @@ class Own(Sampler[int]):
         yield from torch.randperm(SAMPLES, generator=self.dice).tolist()
 
 
+class Around(Sampler[int]):
+    """A sampler around another one, whose generator it does not have itself."""
+
+    def __init__(self) -> None:
+        self.inner = [RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(5))]
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner[0])
+
+
+class PlainBatches(Sampler[list[int]]):
+    """Makes batches, and is no BatchSampler."""
+
+    batch_size, drop_last = BATCH, False
+
+    def __init__(self) -> None:
+        self.around = Around()
+
+    def __len__(self) -> int:
+        return SAMPLES // BATCH
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(BatchSampler(self.around, BATCH, False))
+
+
+class Drawn(IterableDataset):
+    """Another order in each epoch, from a generator under a name of its own."""
+
+    def __init__(self) -> None:
+        self.dice = torch.Generator().manual_seed(8)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(SAMPLES, generator=self.dice).tolist())
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class Lists(Dataset):
+    """Takes lists of indices."""
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, indices: list[int]) -> torch.Tensor:
+        return torch.tensor(indices)
+
+
 def made(kind: str) -> tuple[Any, DataLoaderConfiguration]:
     config = DataLoaderConfiguration()
     numbers = Numbers()
@@ -96,9 +147,18 @@ def made(kind: str) -> tuple[Any, DataLoaderConfiguration]:
         options["sampler"] = WeightedRandomSampler([1.0] * SAMPLES, SAMPLES)
     elif kind == "own":
         options["sampler"] = Own()
-    elif kind in ("iterable", "iterable shard"):
+    elif kind == "persistent":
+        options.update(shuffle=True, num_workers=1, persistent_workers=True)
+    elif kind == "around":
+        options["sampler"] = Around()
+    elif kind == "plain batches":
+        return DataLoader(numbers, batch_sampler=PlainBatches()), config
+    elif kind == "lists":
+        config.dispatch_batches = True
+        return DataLoader(Lists(), None, sampler=BatchSampler(RandomSampler(range(SAMPLES)), BATCH, False)), config
+    elif kind in ("iterable", "iterable shard", "drawn shard"):
         config.dispatch_batches = kind == "iterable"
-        return DataLoader(Stream(), BATCH), config
+        return DataLoader(Drawn() if kind == "drawn shard" else Stream(), BATCH), config
     return DataLoader(numbers, BATCH, **options), config
 
 
@@ -113,8 +173,13 @@ KINDS = [
     "subset",
     "weighted",
     "own",
+    "persistent",
+    "around",
+    "plain batches",
+    "lists",
     "iterable",
     "iterable shard",
+    "drawn shard",
 ]
 
 
@@ -219,7 +284,7 @@ class OwnBatches(BatchSampler):
 
 
 ELASTIC = ["plain", "shuffled", "seedable", "generator", "subset", "own", "dispatched", "iterable", "iterable shard"]
-ELASTIC += ["distributed", "own batches", "batches without a size"]
+ELASTIC += ["distributed", "own batches", "batches without a size", "around", "drawn shard", "lists"]
 # Which of them have as many samples in a batch as they say themselves.
 OF_ONE_SIZE = ("own batches", "batches without a size")
 
@@ -238,9 +303,14 @@ def elastic(kind: str, batch_size: int, exact: bool) -> tuple[Accelerator, Any]:
     else:
         loader, config = made(kind)
         if batch_size != BATCH:
-            options = {} if "iterable" in kind else {"num_workers": 1, "sampler": loader.sampler}
-            options["generator"] = loader.generator
-            loader = DataLoader(loader.dataset, batch_size, **options)
+            if kind == "lists":
+                options: dict[str, Any] = {"sampler": BatchSampler(RandomSampler(range(SAMPLES)), batch_size, False)}
+            elif isinstance(loader.dataset, IterableDataset):
+                options = {"batch_size": batch_size}
+            else:
+                options = {"batch_size": batch_size, "num_workers": 1, "sampler": loader.sampler}
+            options = {"batch_size": None, "generator": loader.generator} | options
+            loader = DataLoader(loader.dataset, **options)
     config.exact_resume = exact
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     with warnings.catch_warnings():
@@ -368,10 +438,10 @@ def test_what_was_seen_is_not_fetched(tmp_path: Path) -> None:
         accelerator = Accelerator(cpu=True, dataloader_config=config)
         loader = accelerator.prepare(DataLoader(numbers, 4, shuffle=True))
         if exact:
-            loader.position.begin(loader)
-            loader.position.batches = 99_990
+            place = loader.position.begin(loader)
+            place.batches = 99_990
             accelerator.save_state(tmp_path)
-            loader.position.end()
+            loader.position.end(place)
         accelerator.load_state(tmp_path)
         rest = read(accelerator.skip_first_batches(loader, 99_990) if not exact else loader)
         assert len(rest) == 10 and numbers.fetched == 40
@@ -532,3 +602,44 @@ def test_bit_for_bit(tmp_path: Path, processes: int, precision: str) -> None:
         assert run_world(trained, processes, str(tmp_path), precision, place, False) == [
             states[place:] for states in expected
         ], place
+
+
+def counted_by_hand(folder: str, resume_at: int | None) -> list[Any]:
+    """Windows of three micro-batches that only the script knows of."""
+    torch.manual_seed(accelerator_rank() + 1 if resume_at is None else 77)
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(exact_resume=True))
+    net = Net()
+    model, optimizer, batches = accelerator.prepare(
+        net, torch.optim.AdamW(net.parameters(), lr=0.05), DataLoader(data(8 * accelerator.num_processes), 1)
+    )
+    step = 0
+    if resume_at is not None:
+        for again in ("", " again"):  # saved, loaded, and saved once more
+            accelerator.load_state(os.path.join(folder, f"{resume_at}{again}"))
+            accelerator.save_state(os.path.join(folder, f"{resume_at} again"))
+        step = resume_at
+    states = []
+    for x, y in batches:
+        accelerator.backward(nn.functional.mse_loss(model(x), y))
+        step += 1
+        if step % 3 == 0:
+            optimizer.step()
+        if step % 3 == 0 and step != 6:
+            optimizer.zero_grad()
+        states.append(weights(model).tolist())
+        if resume_at is None:
+            accelerator.save_state(os.path.join(folder, str(step)))
+        if step == 6:
+            optimizer.zero_grad()
+    return states
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_windows_counted_by_hand(tmp_path: Path, processes: int) -> None:
+    expected = run_world(counted_by_hand, processes, str(tmp_path), None)
+    for place in (1, 3, 5):
+        found = run_world(counted_by_hand, processes, str(tmp_path), place)
+        assert found == [states[place:] for states in expected], place
+    # Gradients are written where they wait for a step, and not where the step was taken.
+    written = [(tmp_path / str(step) / "gradients_0.safetensors").exists() for step in (1, 2, 3, 4, 5, 6)]
+    assert written == [True, True, False, True, True, False]

@@ -11,17 +11,24 @@ from accelerate.checkpoint.sparse import packed
 from accelerate.checkpoint.state import named_parameters
 
 
+def pending(accumulation: Accumulation, optimizers: list[Any]) -> bool:
+    """Whether there are gradients that wait for a step: inside a window, or in a script that counts by itself."""
+    state = accumulation.state
+    return not state.sync_gradients or any(
+        optimizer._backwards_seen != state.backwards and optimizer._has_gradients() for optimizer in optimizers
+    )
+
+
 def capture(
-    models: list[torch.nn.Module], accumulation: Accumulation, items: ItemWindows
+    models: list[torch.nn.Module], accumulation: Accumulation, items: ItemWindows, inside: bool
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
-    """The counts of the windows, and in the middle of one the gradients by parameter."""
+    """The counts of the windows, and in the middle of one (inside) the gradients by parameter."""
     numbers = {id(model): number for number, model in enumerate(models)}
     counts = [
         ([numbers[one] for one in key], count)
         for key, count in accumulation.counts.items()
         if all(one in numbers for one in key)
     ]
-    inside = not accumulation.state.sync_gradients
     progress = {
         "step": counts[0][1] if counts else 0,
         "counts": counts,
@@ -41,10 +48,18 @@ def capture(
     )
 
 
-def restore(progress: dict[str, Any] | None, models: list[torch.nn.Module], accumulation: Accumulation) -> ItemWindows:
+def restore(
+    progress: dict[str, Any] | None,
+    models: list[torch.nn.Module],
+    optimizers: list[Any],
+    accumulation: Accumulation,
+) -> ItemWindows:
     """Go on inside the window, or start a new one where nothing is known of it; returns the windows of items."""
     items = ItemWindows(accumulation.strategy)
     accumulation.reset()
+    waits = progress is not None and progress["gradients"]
+    for optimizer in optimizers:
+        optimizer._backwards_seen = -1 if waits else accumulation.state.backwards
     if progress is None:
         return items
     for numbers, count in progress["counts"]:

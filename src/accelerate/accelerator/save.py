@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.accelerator import progress
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.checkpoint import layout, load
+from accelerate.checkpoint.callers import PATIENCE, meeting
 from accelerate.checkpoint.save import agree
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.checkpoint.state import Run
 from accelerate.checkpoint.weights import Coming, save_weights
-from accelerate.data_loader.position import change
+from accelerate.comm import Communicator, current, set_current
+from accelerate.data_loader.position import change, takes_over
 from accelerate.files import save
 from accelerate.unwrap import extract_model_from_parallel
 
@@ -74,7 +78,9 @@ class Saving(AcceleratorBase):
                 failure = error
         if isinstance(weights, Coming):
             weights.finish()
-        agree(failure, self.process_index)
+            agree(failure, self.process_index)
+        else:  # nobody is asked: a script may call this on the main process alone
+            agree(failure, self.process_index, gather=lambda own: [own])
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -84,7 +90,7 @@ class Saving(AcceleratorBase):
         safe_serialization: bool = True,
         async_save: bool = False,
         **save_model_func_kwargs: Any,
-    ) -> str:
+    ) -> Path:
         """Save everything that training needs to go on: models, optimizers, schedulers, loaders, random states.
 
         The checkpoint is complete or not there at all: whatever happens on the way, the one before stays as it was.
@@ -99,10 +105,26 @@ class Saving(AcceleratorBase):
         """
         config = self.project_configuration
         self.wait_for_checkpoint()
-        target = self._agreed_target(output_dir)
+        callers = meeting.callers(self.gradient_state.backwards) if self._strategy.saves_alone else "all"
+        if callers != "late":
+            with _only_main() if callers == "alone" else nullcontext():
+                target = self._save(output_dir, safe_serialization, async_save, save_model_func_kwargs)
+        else:
+            target = _target(config, output_dir)
+            logger.warning(
+                f"Rank {self.process_index} came to save_state when the main process had waited for {PATIENCE:.0f} s "
+                "and gone on alone: its random states are not in the checkpoint; have all come at the same time."
+            )
+        if config.automatic_checkpoint_naming:
+            config.iteration += 1
+        return target
+
+    def _save(self, output_dir: Any, safe_serialization: bool, async_save: bool, kwargs: dict[str, Any]) -> Path:
+        config = self.project_configuration
+        target, inside = self._agreed_target(output_dir)
         if self.scaler is not None:
             self.scaler.state_dict()  # on every process: an update that is due changes the gradients, too
-        state, gradients = progress.capture(self._models, self._accumulation, self._items)
+        state, gradients = progress.capture(self._models, self._accumulation, self._items, inside)
         state["loaders"] = [loader.position.state_dict(loader) for loader in self._dataloaders]
         save_checkpoint(
             self._run(state, gradients),
@@ -115,11 +137,9 @@ class Saving(AcceleratorBase):
             everywhere=config.save_on_each_node,
             keep=config.total_limit if config.automatic_checkpoint_naming else None,
             background=self._background if async_save else None,
-            **save_model_func_kwargs,
+            **kwargs,
         )
-        if config.automatic_checkpoint_naming:
-            config.iteration += 1
-        return str(target)
+        return target
 
     def wait_for_checkpoint(self) -> None:
         """Return when the last `save_state(async_save=True)` is on the disk; raise what it failed with."""
@@ -132,17 +152,19 @@ class Saving(AcceleratorBase):
         finally:
             super().end_training()  # type: ignore[misc]
 
-    def _agreed_target(self, output_dir: str | os.PathLike[str] | None) -> Path:
-        """Where to save, as the first process sees it."""
+    def _agreed_target(self, output_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
+        """Where to save, as the first process sees it, and whether any process has gradients that wait for a step."""
         config = self.project_configuration
         failure: Exception | None = None
         target: str | None = None
         if self.is_main_process:
             try:
-                target = str(_target(config, output_dir))
+                target = str(_free(_target(config, output_dir), config))
             except Exception as error:
                 failure = error
-        return Path(agree(failure, self.process_index, target)[0])
+        inside = progress.pending(self._accumulation, self._optimizers)
+        answers = agree(failure, self.process_index, (target, inside))
+        return Path(answers[0][0]), any(waiting for _, waiting in answers)
 
     def load_state(
         self,
@@ -170,7 +192,7 @@ class Saving(AcceleratorBase):
             torch_load=load_kwargs,
             **load_model_func_kwargs,
         )
-        self._items = progress.restore(loaded.progress, self._models, self._accumulation)
+        self._items = progress.restore(loaded.progress, self._models, self._optimizers, self._accumulation)
         self._restore_positions((loaded.progress or {}).get("loaders", []))
         if config.automatic_checkpoint_naming and config.project_dir is not None:
             numbers = [
@@ -190,8 +212,9 @@ class Saving(AcceleratorBase):
         for number, (loader, state) in enumerate(zip(self._dataloaders, states, strict=False)):
             if (text := change(state, loader)) is not None:
                 changes.append(f"loader {number}: {text}")
-            # A stateful loader leaves out what was seen by itself.
-            skip = self.dataloader_config.exact_resume and not loader.use_stateful_dataloader
+            # A stateful loader leaves out what was seen by itself, where it can.
+            stateful = loader.use_stateful_dataloader
+            skip = takes_over(state, loader) if stateful else self.dataloader_config.exact_resume
             loader.position.load_state_dict(state, loader, skip=skip)
         if changes and self.is_main_process:
             logger.warning(f"The checkpoint was saved on another set-up; {'; '.join(changes)}.")
@@ -221,9 +244,10 @@ class Saving(AcceleratorBase):
         return self.local_process_index, self.state.world.local_size
 
     def _run(self, state: dict[str, Any] | None = None, gradients: dict[str, torch.Tensor] | None = None) -> Run:
+        alone = current().size == 1
         return Run(
             self.process_index,
-            self.num_processes,
+            1 if alone else self.num_processes,
             self.state.device_kind,
             models=list(self._models),
             optimizers=self._optimizers,
@@ -232,7 +256,7 @@ class Saving(AcceleratorBase):
             custom=self._custom_objects,
             scaler=self.scaler,
             progress=state,
-            local=self._local,
+            local=(0, 1) if alone else self._local,
             gradients=gradients,
             looked_at=self._files_looked_at,
         )
@@ -267,6 +291,27 @@ class Saving(AcceleratorBase):
         return _added(self._load_model_state_pre_hook, hook)
 
 
+@cache
+def _tell_once() -> None:
+    logger.warning(
+        "save_state was called by the main process alone, which has waited for the others: the checkpoint is complete "
+        "but for their random states, in place of which they get derived ones when it is loaded; call save_state on "
+        "all processes."
+    )
+
+
+@contextmanager
+def _only_main() -> Iterator[None]:
+    """A context in which the main process talks to nobody: the others are not there."""
+    _tell_once()
+    everybody = current()
+    set_current(Communicator())
+    try:
+        yield
+    finally:
+        set_current(everybody)
+
+
 def _added(hooks: Any, hook: Callable[..., None]) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
@@ -283,8 +328,12 @@ def _target(config: Any, output_dir: str | os.PathLike[str] | None) -> Path:
         return Path(os.path.expanduser(output_dir))
     if config.project_dir is None:
         raise ValueError("automatic_checkpoint_naming needs a `project_dir` in the ProjectConfiguration.")
-    target = layout.automatic(Path(config.project_dir), config.iteration)
-    if target.exists():
+    return layout.automatic(Path(config.project_dir), config.iteration)
+
+
+def _free(target: Path, config: Any) -> Path:
+    """A folder that is named automatically is a new one."""
+    if config.automatic_checkpoint_naming and target.exists():
         raise ValueError(
             f"{target} exists already: set `accelerator.project_configuration.iteration` to the number that the next "
             "checkpoint should have, or load the last one first."

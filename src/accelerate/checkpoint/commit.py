@@ -11,6 +11,7 @@ then none moves its files or deletes an older checkpoint, and what is not there 
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -30,13 +31,25 @@ _BEAT = 60.0
 _DEAD_AFTER = 24 * 3600.0
 # Where only the names of two machines are the same.
 _SILENT_AFTER = 10 * _BEAT
+# In bytes; most file systems take 255, encrypted ones less.
+_LONGEST_NAME = 140
 
 
 def staging_for(target: Path) -> Path:
     """Where a checkpoint for `target` grows: beside it, or inside when it is there already. Named after this run."""
     if target.is_dir():
         return target / f"{layout.STAGING}{_identity()}"
-    return target.with_name(f".{target.name}{layout.STAGING}{_identity()}")
+    if os.path.lexists(target):
+        raise CheckpointError(f"{target} is no folder (a file, or a link that leads nowhere): choose another one.")
+    return _beside(target, ".", f"{layout.STAGING}{_identity()}")
+
+
+def _beside(folder: Path, before: str, after: str) -> Path:
+    """Another name beside a folder, made of its own; of a digest of that where it would be too long for some disks."""
+    name = f"{before}{folder.name}{after}"
+    if len(os.fsencode(name)) > _LONGEST_NAME:
+        name = f"{before}{hashlib.sha256(os.fsencode(folder.name)).hexdigest()[:16]}{after}"
+    return folder.with_name(name)
 
 
 def begin(staging: Path) -> None:
@@ -44,7 +57,12 @@ def begin(staging: Path) -> None:
     disk.wait_until_freed()  # the room of what the last save has replaced may be needed now
     disk.remove_tree(staging)  # of an earlier save of this run, which failed
     disk.make_folder(staging)
-    _clean(staging.parent, staging.stat().st_mtime)
+    now = staging.stat().st_mtime
+    _clean(staging.parent, now)
+    if staging.name.startswith(layout.STAGING):  # inside of what it will replace
+        _clean(staging.parent.parent, now)  # where the first save of it may have died
+        if pending(staging.parent) is None:
+            disk.remove_tree(staging.parent / layout.COMMITTED)  # all of it is in place, but for empty folders
 
 
 class Alive:
@@ -89,8 +107,16 @@ def withdraw(target: Path, save: str) -> None:
 
 def current(target: Path) -> str | None:
     """Which save the checkpoint in a folder is of; None where that is not said."""
-    manifest = Manifest.read(target)
+    manifest = _to_be_replaced(target)
     return None if manifest is None else manifest.save
+
+
+def _to_be_replaced(target: Path) -> Manifest | None:
+    """The manifest of the checkpoint in a folder, if it can be read: a damaged one does not keep a new one away."""
+    try:
+        return Manifest.read(target)
+    except CheckpointError:
+        return None
 
 
 def pending(target: Path) -> str | None:
@@ -108,7 +134,7 @@ def settle(target: Path, everywhere: bool) -> None:
     if new is None or not everywhere:
         _discard(committed)
         return
-    old = Manifest.read(target)
+    old = _to_be_replaced(target)
     for parent in {(target / name).parent for name in (*new.files, *(old.files if old is not None else ()))}:
         if not parent.resolve().is_relative_to(target.resolve()):
             raise CheckpointError(
@@ -137,8 +163,11 @@ def prune(folders: list[Path], keep: int) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Delete a folder: it disappears at once, and is then taken apart."""
-    gone = folder.with_name(f"{layout.DELETING}{folder.name}-{_identity()}")
+    """Delete a folder: it disappears at once, and is then taken apart. Of a link only itself is deleted."""
+    if folder.is_symlink():
+        disk.remove(folder)
+        return
+    gone = _beside(folder, layout.DELETING, f"-{_identity()}")
     disk.rename(folder, gone)
     with disk.freed_behind(path for path in gone.rglob("*") if path.is_file()):
         disk.remove_tree(gone)
@@ -147,18 +176,28 @@ def _discard(folder: Path) -> None:
 
 
 def _clean(parent: Path, now: float) -> None:
-    """Remove the staging folders and half-deleted checkpoints of runs that have ended. now: by the disk's clock."""
-    for path in parent.iterdir():
-        mark = re.search(rf"(?:{re.escape(layout.STAGING)}|^{re.escape(layout.DELETING)}.*-)([^-]+)$", path.name)
-        if mark is None or not path.is_dir() or mark.group(1) == _identity():
-            continue
-        if not _is_dead(mark.group(1), now - path.stat().st_mtime):
-            logger.info(f"{path} belongs to a run that may be alive and is left alone.")
-        elif path.name.startswith(layout.DELETING):
-            disk.remove_tree(path)
-        else:
-            # Renamed first: had its run been asleep, it would find nothing to publish, and never a part of it.
-            _discard(path)
+    """Remove the staging folders and half-deleted checkpoints of runs that have ended. now: by the disk's clock.
+
+    None of that is of this save: what cannot be removed, or is being removed by another run, is left.
+    """
+    with suppress(OSError):
+        for path in list(parent.iterdir()):
+            mark = re.search(rf"(?:{re.escape(layout.STAGING)}|^{re.escape(layout.DELETING)}.*-)([^-]+)$", path.name)
+            if mark is not None and mark.group(1) != _identity():
+                with suppress(OSError):
+                    _clean_one(path, mark.group(1), now)
+
+
+def _clean_one(path: Path, identity: str, now: float) -> None:
+    if not path.is_dir():
+        return
+    if not _is_dead(identity, now - path.stat().st_mtime):
+        logger.info(f"{path} belongs to a run that may be alive and is left alone.")
+    elif path.name.startswith(layout.DELETING):
+        disk.remove_tree(path)
+    else:
+        # Renamed first: had its run been asleep, it would find nothing to publish, and never a part of it.
+        _discard(path)
 
 
 def _place() -> str:
@@ -200,7 +239,7 @@ def _is_dead(identity: str, silent: float) -> bool:
     minutes: another machine may have the same name.
     """
     parts = identity.rsplit("~", 4)
-    if len(parts) != 5:
+    if len(parts) != 5 or not parts[3].isdigit():
         return False
     host, boot, space, pid, started = parts
     my_host, my_boot, my_space = _place().rsplit("~", 2)

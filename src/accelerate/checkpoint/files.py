@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import pickletools
 import re
+import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch._weights_only_unpickler import _get_allowed_globals
 
 from accelerate import files
 from accelerate.checkpoint import stream, torchfile
@@ -22,7 +25,21 @@ from accelerate.errors import CheckpointError
 
 def write_torch(content: Any, path: Path) -> Entry:
     """Write what `torch.load` reads."""
-    return stream.write_file(path, torchfile.pieces(content))
+    with naming(path.name):
+        pieces = torchfile.pieces(content)
+    return stream.write_file(path, pieces)
+
+
+@contextmanager
+def naming(name: str) -> Iterator[None]:
+    """What goes wrong with something that cannot be copied or pickled, in one sentence with the file that it is for."""
+    try:
+        yield
+    except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{name} cannot be written, since it is to hold something that cannot be pickled "
+            f"({type(error).__name__}: {_first_line(error)}): have `state_dict` return tensors and plain values."
+        ) from error
 
 
 def write_safetensors(tensors: dict[str, Any], path: Path) -> Entry:
@@ -86,6 +103,8 @@ def refused(content: Any) -> str | None:
         torchfile.try_to_read(content)
     except pickle.UnpicklingError as error:
         return _named_in(error) or _first_line(error)
+    except Exception:  # it cannot be tried without its memory, as with some kinds of tensors; or not be written at all
+        return None
     return None
 
 
@@ -98,19 +117,39 @@ def _asked_for(path: Path, error: Exception) -> str | None:
     """What a refused file wanted to be run or made, by name."""
     if (named := _named_in(error)) is not None:
         return named
-    if "Weights only load failed" not in str(error):
+    if _REFUSED not in str(error):
         return None
-    # A newer kind of pickle, which is refused without a look at its names.
-    words: list[str] = []
-    try:
-        for operation, argument, _ in pickletools.genops(path.read_bytes()):
-            if operation.name == "STACK_GLOBAL":
-                return ".".join(words[-2:])
-            if isinstance(argument, str):
-                words.append(argument)
-    except Exception:
-        return None
+    # An older or newer kind of pickle, which is refused without a look at its names.
+    taken = {*_get_allowed_globals(), *(f"{kind.__module__}.{kind.__qualname__}" for kind in files.TORCH_SAFE_GLOBALS)}
+    with suppress(Exception):  # a damaged one
+        return next(name for name in _names_in(path) if name not in taken)
     return None
+
+
+def _names_in(path: Path) -> Iterator[str]:
+    """What the pickles in a file of `torch.save` name, one after the other."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+    else:
+        pickled = path.read_bytes()
+    file = io.BytesIO(pickled)
+    while file.tell() < len(pickled):
+        words: list[str] = []
+        memo: dict[int, str] = {}
+        for operation, argument, _ in pickletools.genops(file):
+            if operation.name in ("GLOBAL", "INST"):
+                yield str(argument).replace(" ", ".")
+            elif operation.name == "STACK_GLOBAL":
+                yield ".".join(words[-2:])
+            elif operation.name == "MEMOIZE":
+                memo[len(memo)] = words[-1] if words else ""
+            elif "PUT" in operation.name:
+                memo[int(argument or 0)] = words[-1] if words else ""
+            elif "GET" in operation.name:
+                words.append(memo.get(int(argument or 0), ""))
+            elif operation.stack_after == [pickletools.pyunicode]:
+                words.append(str(argument))
 
 
 def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
@@ -129,7 +168,7 @@ def explaining(path: Path) -> Iterator[None]:
     except CheckpointError:
         raise
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: put it back, or load another checkpoint.") from None
+        raise missing(path) from None
     except Exception as error:
         asked = _asked_for(path, error)
         if asked is not None:
@@ -145,5 +184,15 @@ def explaining(path: Path) -> Iterator[None]:
         ) from error
 
 
+def missing(path: Path) -> CheckpointError:
+    return CheckpointError(f"{path} is missing: put it back, or load another checkpoint.")
+
+
+_REFUSED = "Weights only load failed"
+
+
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [""])[0].rstrip(".")
+    text = str(error)
+    if _REFUSED in text:  # torch advises to read it in another way, which would run what is in the file
+        text = text.partition("WeightsUnpickler error:")[2].strip() or _REFUSED
+    return (text.splitlines() or [""])[0].rstrip(".")

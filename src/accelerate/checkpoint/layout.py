@@ -26,6 +26,9 @@ DELETING = ".deleting-"
 # Files of models and optimizers as a whole.
 WHOLE = re.compile(rf"(?:{SAFE_MODEL_NAME}|{MODEL_NAME}|{OPTIMIZER_NAME})(?:_\d+)?\.(?:safetensors|bin)")
 
+# How files begin that the 1.x releases do not have.
+UNKNOWN_TO_1_X = ("progress_", "gradients_")
+
 CHECKPOINTS = "checkpoints"
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)")
 

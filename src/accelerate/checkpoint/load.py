@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.manifest import Manifest, files_since
 from accelerate.checkpoint.parts import Engine
 from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.save import agree, settle
+from accelerate.checkpoint.save import agree, explained, settle
 from accelerate.checkpoint.state import Loaded, Run, apply_objects, apply_random_states, read
 from accelerate.comm import current
 from accelerate.errors import CheckpointError
@@ -29,7 +29,7 @@ def verify_checkpoint(path: str | Any) -> dict[str, Any]:
     `strategy`, `versions` and `files` (their sizes); of a checkpoint of a 1.x release, which has no manifest, only that
     its files can be found is checked, and `files` alone is returned.
     """
-    folder = Path(path)
+    folder = Path(path).expanduser()
     _find(folder)
     committed = folder / layout.COMMITTED
     if (new := Manifest.read(committed)) is not None:  # its move into place was broken off; a load finishes it
@@ -84,14 +84,18 @@ def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
         try:
             if first or (apart and local[0] == 0):
                 verify_checkpoint(folder)
-        except CheckpointError as error:
-            wrong = str(error)
+        except Exception as error:
+            wrong = explained(error, communicator.rank)
         sentences = [answer for answer in agree(None, communicator.rank, wrong) if answer is not None]
         if not sentences:
             return folder, passed_over
         passed_over.append(sentences[0])
     parent = project_dir / layout.CHECKPOINTS
-    nothing = f"none of those in it is complete: {' '.join(passed_over)}" if passed_over else "there is none in it"
+    nothing = (
+        f"none of those in it is complete: {' '.join(passed_over).rstrip('.')}"
+        if passed_over
+        else "there is none in it"
+    )
     raise CheckpointError(
         f"No checkpoint to load in {parent}, {nothing}; give the path of one, or start from the beginning."
     )
@@ -136,7 +140,7 @@ def load(
     reader = Reader(folder, share=run.local)
     try:
         manifest = _check(folder, run, reader, verified, at_once=bool(hooks), apart=apart)
-        loaded = read(run, folder, **(torch_load or {}))
+        loaded = read(run, reader, **(torch_load or {}))
     except Exception as error:
         failure = error
     answers = agree(failure, run.rank, (None if manifest is None else manifest.save, bool(hooks)))
@@ -146,7 +150,7 @@ def load(
             f"{folder} holds another checkpoint for rank {saves.index(next(s for s in saves if s != saves[0]))} than "
             "for rank 0: load one that all machines have, or copy it to all of them."
         )
-    run = replace(run, saved_ranks=_saved_ranks(folder, manifest))
+    run = replace(run, saved_ranks=_saved_ranks(reader, manifest))
     if hooked:
         # Optimizers are left to no hook: where they do not fit, none is called, which might change a model.
         try:
@@ -167,6 +171,10 @@ def load(
     assert loaded is not None
     try:
         apply_objects(loaded, run)
+    except Exception as error:
+        failure = error
+    agree(failure, run.rank)  # where one process refuses, all keep their weights
+    try:
         for put in puts:
             put()
         apply_random_states(loaded, run)
@@ -187,7 +195,10 @@ def _check(folder: Path, run: Run, reader: Reader, verified: bool, at_once: bool
     manifest = Manifest.read(folder)
     if manifest is None:
         _check_without_manifest(folder)
+        if (folder / layout.MANIFEST).exists():
+            reader.names = frozenset(files_since(folder))
         return None
+    reader.names = frozenset(manifest.files)
     leads = run.rank == 0 or (apart and run.local[0] == 0)
     owners = {name: _OF_ONE_RANK.fullmatch(name) for name in manifest.files}
     own = [name for name, of in owners.items() if (int(of.group(1)) % run.ranks == run.rank if of else leads)]
@@ -208,7 +219,7 @@ def _check(folder: Path, run: Run, reader: Reader, verified: bool, at_once: bool
     return manifest
 
 
-def _saved_ranks(folder: Path, manifest: Manifest | None) -> int:
+def _saved_ranks(reader: Reader, manifest: Manifest | None) -> int:
     if manifest is not None:
         return manifest.world_size
-    return len(list(folder.glob(layout.random_states(0).replace("0", "*"))))
+    return sum(map(reader.has, (path.name for path in reader.folder.glob(layout.random_states(0).replace("0", "*")))))

@@ -15,6 +15,7 @@ import accelerate
 from accelerate.checkpoint import layout, stream
 from accelerate.checkpoint.disk import Entry
 from accelerate.checkpoint.files import explaining
+from accelerate.constants import RNG_STATE_NAME
 from accelerate.errors import CheckpointError
 
 _FORMAT = 1
@@ -38,7 +39,7 @@ class Manifest:
     versions: dict[str, str] = field(default_factory=_versions)
 
     def write(self, folder: Path) -> None:
-        content = {
+        content: dict[str, Any] = {
             "format": _FORMAT,
             "world_size": self.world_size,
             "strategy": self.strategy,
@@ -46,26 +47,33 @@ class Manifest:
             "versions": self.versions,
             "files": {name: entry._asdict() for name, entry in sorted(self.files.items())},
         }
+        content["crc32"] = _sum(content)
         stream.write_file(folder / layout.MANIFEST, [json.dumps(content, indent=1).encode()])
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of a folder; None where there is none, as in what the 1.x releases wrote."""
+        """The manifest of a folder; None where a 1.x release, which writes none, has saved last."""
         path = folder / layout.MANIFEST
         try:
+            if _is_of_torch(folder / layout.random_states(0)):
+                return None
             content: dict[str, Any] = json.loads(path.read_bytes())
             if content["format"] > _FORMAT:
                 raise CheckpointError(
                     f"{path} has format {content['format']}, and this version of accelerate reads up to {_FORMAT}: "
                     "use the version that wrote it, or a newer one."
                 )
+            if content.pop("crc32") != _sum(content):
+                raise ValueError("its checksum is not the one it was written with")
             files = {str(name): Entry(int(e["size"]), list(e["crc32"])) for name, e in content["files"].items()}
             if outside := [name for name in files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]:
                 raise ValueError(f"{outside[0]} is not in its folder")
             save = str(content.get("save", ""))
             return cls(files, int(content["world_size"]), str(content["strategy"]), save, dict(content["versions"]))
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error.strerror}): load another checkpoint.") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 f"{path} is damaged ({type(error).__name__}: {error}): load another checkpoint."
@@ -83,11 +91,37 @@ class Manifest:
                 ) from None
             if size != expected.size:
                 raise CheckpointError(
-                    f"{path} has {size} bytes where {expected.size} were written: "
-                    "copy the checkpoint again, or load another one."
+                    f"{path} has {size} bytes where {expected.size} were written: copy the checkpoint again, load "
+                    f"another one, or if it was replaced on purpose, delete {layout.MANIFEST}."
                 )
             if contents and len(expected.crc32) != -(-expected.size // stream.BLOCK):
                 raise CheckpointError(f"{folder / layout.MANIFEST} is damaged: load another checkpoint.")
             if contents:
                 with explaining(path):
                     stream.read_file(path, entry=expected)
+
+
+def _sum(content: dict[str, Any]) -> int:
+    """The checksum of a manifest, which does not depend on how it is laid out."""
+    return stream.crc32(json.dumps(content, sort_keys=True).encode())
+
+
+def files_since(folder: Path) -> list[str]:
+    """The files of a 1.x release that has saved over a checkpoint with a manifest: without what is left of that one."""
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    return [
+        name
+        for name in names
+        if not name.startswith((*layout.UNKNOWN_TO_1_X, RNG_STATE_NAME)) or _is_of_torch(folder / name)
+    ]
+
+
+def _is_of_torch(path: Path) -> bool:
+    """Whether `torch.save` has written a file: it names what is in an archive after that, and this package does not."""
+    start = 30  # of the first name in an archive
+    name = f"{path.stem}/".encode()
+    try:
+        with open(path, "rb") as file:
+            return file.read(start + len(name))[start:] == name
+    except OSError:
+        return False

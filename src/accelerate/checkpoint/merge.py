@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from accelerate.checkpoint import disk, layout
 from accelerate.checkpoint.files import safetensors_header, write_torch
+from accelerate.checkpoint.shards import FolderReader, fill
 from accelerate.checkpoint.stream import flat
 from accelerate.constants import FSDP_MODEL_NAME
 from accelerate.errors import CheckpointError
@@ -47,7 +46,7 @@ def _merge(source: Path, target: Path, safe: bool, remove: bool) -> None:
     path = target / layout.model(0, safe)
     # Under another name until it is whole.
     growing = path.with_name(path.name + ".part")
-    (_write_safetensors if safe else _write_torch)(dcp.FileSystemReader(source), growing)
+    (_write_safetensors if safe else _write_torch)(FolderReader(source), growing)
     disk.rename(growing, path)
     if remove:
         shutil.rmtree(source)
@@ -76,7 +75,7 @@ def _names(metadata: Metadata) -> dict[str, str]:
     return {".".join(map(str, path[1:] if below_one else path)): key for key, path in paths.items()}
 
 
-def _write_safetensors(reader: dcp.FileSystemReader, path: Path) -> None:
+def _write_safetensors(reader: FolderReader, path: Path) -> None:
     metadata = reader.read_metadata()
     tensors = {
         name: key
@@ -89,29 +88,22 @@ def _write_safetensors(reader: dcp.FileSystemReader, path: Path) -> None:
         file.write(header)
         for group in _groups(order, empty):
             part = {tensors[name]: _empty(metadata, tensors[name], "cpu") for name in group}
-            _fill(part, reader)
+            fill(part, reader)
             for name in group:
                 file.write(flat(part[tensors[name]]).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _write_torch(reader: dcp.FileSystemReader, path: Path) -> None:
+def _write_torch(reader: FolderReader, path: Path) -> None:
     metadata = reader.read_metadata()
     names = _names(metadata)
     kinds = metadata.state_dict_metadata
     content: dict[str, Any] = {
         key: _empty(metadata, key, "cpu") if isinstance(kinds[key], TensorStorageMetadata) else None for key in kinds
     }
-    _fill(content, reader)
+    fill(content, reader)
     write_torch({name: content[key] for name, key in names.items()}, path)
-
-
-def _fill(content: dict[str, Any], reader: dcp.FileSystemReader) -> None:
-    with warnings.catch_warnings():
-        # One process is what is wanted here.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        dcp.load(content, storage_reader=reader, no_dist=True)
 
 
 def _empty(metadata: Metadata, key: str, device: str) -> torch.Tensor:

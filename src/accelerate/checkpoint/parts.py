@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from accelerate.checkpoint import stream
 from accelerate.checkpoint.disk import Entry
-from accelerate.checkpoint.files import write_safetensors, write_torch
+from accelerate.checkpoint.files import naming, write_safetensors, write_torch
 from accelerate.checkpoint.host import HostMemory
 from accelerate.checkpoint.reading import Reader
 
@@ -37,7 +37,8 @@ class File:
     safe: bool = False
 
     def copied(self, memory: HostMemory) -> File:
-        return File(self.name, memory.copy(self.content), self.safe)
+        with naming(self.name):
+            return File(self.name, memory.copy(self.content), self.safe)
 
     def write(self, folder: Path, group: Any = None) -> dict[str, Entry]:
         return {self.name: (write_safetensors if self.safe else write_torch)(self.content, folder / self.name)}

@@ -32,13 +32,27 @@ class Reader:
 
     unchecked: what the manifest says of files whose checksums nobody has compared; those that are read here leave it.
     share: which of how many processes this one is that read the same files at once: each compares its part.
+    names: the files of the checkpoint, where it is known that others in the folder are not of it.
     """
 
     folder: Path
     unchecked: dict[str, Entry] = field(default_factory=dict)
     share: tuple[int, int] = (0, 1)
+    names: frozenset[str] | None = None
     # Tensors of the run, by the address of their memory, with what they take.
     _later: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file, or a folder, of that name in the checkpoint."""
+        if self.names is None:
+            return (self.folder / name).exists()
+        return name in self.names or any(own.startswith(f"{name}/") for own in self.names)
+
+    def path(self, name: str) -> Path:
+        """Where a file of the checkpoint is; raises where it has none of that name."""
+        if not self.has(name):
+            raise files.missing(self.folder / name)
+        return self.folder / name
 
     def weights(self, name: str, places: Mapping[str, Place]) -> dict[str, Any]:
         """The weights in a file, in the places of their names."""
@@ -53,8 +67,8 @@ class Reader:
 
     def content(self, name: str, place: Places = lambda keys: CPU) -> Any:
         """What is in a file of `torch.save`; large tensors where `place` says."""
-        path = self.folder / name
-        if not path.exists() or not zipfile.is_zipfile(path):
+        path = self.path(name)
+        if not zipfile.is_zipfile(path):
             return files.read_torch(path)  # as torch did before 1.6; it is compared later on
         with files.explaining(path):
             opened = torchfile.Opened(path)
@@ -83,7 +97,7 @@ class Reader:
         return opened.content
 
     def _safetensors(self, name: str, place: Places) -> dict[str, torch.Tensor]:
-        path = self.folder / name
+        path = self.path(name)
         found = files.read_safetensors(path)
         mapped = stream.mapped(path)
         with open(path, "rb") as file:

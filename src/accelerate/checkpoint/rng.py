@@ -31,14 +31,23 @@ def capture(device: Device | None = None) -> dict[str, Any]:
     return states
 
 
-def restore(states: dict[str, Any], device: Device | None = None) -> None:
+def check(states: dict[str, Any]) -> None:
+    """Raise for what `restore` would not take, and change nothing. Of the device's it is known only there."""
+    _restore_into(states, random.Random(), np.random.RandomState(), torch.Generator())
+
+
+def _restore_into(states: dict[str, Any], python: Any, numpy: Any, generator: torch.Generator) -> None:
     if _PYTHON in states:
         version, internal, gauss = states[_PYTHON]
-        random.setstate((version, tuple(internal), gauss))
+        python.setstate((version, tuple(internal), gauss))
     if _NUMPY in states:
-        np.random.set_state(states[_NUMPY])
+        numpy.set_state(states[_NUMPY])
     if _TORCH in states:
-        torch.set_rng_state(states[_TORCH].cpu())
+        generator.set_state(states[_TORCH].cpu())
+
+
+def restore(states: dict[str, Any], device: Device | None = None) -> None:
+    _restore_into(states, random, np.random, torch.default_generator)
     if device is not None and _device_key(device) in states:
         saved = states[_device_key(device)]
         if not isinstance(saved, (list, tuple)):

@@ -67,6 +67,8 @@ def save(
             parts = snapshot(parts, background.memory)
     except Exception as error:
         failure = error
+        if isinstance(error, OSError) and error.strerror:  # where a hook has written, to a file that it alone knows
+            error.filename = error.filename or str(target)
     except BaseException:
         clean_up()
         raise
@@ -223,17 +225,19 @@ _CURES = {
     errno.EDQUOT: "free some space, or choose a folder on another disk",
     errno.EFBIG: "raise the limit on the size of files, or choose a folder on another disk",
     errno.EROFS: "choose a folder that can be written to",
-    errno.EACCES: "choose a folder that can be written to",
-    errno.EPERM: "choose a folder that can be written to",
+    errno.EACCES: "choose a folder that can be read and written to",
+    errno.EPERM: "choose a folder that can be read and written to",
 }
+_OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def explained(error: Exception, rank: int) -> str:
     """One sentence for a person."""
     if isinstance(error, CheckpointError):
         return str(error)
-    if isinstance(error, OSError):
+    if isinstance(error, OSError) and error.strerror:  # else all that there is to say is its text
+        what = "write" if error.errno in _OF_WRITING else "write or read"
         cure = _CURES.get(error.errno or 0, "see to it, or choose another folder")
-        wrong = f"Rank {rank} could not write {error.filename} ({error.strerror})"
+        wrong = f"Rank {rank} could not {what} {error.filename or 'a file'} ({error.strerror})"
         return f"{wrong}: what was there before is as it was; {cure}."
     return f"Rank {rank} could not save or load its part ({type(error).__name__}: {error}): see that rank's traceback."

@@ -21,10 +21,12 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from accelerate.checkpoint import disk
 from accelerate.checkpoint.disk import Entry
+from accelerate.checkpoint.files import explaining
 from accelerate.checkpoint.host import HostMemory
 from accelerate.checkpoint.save import explained
 from accelerate.checkpoint.stream import summed_up
 from accelerate.errors import CheckpointError
+from accelerate.files import load
 
 # Which tensor takes what is stored under these keys: given its size and dtype.
 Place = Callable[[tuple[Any, ...], torch.Size, torch.dtype], torch.Tensor]
@@ -67,7 +69,7 @@ def read(folder: Path, place: Place) -> dict[str, Any]:
 
     place: gives the tensor that a stored one is read into, which may hold a piece only. Other processes are not asked.
     """
-    reader = _Reader(folder)
+    reader = FolderReader(folder)
     metadata = reader.read_metadata()
     paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in metadata.state_dict_metadata}
     flat: dict[str, Any] = {}
@@ -75,11 +77,19 @@ def read(folder: Path, place: Place) -> dict[str, Any]:
         flat[key] = None
         if isinstance(kind, TensorStorageMetadata):
             flat[key] = place(paths[key][1:], kind.size, kind.properties.dtype)
+    fill(flat, reader)
+    nested: Any = unflatten_state_dict(flat, paths)
+    (content,) = nested.values()
+    return content
+
+
+def fill(flat: dict[str, Any], reader: FolderReader) -> None:
+    """Read what is stored under these keys into their tensors; what is no tensor is put in their place."""
+    folder = Path(reader.path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no process group is used, which is the point
-        planner = _Planner(flatten_state_dict=False, flatten_sharded_tensors=False)
         try:
-            dcp.load(flat, storage_reader=reader, planner=planner, no_dist=True)
+            dcp.load(flat, storage_reader=reader, planner=_Planner(folder), no_dist=True)
         except CheckpointException as error:
             failure, _ = next(iter(error.failures.values()))
             if isinstance(failure, CheckpointError):
@@ -88,9 +98,6 @@ def read(folder: Path, place: Place) -> dict[str, Any]:
                 f"{folder} cannot be read ({type(failure).__name__}: {failure}): copy the checkpoint again, or load "
                 "another one."
             ) from error
-    nested: Any = unflatten_state_dict(flat, paths)
-    (content,) = nested.values()
-    return content
 
 
 def whole(keys: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -111,12 +118,17 @@ def _copied(value: Any) -> Any:
 
 
 class _Planner(DefaultLoadPlanner):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._folder = folder
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         # Plain data, and nothing that is run.
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        with explaining(self._folder):
+            self.state_dict[read_item.dest_index.fqn] = load(value)
 
 
-class _Reader(dcp.FileSystemReader):
+class FolderReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
@@ -126,7 +138,7 @@ class _Reader(dcp.FileSystemReader):
             raise CheckpointError(
                 f"{path} is missing: this is no complete folder of shards; load another one."
             ) from None
-        except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+        except Exception as error:  # a damaged pickle may fail with anything
             raise CheckpointError(f"{path} cannot be read ({error}): load another checkpoint.") from error
         metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -134,28 +146,35 @@ class _Reader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads descriptions of tensors and nothing else."""
+    """Reads descriptions of tensors and nothing else: names of classes that hold values, one by one.
 
-    _FROM = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "torch.distributed.tensor.")
+    A name may be a path of attributes, and lead from any module to all that it has imported: so none is looked up that
+    is not written here.
+    """
+
     _PLAIN = {
         "builtins": {"set", "frozenset", "list", "dict", "tuple", "int", "str", "bytes", "slice", "complex", "float"},
         "collections": {"OrderedDict", "defaultdict"},
         "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+        "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
         "torch.serialization": {"_get_layout"},
-        "torch._utils": {"_rebuild_device_tensor_from_numpy"},
+        "torch.distributed.checkpoint.metadata": {
+            *("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorStorageMetadata"),
+            *("BytesStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        # As torch wrote them before 2.3.
+        "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
     }
 
     def find_class(self, module: str, name: str) -> Any:
         found = None
-        if module.startswith(self._FROM):
-            found = super().find_class(module, name)
-            found = found if isinstance(found, type) else None
-        elif module == "torch":
+        if module == "torch":
             found = getattr(torch, name, None)
             plain = isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
             found = found if plain or found in (torch.Size, torch.device) else None
         elif name in self._PLAIN.get(module, ()):
             found = super().find_class(module, name)
         if found is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not run")
         return found

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,8 @@ import torch
 from accelerate.checkpoint import layout, rng
 from accelerate.checkpoint.files import read_torch, refused
 from accelerate.checkpoint.parts import File
+from accelerate.checkpoint.reading import Reader
+from accelerate.data_loader.position import takes_over
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError
 from accelerate.unwrap import extract_model_from_parallel
@@ -117,22 +118,33 @@ class Loaded:
     progress: dict[str, Any] | None
 
 
-def read(run: Run, folder: Path, **kwargs: Any) -> Loaded:
+def read(run: Run, reader: Reader, **kwargs: Any) -> Loaded:
     """Read what there is. kwargs: for `torch.load`."""
-    own = run.rank if (folder / layout.random_states(run.rank)).exists() else 0
+    own = run.rank if reader.has(layout.random_states(run.rank)) else 0
     return Loaded(
-        [read_torch(folder / layout.scheduler(i), **kwargs) for i in range(len(run.schedulers))],
-        {i: s for i in range(len(run.loaders)) if (s := _if_there(folder / layout.stateful_loader(i))) is not None},
-        _if_there(folder / layout.scaler()) if run.scaler is not None else None,
-        [read_torch(folder / layout.custom(i), **kwargs) for i in range(len(run.custom))],
-        _if_there(folder / layout.random_states(own)),
+        [read_torch(reader.path(layout.scheduler(i)), **kwargs) for i in range(len(run.schedulers))],
+        {i: s for i in range(len(run.loaders)) if (s := _if_there(reader, layout.stateful_loader(i))) is not None},
+        _if_there(reader, layout.scaler()) if run.scaler is not None else None,
+        [read_torch(reader.path(layout.custom(i)), **kwargs) for i in range(len(run.custom))],
+        _random_states(reader, layout.random_states(own)),
         own != run.rank,
-        _if_there(folder / layout.progress(own)),
+        _if_there(reader, layout.progress(own)),
     )
 
 
-def _if_there(path: Path) -> Any:
-    return read_torch(path) if path.exists() else None
+def _if_there(reader: Reader, name: str) -> Any:
+    return read_torch(reader.path(name)) if reader.has(name) else None
+
+
+def _random_states(reader: Reader, name: str) -> Any:
+    states = _if_there(reader, name)
+    try:
+        rng.check(states or {})
+    except Exception as error:
+        raise CheckpointError(
+            f"{reader.folder / name} holds no random states ({type(error).__name__}: {error}): load another checkpoint."
+        ) from error
+    return states
 
 
 def apply_objects(loaded: Loaded, run: Run) -> None:
@@ -146,9 +158,15 @@ def apply_objects(loaded: Loaded, run: Run) -> None:
         _fill(scheduler, state, layout.scheduler(number))
     if run.scaler is not None and loaded.scaler is not None:
         _fill(run.scaler, loaded.scaler, layout.scaler())
+    places = (loaded.progress or {}).get("loaders", [])
     for number, state in loaded.loaders.items():
-        if getattr(run.loaders[number], "use_stateful_dataloader", False):
-            run.loaders[number].load_state_dict(state)
+        loader = run.loaders[number]
+        if not getattr(loader, "use_stateful_dataloader", False):
+            continue
+        if number < len(places) and takes_over(places[number], loader):
+            loader.forget_state()
+        else:
+            loader.load_state_dict(state)
 
 
 def _fill(item: Any, state: Any, name: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from accelerate.checkpoint import disk
+from accelerate.checkpoint import disk, layout
 from accelerate.checkpoint.disk import Entry
 from accelerate.checkpoint.spans import filled_up, in_steps, overlapping, within
 from accelerate.errors import CheckpointError
@@ -157,8 +157,8 @@ def _view(tensor: torch.Tensor) -> memoryview:
 
 def damaged(path: Path) -> CheckpointError:
     return CheckpointError(
-        f"{path} is damaged, its checksum is not the one it was written with: "
-        "copy the checkpoint again, or load another one."
+        f"{path} is damaged, its checksum is not the one it was written with: copy the checkpoint again, load another "
+        f"one, or if it was replaced on purpose, delete {layout.MANIFEST}."
     )
 
 

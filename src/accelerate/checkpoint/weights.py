@@ -109,7 +109,7 @@ def save_weights(
             disk.remove(draft)
     _remove_stale(folder, set(entries), pattern)
     disk.sync_folder(folder)
-    _tell_manifest(folder, entries)
+    tell_manifest(folder, entries)
 
 
 def _parts(weights: dict[str, Any], max_shard_size: int | str, safe: bool) -> list[dict[str, Any]]:
@@ -138,8 +138,8 @@ def _remove_stale(folder: Path, written: set[str], pattern: str) -> None:
             disk.remove(path)
 
 
-def _tell_manifest(folder: Path, entries: dict[str, Entry]) -> None:
-    """A model saved into the folder of a checkpoint replaces a file of it, on purpose."""
+def tell_manifest(folder: Path, entries: dict[str, Entry]) -> None:
+    """What is saved into the folder of a checkpoint by itself replaces a file of it, on purpose."""
     manifest = Manifest.read(folder)
     if manifest is None:
         return

@@ -47,16 +47,18 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
     optimizers = []
     for number, optimizer in enumerate(run.optimizers):
         name = layout.optimizer(number)
-        if (folder / layout.optimizer_shards(number)).is_dir():
+        if reader.has(layout.optimizer_shards(number)):
             state = {"state": {}, **_put_together(folder / layout.optimizer_shards(number))}
         else:
             state = (
-                read_torch(folder / name, **torch_load) if torch_load else reader.content(name, _places_in(optimizer))
+                read_torch(reader.path(name), **torch_load)
+                if torch_load
+                else reader.content(name, _places_in(optimizer))
             )
         state = numbered(state, names_of(run.models, optimizer))  # as engines save that hold pieces
         _check_groups(optimizer, state, folder / name)
         optimizers.append(state)
-    own, everyone = read_gradients(run, folder)
+    own, everyone = read_gradients(run, reader)
 
     def apply() -> None:
         reader.fill()
@@ -71,10 +73,10 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
 
 
 def _read_model(model: torch.nn.Module, reader: Reader, number: int, assign: bool) -> dict[str, Any]:
-    if (reader.folder / layout.model_shards(number)).is_dir():
+    if reader.has(layout.model_shards(number)):
         return _put_together(reader.folder / layout.model_shards(number))
-    names = [layout.model(number, True), layout.gathered_model(number)]
-    name = next((name for name in names if (reader.folder / name).exists()), layout.model(number, False))
+    names = [layout.model(number, True), layout.gathered_model(number), layout.model(number, False)]
+    name = next(filter(reader.has, names), names[0])
     model = plain(model)
     places: dict[str, Place] = {
         key: value.device for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)
@@ -158,20 +160,20 @@ def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
 Gradients = dict[str, torch.Tensor]
 
 
-def read_gradients(run: Run, folder: Path, alike: bool = False) -> tuple[Gradients, Gradients]:
+def read_gradients(run: Run, reader: Reader, alike: bool = False) -> tuple[Gradients, Gradients]:
     """What this process had accumulated by itself, and what is the same for all: exchanged already, or a mean.
 
     On another number of processes each gets the mean; theirs is the same. alike: so it is here.
     """
-    shards = folder / layout.gradient_shards()
-    everyone: Gradients = _put_together(shards) if shards.is_dir() else {}
+    shards = layout.gradient_shards()
+    everyone: Gradients = _put_together(reader.folder / shards) if reader.has(shards) else {}
     if run.saved_ranks == run.ranks and not alike:
-        path = folder / layout.gradients(run.rank)
-        return unpacked(read_safetensors(path)) if path.exists() else {}, everyone
-    paths = [folder / layout.gradients(rank) for rank in range(run.saved_ranks)]
-    saved = [unpacked(read_safetensors(path)) for path in paths if path.exists()]
+        own = layout.gradients(run.rank)
+        return unpacked(read_safetensors(reader.path(own))) if reader.has(own) else {}, everyone
+    files = [layout.gradients(rank) for rank in range(run.saved_ranks)]
+    saved = [unpacked(read_safetensors(reader.path(file))) for file in files if reader.has(file)]
     for name in {name for gradients in saved for name in gradients}:
-        mean = reduce(torch.add, (gradients[name] for gradients in saved if name in gradients)) / len(paths)
+        mean = reduce(torch.add, (gradients[name] for gradients in saved if name in gradients)) / run.saved_ranks
         everyone[name] = mean + everyone[name] if name in everyone else mean
     return {}, everyone
 

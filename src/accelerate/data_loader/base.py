@@ -11,9 +11,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from accelerate.available import is_torchdata_stateful_dataloader_available
 from accelerate.comm.tree import ignorant_find_batch_size
 from accelerate.data_loader.iterable import skips_samples, without_first_samples
-from accelerate.data_loader.position import Position
+from accelerate.data_loader.position import Place, Position
 from accelerate.data_loader.rest import SkipSampler, without_batches, without_samples
 from accelerate.data_loader.samplers import SamplerShard, get_sampler, sampler_owner
+from accelerate.data_loader.streams import undisturbed
 from accelerate.state import GradientState
 
 
@@ -35,10 +36,13 @@ class DataLoaderStateMixin:
 
     gradient_state: GradientState
     position: Position
+    iteration = 0
     _continued: Any = None
-    # Of the epoch, before the first batch of this loader: samples in batches of another size, then batches.
+    # Of the epoch, before the first batch of this loader: samples in batches of another size, then batches;
+    # and in how many steps all of them were.
     _left_out_samples = 0
     _left_out_batches = 0
+    _left_out_steps = 0
 
     def reset(self) -> None:
         """Back to before the first batch."""
@@ -58,10 +62,15 @@ class DataLoaderStateMixin:
     def end(self) -> None:
         """An iteration is over, or was broken off."""
         self.gradient_state._remove_dataloader(self)
-        self.position.end()
-        if self._continued is not None:
-            # The rest of an epoch was read: the loader it belongs to goes on with the next one.
-            self._continued.iteration = getattr(self, "iteration", 0)
+
+    def _end_of(self, place: Place) -> None:
+        """The iteration at that place is over: the next one is another epoch, unless a checkpoint has said which."""
+        if self.position.end(place):
+            self.iteration += 1
+            if self._continued is not None:
+                # The rest of an epoch was read: the loader it belongs to goes on with the next one.
+                self._continued.iteration = self.iteration
+        self.end()
 
     def _hand_out(self, batch: Any, counts: tuple[int, int] | None = None) -> Any:
         """The last thing before a batch goes to the loop: from here on it is the one at hand.
@@ -72,7 +81,6 @@ class DataLoaderStateMixin:
         if counts is None and self.end_of_dataloader:
             counts = self._counts_if_short(batch)
         self.real_samples, self.batch_samples = counts or (None, None)
-        self.position.handed_out(self.end_of_dataloader)
         return batch
 
     def _counts_if_short(self, batch: Any) -> tuple[int, int] | None:
@@ -141,7 +149,7 @@ def skipped_batches(loader: Any, count: int) -> dict[str, Any] | None:
         return {"sampler": without_batches(loader.sampler, count), "batch_size": None}
     if loader.batch_sampler is not None:
         return {"batch_sampler": without_batches(loader.batch_sampler, count)}
-    return None
+    return {"sampler": SkipSampler(loader.sampler, count), "batch_size": None}
 
 
 @functools.cache
@@ -166,7 +174,7 @@ class DataLoaderAdapter:
         self.use_stateful_dataloader = use_stateful_dataloader
         kind: Any = _stateful_loader() if use_stateful_dataloader else DataLoader
         self.base_dataloader = kind(dataset, batch_sampler=batch_sampler, **kwargs)
-        self.dl_state_dict = self.base_dataloader.state_dict() if use_stateful_dataloader else None
+        self.dl_state_dict: dict[str, Any] | None = None
         self.position = Position()
 
     def __getattr__(self, name: str) -> Any:
@@ -219,13 +227,19 @@ class DataLoaderAdapter:
         return 1
 
     def without_first(self, count: int) -> Any:
-        """The same loader for the rest of an epoch of which `count` batches are done."""
-        if self.position.asked_to_skip(count):
+        """The same loader for the rest of an epoch of which `count` batches are done, in a loaded checkpoint or not."""
+        self.forget_state()  # or else the place that was loaded would be skipped to twice
+        if self.position.asked_to_skip(count, self):
             return self.position.rest_of(self)
+        return self.after(count)
+
+    def after(self, count: int) -> Any:
+        """The same loader without the first `count` batches that it has itself."""
         skipped = skipped_batches(self, count * self.batches_per_step)
         skip_batches = self.skip_batches + (count if skipped is None else 0)
         loader = self._continuation(self.dataset, skip_batches, skipped or same_batches(self))
         loader._left_out_batches += count
+        loader._left_out_steps += count
         return loader
 
     def without_samples(self, count: int) -> Any:
@@ -256,27 +270,42 @@ class DataLoaderAdapter:
         for name in ("gradient_state", "on_uneven_end", "synchronized_generator", "position"):
             if name in self.__dict__:
                 setattr(loader, name, self.__dict__[name])
-        for name in ("_left_out_samples", "_left_out_batches"):
+        for name in ("_left_out_samples", "_left_out_batches", "_left_out_steps"):
             setattr(loader, name, getattr(self, name))
         loader._continued = self if self.__dict__.get("_continued") is None else self._continued
         return loader
 
     def state_dict(self) -> dict[str, Any] | None:
         """Where the stateful loader stood when the batch at hand was handed out."""
+        if self.dl_state_dict is None and self.use_stateful_dataloader:
+            # Before the first one. The iterator that it makes to tell its state must not be that of the first epoch,
+            # whose order is not to be drawn yet.
+            with undisturbed(self):
+                self.dl_state_dict = self.base_dataloader.state_dict()
+            self.base_dataloader.load_state_dict({})
         return self.dl_state_dict
+
+    def forget_state(self) -> None:
+        """Have a stateful loader start at the beginning, though a state was loaded."""
+        if self.use_stateful_dataloader:
+            self.base_dataloader.next_iter_state = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the position of `state_dict` (stateful loaders only)."""
         self.base_dataloader.load_state_dict(state_dict)
+        self.dl_state_dict = dict(state_dict)
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Say in the position whether the batch at hand was the last: the loader itself is one batch ahead."""
         if self.dl_state_dict is not None:
             self.dl_state_dict["_iterator_finished"] = getattr(self, "end_of_dataloader", False)
 
-    def _note_position(self) -> None:
+    def _note_position(self, place: Place) -> None:
         """Called before the next batch is fetched, so that the position is that of the batch at hand."""
-        self.position.fetched(self)
+        self.position.fetched(self, place)
+        self._note_state()
+
+    def _note_state(self) -> None:
         if self.use_stateful_dataloader:
             self.dl_state_dict = self.base_dataloader.state_dict()
             self.adjust_state_dict_for_prefetch()

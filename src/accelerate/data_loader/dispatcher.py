@@ -13,6 +13,7 @@ from accelerate.comm.tree import slice_tensors
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, forward_epoch
 from accelerate.data_loader.dispatch import Handout, Part
 from accelerate.data_loader.pieces import batch_length, cut, join
+from accelerate.data_loader.position import Place
 from accelerate.data_loader.transfer import transfer_to
 from accelerate.parallel.mesh import shares_of_ranks
 from accelerate.random import synchronize_rng_states
@@ -67,22 +68,22 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
         self.remainder = -1
         self.set_epoch(self.iteration)
-        self.position.begin(self)
+        place = self.position.begin(self)
         transfer = transfer_to(self.state.device, self._non_blocking)
         handout = Handout(current())
-        parts = self._lead(handout) if self.state.is_main_process else self._follow(handout)
+        parts = self._lead(handout, place) if self.state.is_main_process else self._follow(handout)
         try:
             for index, part in enumerate(parts):
-                self.position.caught_up()
+                self.position.caught_up(self)
                 self.end_of_dataloader = self.ends_everywhere = part.is_last
                 self.remainder = part.total_samples if part.is_last else -1
                 self.adjust_state_dict_for_prefetch()
                 if index >= self.skip_batches:
+                    place.handed_out(part.is_last)
                     yield self._hand_out(transfer.finish(transfer.start(part.batch)), part.counts)
         finally:
-            self.position.caught_up()
-            self.iteration += 1
-            self.end()
+            self.position.caught_up(self)
+            self._end_of(place)
 
     def _follow(self, handout: Handout) -> Iterator[Part]:
         while (part := handout.receive()) is not None:
@@ -90,9 +91,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             if part.is_last:
                 return
 
-    def _lead(self, handout: Handout) -> Iterator[Part]:
+    def _lead(self, handout: Handout, place: Place) -> Iterator[Part]:
         """Read one global batch ahead, so that the last one is known when it is sent."""
-        steps = self._steps()
+        steps = self._steps(place)
         with handout.telling_errors():
             start = step = next(steps, None)
         if start is None:
@@ -100,7 +101,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             return
         while step is not None:
             with handout.telling_errors():
-                self._note_position()
+                self._note_position(place)
                 following = next(steps, None)
                 shares = self._parts(step, start, is_last=following is None)
                 parts = [shares[share] for share in self._share_of_rank]
@@ -109,9 +110,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             yield parts[0]
             step = following
 
-    def _steps(self) -> Iterator[list[Any]]:
+    def _steps(self, place: Place) -> Iterator[list[Any]]:
         """The batches that all processes together work on in one step."""
-        batches = iter(self.base_dataloader)
+        with self.position.iterating(self, place):
+            batches = iter(self.base_dataloader)
         count = self.batches_per_step
         while group := list(itertools.islice(batches, count)):
             if self._drop_last and len(group) < count:
@@ -200,7 +202,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def total_batch_size(self) -> int:
         """The batch size over all processes."""
-        size: int = self.base_dataloader.batch_size or getattr(self.batch_sampler, "batch_size", None) or 1
+        # The sampler of a dataset that takes lists makes batches, too.
+        batches = self.sampler if self.batch_sampler is None else self.batch_sampler
+        size: int = self.base_dataloader.batch_size or getattr(batches, "batch_size", None) or 1
         return size if self.split_batches else size * self._shares
 
     @property

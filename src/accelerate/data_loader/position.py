@@ -3,95 +3,154 @@
 from __future__ import annotations
 
 import copy
-import random
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
+from accelerate.data_loader import streams
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.rest import SkipSampler
-from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler, sampler_owner
+from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SamplerShard, SeedableRandomSampler, sampler_owner
+
+
+@dataclass(eq=False)
+class Place:
+    """The place of one iteration.
+
+    start: the random states that the order of the epoch came from.
+    batches: how many of the epoch were handed out, after `samples` that were read in batches of another size.
+    earlier: in how many steps those samples were. partial: whether its first batch is not the first one of the epoch.
+    dataset: the state of a dataset that can tell its place.
+    """
+
+    epoch: int
+    start: dict[str, Any]
+    batches: int
+    samples: int
+    earlier: int
+    partial: bool
+    finished: bool = False
+    dataset: Any = None
+
+    def handed_out(self, last: bool) -> None:
+        self.batches += 1
+        self.finished = last
 
 
 class Position:
-    """The place of the loop in a loader's data, shared by the loader and the loaders for the rest of its epochs.
+    """The places of the loops over a loader, shared by it and the loaders for the rest of its epochs.
 
-    batches: how many of the epoch were handed out, after `samples` that were read in batches of another size.
-    running: whether an epoch is being read. start: the random states that the order of the epoch came from.
     follows_dataset: whether to keep the state of a dataset that can tell its place, after each batch.
     """
 
     follows_dataset = False
 
     def __init__(self) -> None:
-        self.dataset: Any = None
-        self.batches = self.samples = 0
-        self.running = False
-        self.finished = False
-        self.start: dict[str, Any] | None = None
-        # What a loaded checkpoint says, until the next iteration has followed it.
+        # Those that are being read: the last one counts, the others are the loops around it.
+        self._places: list[Place] = []
+        # What a loaded checkpoint says, until the next iteration has begun to follow it.
+        self._loaded: dict[str, Any] | None = None
         self._replay: dict[str, Any] | None = None
         self._skip: dict[str, Any] | None = None
+        # The same, of a stateful loader that goes there by itself.
+        self._ahead: dict[str, Any] | None = None
+        # While the first batch is fetched: the random states to go on with.
         self._now: dict[str, Any] | None = None
+        self._same = False
+        # Whether torch's loader draws a number at the next iteration, where that is to be as in the saved run.
+        self._draws: bool | None = None
+        self._draws_next: bool | None = None
 
     # --- during an epoch ----------------------------------------------------------------------------------------
 
-    def begin(self, loader: Any) -> None:
-        self.start = _random_states(loader)
-        self.batches, self.samples = loader._left_out_batches, loader._left_out_samples
-        self.running, self.finished = True, False
-        self.dataset = None
+    def begin(self, loader: Any) -> Place:
+        draws, self._draws = self._draws, None
+        if loader._continued is None:
+            draws, self._draws_next = (self._draws_next if draws is None else draws), None
+        start = streams.random_states(loader) | {"draws": streams.draws_seed(loader) if draws is None else draws}
+        batches, samples, steps = loader._left_out_batches, loader._left_out_samples, loader._left_out_steps
+        place = Place(loader.iteration, start, batches, samples, steps - batches, bool(steps))
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and loader._continued is None:
+            place.batches, place.samples = ahead["batches"], ahead["samples"]
+            place.earlier, place.partial = ahead["steps"] - ahead["batches"], ahead["partial"]
+        self._places.append(place)
+        self._loaded = None
+        return place
 
-    def fetched(self, loader: Any) -> None:
+    def iterating(self, loader: Any, place: Place) -> AbstractContextManager[None]:
+        """A context in which to have torch's loader begin the iteration."""
+        return streams.drawing_seed(loader, place.start["draws"])
+
+    def fetched(self, loader: Any, place: Place) -> None:
         """The batch at hand was fetched, and the next one is about to be."""
         if self.follows_dataset and (dataset := _telling_dataset(loader)) is not None:
-            self.dataset = copy.deepcopy(dataset.state_dict())
+            place.dataset = copy.deepcopy(dataset.state_dict())
 
-    def handed_out(self, last: bool) -> None:
-        self.batches += 1
-        self.finished = last
-
-    def end(self) -> None:
-        self.running = False
+    def end(self, place: Place) -> bool:
+        """An iteration is over; whether it still was one of this run, and no checkpoint has been loaded meanwhile."""
+        if place not in self._places:
+            return False
+        self._places.remove(place)
+        return True
 
     # --- saving and loading -------------------------------------------------------------------------------------
 
     def state_dict(self, loader: Any) -> dict[str, Any]:
-        """Where the loop stands. inside: whether this process has batches left of the epoch, or else it is over."""
+        """Where the loop stands.
+
+        running: whether an epoch is being read. inside: whether this process has batches left of it, or else it is
+        over. steps: of the epoch so far, whatever their batches were.
+        """
+        generators = streams.generator_states(loader)
+        if self._loaded is not None:  # nothing was read since
+            alike = len(generators) == len(self._loaded["generators"])
+            return self._loaded | ({"generators": generators} if alike else {})
         sampler = _sampler(loader)
+        place = self._places[-1] if self._places else Place(loader.iteration, {}, 0, 0, 0, False, finished=True)
         return {
-            "epoch": loader.iteration,
-            "running": self.running,
-            "inside": self.running and not self.finished,
-            "batches": self.batches,
-            "samples": self.samples,
-            "start": self.start,
-            "dataset": self.dataset,
-            "generators": [generator.get_state() for generator in _generators(loader)],
+            "epoch": place.epoch,
+            "running": bool(self._places),
+            "inside": not place.finished,
+            "batches": place.batches,
+            "samples": place.samples,
+            "steps": place.earlier + place.batches,
+            "partial": place.partial,
+            "start": place.start or None,
+            "draws_next": streams.draws_seed(loader) if self._draws_next is None else self._draws_next,
+            "dataset": place.dataset,
+            "generators": generators,
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
             "batch": loader.total_batch_size,
             "processes": loader._shares,
+            "workers": loader.num_workers,
         }
 
     def load_state_dict(self, state: dict[str, Any], loader: Any, *, skip: bool) -> None:
         """Have the next iteration follow the interrupted one; skip: and start where that one was."""
         vars(self).update(vars(Position()))
-        state = _settled(state)
+        self._loaded = state
+        self._draws_next = state["draws_next"]
+        self._follow(_settled(state), loader, skip)
+
+    def _follow(self, state: dict[str, Any], loader: Any, skip: bool) -> None:
         loader.iteration = state["epoch"]
         sampler = _sampler(loader)
         if isinstance(sampler, SeedableRandomSampler) and state["seed"] is not None:
             sampler.initial_seed = state["seed"]
         start = state["start"]
-        if state["generators"] and not _generators(loader) and isinstance(sampler, RANDOM_SAMPLERS):
+        if state["generators"] and not streams.generators(loader) and isinstance(sampler, RANDOM_SAMPLERS):
             sampler.generator = torch.Generator()  # several processes shuffled by one; a single one has none
         elif start is not None and not state["generators"] and isinstance(sampler, RANDOM_SAMPLERS):
-            start = {**start, "generators": [_generator_of_one(start, sampler)]}
-        for generator, value in zip(_generators(loader), state["generators"], strict=False):
-            generator.set_state(value)
+            start = {**start, "generators": [streams.state_of_one(start, sampler)]}
+        streams.set_generators(loader, state["generators"])
         self._replay = start
-        self._skip = state if skip and (state["batches"] or state["samples"]) else None
+        self._same = _same_batches(state, loader)
+        self._skip = state if skip and state["steps"] else None
+        self._ahead = state if loader.use_stateful_dataloader and not skip else None
 
     # --- the iteration after loading ----------------------------------------------------------------------------
 
@@ -100,19 +159,17 @@ class Position:
         if self._skip is None:
             return None
         state, self._skip = self._skip, None
-        samples, batches = state["samples"], state["batches"]
-        dataset = _telling_dataset(loader)
-        if dataset is not None and state["dataset"] is not None:
-            dataset.load_state_dict(state["dataset"])
-            return loader.going_on(samples + batches * state["batch"])
-        if not _same_batches(state, loader):
-            samples, batches = samples + batches * state["batch"], 0
-        rest = loader.without_samples(samples) if samples else loader
-        return rest.without_first(batches) if batches else rest
+        rest = _rest(state, loader)
+        rest._left_out_steps = state["steps"]
+        return rest
 
-    def asked_to_skip(self, count: int) -> bool:
+    def asked_to_skip(self, count: int, loader: Any) -> bool:
         """A script skips by itself what would be skipped anyway: whether it means just that."""
-        same = self._skip is not None and self._skip["batches"] == count
+        saved = self._loaded
+        if saved is not None and saved["running"] and not saved["inside"] and count and count == saved["steps"]:
+            self._follow(saved, loader, skip=True)  # all of the epoch that was over: nothing is left of it
+            return True
+        same = self._skip is not None and count in (self._skip["steps"], self._skip["batches"])
         if not same:
             self._skip = None
         return same
@@ -122,24 +179,48 @@ class Position:
         if self._replay is None:
             return
         states, self._replay = self._replay, None
-        self._now = _global_states()
-        for generator, value in zip(_generators(loader), states["generators"], strict=False):
-            generator.set_state(value)
-        _set_global_states(states)
+        self._now = streams.random_states(loader)
+        self._draws = states["draws"]
+        streams.set_generators(loader, states["generators"])
+        streams.set_global_states(states)
 
-    def caught_up(self) -> None:
+    def caught_up(self, loader: Any) -> None:
         """The first batch is there: random states are again those that the checkpoint has brought."""
-        if self._now is not None:
-            states, self._now = self._now, None
-            _set_global_states(states)
+        if self._now is None:
+            return
+        states, self._now = self._now, None
+        streams.set_global_states(states)
+        # A generator may be shared with another loader. It stays where it is if the order is still being drawn, and not
+        # from the place where it was when the checkpoint was saved.
+        if streams.draws_at_once(_sampler(loader)) or (self._same and loader._left_out_steps):
+            streams.set_generators(loader, states["generators"])
+
+
+def takes_over(state: dict[str, Any], loader: Any) -> bool:
+    """Whether it is not a stateful loader itself that can go on from where it was."""
+    alike = _same_batches(state, loader) and state["workers"] == loader.num_workers
+    return state["partial"] or not alike
 
 
 def _settled(state: dict[str, Any]) -> dict[str, Any]:
     """A saved place, of which nothing but the next epoch is left when the one it was in is over."""
     if state["inside"]:
         return state
-    nothing = {"batches": 0, "samples": 0, "start": None, "dataset": None}
+    nothing = {"batches": 0, "samples": 0, "steps": 0, "start": None, "dataset": None}
     return {**state, **nothing, "epoch": state["epoch"] + state["running"]}
+
+
+def _rest(state: dict[str, Any], loader: Any) -> Any:
+    """A loader for what comes after a saved place."""
+    samples, batches = state["samples"], state["batches"]
+    dataset = _telling_dataset(loader)
+    if dataset is not None and state["dataset"] is not None:
+        dataset.load_state_dict(state["dataset"])
+        return loader.going_on(samples + batches * state["batch"])
+    if not _same_batches(state, loader):
+        samples, batches = samples + batches * state["batch"], 0
+    rest = loader.without_samples(samples) if samples else loader
+    return rest.after(batches) if batches else rest
 
 
 def _telling_dataset(loader: Any) -> Any:
@@ -172,7 +253,7 @@ def change(state: dict[str, Any], loader: Any) -> str | None:
 def _inexact(state: dict[str, Any], loader: Any) -> str:
     """A word of warning where some of the remaining samples may come twice or not at all."""
     if isinstance(loader.dataset, IterableDataset):
-        if not loader.num_workers or loader.use_stateful_dataloader:
+        if not loader.num_workers:
             return ""
         return " (worker processes read its dataset: the last samples before the checkpoint may come a second time)"
     owner = sampler_owner(loader)
@@ -186,46 +267,9 @@ def _inexact(state: dict[str, Any], loader: Any) -> str:
     return f" (its {type(owner).__name__} now makes other batches: some samples may come twice or not at all)"
 
 
-def _generator_of_one(start: dict[str, Any], sampler: Any) -> torch.Tensor:
-    """The state of a generator that shuffles as a single process, which has none, did from the global state."""
-    generator = torch.Generator()
-    generator.set_state(start["torch"])
-    torch.empty((), dtype=torch.int64).random_(generator=generator)  # torch's loader takes one for its workers
-    if isinstance(sampler, RandomSampler):
-        generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=generator).item()))
-    return generator.get_state()
-
-
 def _sampler(loader: Any) -> Any:
     owner = sampler_owner(loader)
     sampler = getattr(loader, "sampler", None) if owner is None else getattr(owner, "sampler", None)
-    return sampler.sampler if isinstance(sampler, SkipSampler) else sampler
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """The generators that may decide the order of a loader, each once."""
-    found: list[torch.Generator] = []
-    iterable = isinstance(loader.dataset, IterableDataset)
-    holders = [loader.dataset] if iterable else [_sampler(loader), sampler_owner(loader)]
-    values = [getattr(loader, "synchronized_generator", None), loader.base_dataloader.generator]
-    for holder in holders:
-        values += [value for _, value in sorted(getattr(holder, "__dict__", {}).items(), key=lambda item: item[0])]
-    for value in values:
-        if isinstance(value, torch.Generator) and not any(value is other for other in found):
-            found.append(value)
-    return found
-
-
-def _global_states() -> dict[str, Any]:
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
-
-
-def _set_global_states(states: dict[str, Any]) -> None:
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-
-
-def _random_states(loader: Any) -> dict[str, Any]:
-    return {**_global_states(), "generators": [generator.get_state() for generator in _generators(loader)]}
+    while isinstance(sampler, (SkipSampler, SamplerShard)):
+        sampler = sampler.sampler
+    return sampler

@@ -10,6 +10,7 @@ from torch.utils.data import IterableDataset
 
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, forward_epoch
 from accelerate.data_loader.iterable import IterableDatasetShard, PartlyRepeated
+from accelerate.data_loader.position import Place
 from accelerate.data_loader.transfer import transfer_to
 from accelerate.random import synchronize_rng_states
 
@@ -58,10 +59,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
         self.begin()
         self.set_epoch(self.iteration)
-        self.position.begin(self)
+        place = self.position.begin(self)
         backwards = self.gradient_state.backwards
         try:
-            yield from self._batches()
+            yield from self._batches(place)
             if self.on_uneven_end is not None:
                 self.on_uneven_end(self, backwards)
         except GeneratorExit:
@@ -70,12 +71,12 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             raise
         finally:
             # Also after a `break`: the next iteration is another epoch, and no longer ours the batch at hand.
-            self.iteration += 1
-            self.end()
+            self._end_of(place)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, place: Place) -> Iterator[Any]:
         transfer = transfer_to(self.device, self._non_blocking)
-        batches = iter(self.base_dataloader)
+        with self.position.iterating(self, place):
+            batches = iter(self.base_dataloader)
         counts_of = getattr(self._shard, "counts", None) or _none_repeated
         tells_position = self.use_stateful_dataloader or self.position.follows_dataset
 
@@ -90,14 +91,14 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         try:
             upcoming = fetch()
         finally:
-            self.position.caught_up()
+            self.position.caught_up(self)
         if upcoming is None:
             self._set_end(True)
         index = 0
         while upcoming is not None:
             current, counts = upcoming
             if tells_position:
-                self._note_position()
+                self._note_position(place)
             transfer.wait()
             upcoming = fetch()
             if index >= self.skip_batches:
@@ -106,6 +107,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 self._set_end(last)
                 if self.on_uneven_end is not None:
                     self.on_uneven_end.next_batch(self.gradient_state.backwards)
+                place.handed_out(last)
                 yield self._hand_out(transfer.finish(current), counts or counts_of(-1 if last else index))
             index += 1
 

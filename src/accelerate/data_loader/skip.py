@@ -31,7 +31,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.begin()
         try:
             for batch in itertools.islice(iter(self.base_dataloader), self.skip_batches, None):
-                self._note_position()
+                self._note_state()
                 yield self._hand_out(batch)
         finally:
             self.end()

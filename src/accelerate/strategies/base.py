@@ -26,6 +26,8 @@ class Strategy:
     places_models = False
     # Whether every process has to call a model equally often.
     needs_even_batches = False
+    # Whether the main process has all models and optimizers, and can save them when the others do not take part.
+    saves_alone = True
     # The scaler of fp16 training.
     scaler_kind: type[Scaler] = Scaler
 

@@ -31,6 +31,7 @@ class Sharded(Strategy):
 
     places_models = True
     needs_even_batches = True
+    saves_alone = False
     scaler_kind = ShardedScaler
     # Whether a process can take back gradients that it alone has accumulated; else all get their mean.
     takes_back = True
@@ -150,7 +151,7 @@ class Sharded(Strategy):
             self.read_optimizer(run.models, optimizer, reader, number)
             for number, optimizer in enumerate(run.optimizers)
         ]
-        waiting, exchanged = read_gradients(run, reader.folder, alike=not self.takes_back)
+        waiting, exchanged = read_gradients(run, reader, alike=not self.takes_back)
 
         def apply() -> None:
             for model, pieces in zip(run.without_hooks, models, strict=True):
@@ -175,11 +176,11 @@ class Sharded(Strategy):
         """
         everything = self.pieces(model)
         own = everything if names is None else {stored: everything[name] for stored, name in names.items()}
-        folder = reader.folder / layout.model_shards(number)
-        if folder.is_dir():
-            found = read(folder, lambda keys, size, dtype: _place(own.get(".".join(keys)), size, dtype))
+        folder = layout.model_shards(number)
+        if reader.has(folder):
+            found = read(reader.folder / folder, lambda keys, size, dtype: _place(own.get(".".join(keys)), size, dtype))
         else:
-            stored = reader.weights(_model_file(reader.folder, number), {})
+            stored = reader.weights(_model_file(reader, number), {})
             found = {name: _cut(value, own.get(name)) for name, value in stored.items()}
         for twins in self.same(model):  # one name may be all that was stored
             stored_as = next((name for name in twins if name in found), None)
@@ -203,9 +204,9 @@ class Sharded(Strategy):
         def like(keys: tuple[Any, ...]) -> Any:
             return likes.get(keys[1]) if keys[0] == "state" else None
 
-        folder = reader.folder / layout.optimizer_shards(number)
-        if folder.is_dir():
-            content = read(folder, lambda keys, size, dtype: _place(like(keys), size, dtype))
+        folder = layout.optimizer_shards(number)
+        if reader.has(folder):
+            content = read(reader.folder / folder, lambda keys, size, dtype: _place(like(keys), size, dtype))
             return {"state": {}, **content}
         content = named(reader.content(layout.optimizer(number)), self.names(models, _inner(optimizer)))
         state = {
@@ -254,13 +255,13 @@ def _cut(value: Any, like: Any) -> Any:
     return value
 
 
-def _model_file(folder: Path, number: int) -> str:
+def _model_file(reader: Reader, number: int) -> str:
     names = [layout.gathered_model(number), layout.model(number, True), layout.model(number, False)]
-    found = next((name for name in names if (folder / name).exists()), None)
+    found = next(filter(reader.has, names), None)
     if found is None:
         raise CheckpointError(
-            f"{folder} has no model number {number} (neither the folder {layout.model_shards(number)} nor any of "
-            f"{', '.join(names)}): load a checkpoint of as many models."
+            f"{reader.folder} has no model number {number} (neither the folder {layout.model_shards(number)} nor any "
+            f"of {', '.join(names)}): load a checkpoint of as many models."
         )
     return found
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import collections
 import json
 import os
+import pickle
 import random
 import re
 import threading
 import warnings
 from collections import OrderedDict, defaultdict, deque
+from dataclasses import replace
 from datetime import date, datetime, timedelta, timezone
 from enum import Enum
 from pathlib import Path
@@ -24,6 +26,8 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.checkpoint import commit, disk, host, layout, sparse
 from accelerate.checkpoint.files import write_safetensors
+from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.reading import Reader
 from accelerate.checkpoint.state import Run
 from accelerate.checkpoint.whole import read_gradients
 from accelerate.checkpointing import (
@@ -87,7 +91,7 @@ def test_everything_comes_back(tmp_path: Path, safe: bool) -> None:
     run = Training()
     run.step()
     expected = run.state()
-    assert run.accelerator.save_state(tmp_path / "x", safe_serialization=safe) == str(tmp_path / "x")
+    assert run.accelerator.save_state(tmp_path / "x", safe_serialization=safe) == tmp_path / "x"
     draws = [random.random(), np.random.rand(), torch.rand(1).item()]
     other = Training(seed=5)
     assert other.state() != expected
@@ -132,7 +136,7 @@ def test_automatic_names(tmp_path: Path) -> None:
     run = Training(project_config=config)
     for number in range(3):
         run.step()
-        assert run.accelerator.save_state() == str(tmp_path / "checkpoints" / f"checkpoint_{number}")
+        assert run.accelerator.save_state() == tmp_path / "checkpoints" / f"checkpoint_{number}"
     assert run.accelerator.save_iteration == 3
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_2"]
     config.iteration = 2
@@ -143,7 +147,7 @@ def test_automatic_names(tmp_path: Path) -> None:
     other = Training(seed=3, project_config=fresh)
     other.accelerator.load_state()
     assert other.state() == expected
-    assert other.accelerator.save_state().endswith("checkpoint_3")
+    assert other.accelerator.save_state().name == "checkpoint_3"
     other.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_2")
 
 
@@ -265,7 +269,9 @@ def test_damage_is_named_and_nothing_is_loaded(tmp_path: Path, kind: str) -> Non
         for look in (run.accelerator.load_state, verify_checkpoint):
             with pytest.raises(CheckpointError, match=name.replace(".", r"\.")) as caught:
                 look(tmp_path / "x")
-            assert "\n" not in str(caught.value) and str(caught.value).endswith(("another one.", "checkpoint."))
+            assert "\n" not in str(caught.value) and str(caught.value).endswith(
+                ("another one.", "checkpoint.", "accelerate_manifest.json.")
+            )
         assert run.state() == before and torch.equal(torch.get_rng_state(), rng)
         (tmp_path / "x" / name).write_bytes(content)
     run.accelerator.load_state(tmp_path / "x")
@@ -387,12 +393,17 @@ def test_a_manifest_says_nothing_of_other_folders(tmp_path: Path, name: str) -> 
     (tmp_path / "mine").write_text("")
     (folder / "link").symlink_to(tmp_path)
     name = name if name != "/mine" else str(tmp_path / "mine")
-    content = json.loads((folder / "accelerate_manifest.json").read_text())
-    content["files"][name] = {"size": 0, "crc32": []}
-    (folder / "accelerate_manifest.json").write_text(json.dumps(content))
-    for look in (run.accelerator.load_state, run.accelerator.save_state):
-        with pytest.raises(CheckpointError, match=r"mine is not in its folder|link leads out of the checkpoint"):
-            look(folder)
+    manifest = Manifest.read(folder)
+    assert manifest is not None
+    replace(manifest, files={**manifest.files, name: disk.Entry(0, [])}).write(folder)
+    if name == "link/mine":
+        for look in (run.accelerator.load_state, run.accelerator.save_state):
+            with pytest.raises(CheckpointError, match=r"link leads out of the checkpoint"):
+                look(folder)
+    else:
+        with pytest.raises(CheckpointError, match=r"mine is not in its folder"):
+            Manifest.read(folder)
+        run.accelerator.load_state(folder)  # the new one
     assert (tmp_path / "mine").exists()
 
 
@@ -502,33 +513,71 @@ class Evil:
         return os.system, ("touch evil",)
 
 
-@pytest.mark.parametrize("protocol", [2, 4])
-def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, protocol: int) -> None:
-    import pickle
-
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("kind", ["archive", "before torch 1.6", "no file of torch"])
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, protocol: int) -> None:
     monkeypatch.chdir(tmp_path)
     run = Training()
     folder = tmp_path / "x"
-    run.accelerator.save_state(folder)
+    run.accelerator.save_state(folder, safe_serialization=False)
     (folder / "accelerate_manifest.json").unlink()
     before = run.state()
-    for name in ("optimizer.bin", "custom_checkpoint_0.pkl", "random_states_0.pkl", "progress_0.bin"):
-        content = (folder / name).read_bytes()
-        if protocol == 2:
-            torch.save({"state": Evil()}, folder / name)
+    order = OrderedDict(a=torch.ones(1) if kind != "no file of torch" else 1)
+    content = {"text": "text", "order": order, "again": ["text", Evil()]}
+    names = ("pytorch_model.bin", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl")
+    for name in (*names, "random_states_0.pkl", "progress_0.bin"):
+        good = (folder / name).read_bytes()
+        if kind == "no file of torch":
+            (folder / name).write_bytes(pickle.dumps(content, protocol=protocol))
         else:
-            (folder / name).write_bytes(pickle.dumps({"state": Evil()}, protocol=4))
+            archive = kind == "archive"
+            torch.save(content, folder / name, pickle_protocol=protocol, _use_new_zipfile_serialization=archive)
         with pytest.raises(CheckpointError, match=f"{name} asks for posix.system, which is neither"):
-            with pytest.warns() if protocol == 4 else no_warning():
-                run.accelerator.load_state(folder)
-        (folder / name).write_bytes(content)
+            run.accelerator.load_state(folder)
+        (folder / name).write_bytes(good)
+    run.accelerator.load_state(folder)
     assert run.state() == before and not (tmp_path / "evil").exists()
 
 
-def no_warning() -> Any:
-    import contextlib
+@pytest.mark.parametrize("behind", [False, True])
+def test_what_cannot_be_pickled_is_named(tmp_path: Path, behind: bool) -> None:
+    run = Training()
+    run.counter.value = threading.Lock()
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl cannot be written, .*cannot pickle '_thread"):
+        run.accelerator.save_state(tmp_path / "x", async_save=behind)
+        run.accelerator.wait_for_checkpoint()
+    assert not list(tmp_path.iterdir())
 
-    return contextlib.nullcontext()
+
+ODD_TENSORS = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse rows": lambda: torch.eye(3).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "without contents": lambda: torch.ones(2, device="meta"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta state|prototype stage|deprecated)")
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("kind", ODD_TENSORS)
+def test_odd_tensors_in_objects(tmp_path: Path, kind: str, behind: bool) -> None:
+    run = Training()
+    run.counter.value = value = ODD_TENSORS[kind]()
+    folder = run.accelerator.save_state(tmp_path / "x", async_save=behind)
+    assert folder == tmp_path / "x"
+    run.counter.value = None
+    run.accelerator.load_state(folder)
+    found = run.counter.value
+    assert (found.layout, found.dtype, found.device) == (value.layout, value.dtype, value.device)
+    if kind == "nested" or kind == "jagged":
+        assert all(torch.equal(a, b) for a, b in zip(found.unbind(), value.unbind(), strict=True))
+    elif kind == "quantized":
+        assert torch.equal(found.dequantize(), value.dequantize())
+    elif kind != "without contents":
+        assert torch.equal(found.to_dense(), value.to_dense())
 
 
 class Tied(nn.Module):
@@ -717,7 +766,7 @@ def test_the_mean_of_sparse_gradients(tmp_path: Path) -> None:
     two = torch.sparse_coo_tensor([[2]], [2.0], (3,), check_invariants=True)
     for rank, gradient in enumerate((one, two)):
         write_safetensors(sparse.packed({"0.x": gradient}), tmp_path / layout.gradients(rank))
-    _, found = read_gradients(Run(0, 1, Accelerator(cpu=True).state.device_kind, saved_ranks=2), tmp_path)
+    _, found = read_gradients(Run(0, 1, Accelerator(cpu=True).state.device_kind, saved_ranks=2), Reader(tmp_path))
     assert found["0.x"].layout == torch.sparse_coo and found["0.x"].to_dense().tolist() == [0, 2, 1]
 
 

@@ -1,0 +1,150 @@
+"""The random states that the order of a loader comes from: the global ones, and generators of its own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+
+def generators(loader: Any) -> list[torch.Generator]:
+    """The generators that may decide the order of a loader, each once, in the same order however it is wrapped."""
+    found: list[torch.Generator] = []
+    seen: set[int] = set()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Generator) and not any(value is other for other in found):
+            found.append(value)
+
+    def visit(holder: Any) -> None:
+        if id(holder) in seen:
+            return
+        seen.add(id(holder))
+        inner = []
+        for name, value in sorted(getattr(holder, "__dict__", {}).items(), key=lambda item: item[0]):
+            add(value)
+            values = value if type(value) in (list, tuple) and value and _decides(value[0]) else [value]
+            inner += [one for one in values if _decides(one) or name in ("sampler", "batch_sampler")]
+        for one in inner:
+            visit(one)
+
+    add(getattr(loader, "synchronized_generator", None))
+    add(loader.base_dataloader.generator)
+    if isinstance(loader.dataset, IterableDataset):
+        visit(loader.dataset)
+    else:
+        visit(loader.sampler if loader.batch_sampler is None else loader.batch_sampler)
+    return found
+
+
+def _decides(value: Any) -> bool:
+    return isinstance(value, (Sampler, IterableDataset))
+
+
+def draws_at_once(sampler: Any) -> bool:
+    """Whether nothing more is drawn for an epoch when its first index is there; torch's RandomSampler draws at the end,
+    too."""
+    return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+# --- to keep and to set -----------------------------------------------------------------------------------------
+
+
+def global_states() -> dict[str, Any]:
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def set_global_states(states: dict[str, Any]) -> None:
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["torch"])
+
+
+def random_states(loader: Any) -> dict[str, Any]:
+    return {**global_states(), "generators": generator_states(loader)}
+
+
+def generator_states(loader: Any) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators(loader)]
+
+
+def set_generators(loader: Any, states: list[torch.Tensor]) -> None:
+    for generator, state in zip(generators(loader), states, strict=False):
+        generator.set_state(state)
+
+
+# --- the number that torch's loader draws -----------------------------------------------------------------------
+
+
+def draws_seed(loader: Any) -> bool:
+    """Whether torch's loader is going to draw a number (the seed of its workers) when it is iterated next.
+
+    It does so for each new iterator, but one with persistent workers is used again.
+    """
+    base = loader.base_dataloader
+    made_before = base.persistent_workers and base.num_workers > 0 and base._iterator is not None
+    return not made_before
+
+
+@contextmanager
+def drawing_seed(loader: Any, draws: bool) -> Iterator[None]:
+    """Have torch's loader, while it is told to iterate, take a number from the random states or leave them alone."""
+    base = loader.base_dataloader
+    if draws == draws_seed(loader):
+        yield
+    elif draws:
+        _draw(base.generator)
+        yield
+    else:
+        own = base.generator
+        base.generator = _twin(own)
+        try:
+            yield
+        finally:
+            base.generator = own
+
+
+@contextmanager
+def undisturbed(loader: Any) -> Iterator[None]:
+    """Let nothing have been drawn."""
+    states = random_states(loader)
+    try:
+        yield
+    finally:
+        set_global_states(states)
+        set_generators(loader, states["generators"])
+
+
+def state_of_one(start: dict[str, Any], sampler: Any) -> torch.Tensor:
+    """The state of a generator that shuffles as a single process, which has none, did from the global state."""
+    generator = torch.Generator()
+    generator.set_state(start["torch"])
+    if start["draws"]:
+        _draw(generator)
+    if isinstance(sampler, RandomSampler):
+        generator.manual_seed(_draw(generator))
+    return generator.get_state()
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def _twin(generator: torch.Generator | None) -> torch.Generator:
+    generator = generator or torch.default_generator
+    twin = torch.Generator(generator.device)
+    twin.set_state(generator.get_state())
+    return twin

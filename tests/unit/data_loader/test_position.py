@@ -1,0 +1,214 @@
+"""Places in loaders that are saved and loaded in less usual moments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from accelerate import Accelerator, DataLoaderConfiguration
+
+# torchdata calls something that torch has deprecated
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+
+SAMPLES, BREAK = 14, 3
+
+
+class Numbers(Dataset):
+    def __init__(self, samples: int = SAMPLES) -> None:
+        self.samples = samples
+        self.fetched = 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> int:
+        self.fetched += 1
+        return index
+
+
+def prepared(seed: int, *, exact: bool = True, size: int | None = 2, **options: Any) -> tuple[Accelerator, Any]:
+    torch.manual_seed(seed)
+    own = {name: options.pop(name) for name in ("num_workers", "shuffle", "generator") if name in options}
+    config = DataLoaderConfiguration(exact_resume=exact, **options)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    return accelerator, accelerator.prepare(DataLoader(Numbers(), size, **({"shuffle": True} | own)))
+
+
+def read(loader: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in loader]
+
+
+def epochs(accelerator: Accelerator, loader: Any, folder: Path, at: int = BREAK) -> list[Any]:
+    """Three epochs; saved inside the second one."""
+    found: list[Any] = []
+    for epoch in range(3):
+        found.append([])
+        for number, batch in enumerate(loader):
+            found[-1].append(batch.tolist())
+            if epoch == 1 and number == at - 1:
+                accelerator.save_state(folder)
+    return found
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_saved_again_before_anything_is_read(tmp_path: Path, seedable: bool, stateful: bool) -> None:
+    options = {"use_seedable_sampler": seedable, "use_stateful_dataloader": stateful, "data_seed": 3}
+    expected = epochs(*prepared(1, **options), tmp_path / "0")
+    for again in range(2):
+        accelerator, loader = prepared(2, **options)
+        accelerator.load_state(tmp_path / str(again))
+        accelerator.save_state(tmp_path / str(again + 1))
+    accelerator, loader = prepared(3, **options)
+    accelerator.load_state(tmp_path / "2")
+    assert [read(loader), read(loader)] == [expected[1][BREAK:], expected[2]]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("seedable", [False, True])
+def test_loaded_inside_a_loop(tmp_path: Path, exact: bool, seedable: bool) -> None:
+    """The end of that loop is not the end of an epoch of the checkpoint."""
+    accelerator, loader = prepared(1, exact=exact, use_seedable_sampler=seedable)
+    expected = epochs(accelerator, loader, tmp_path)
+    for _ in range(2):
+        for _ in loader:
+            accelerator.load_state(tmp_path)
+            break
+        rest = accelerator.skip_first_batches(loader, BREAK)
+        for _ in rest:  # nor is that of the rest of one
+            accelerator.load_state(tmp_path)
+            break
+    rest = accelerator.skip_first_batches(loader, BREAK)
+    assert [read(rest), read(loader)] == [expected[1][BREAK:], expected[2]]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_seedable_sampler": True}, {"use_stateful_dataloader": True}])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_script_that_skips_all_of_an_epoch(tmp_path: Path, exact: bool, options: dict[str, Any]) -> None:
+    accelerator, loader = prepared(1, exact=exact, **options)
+    expected = epochs(accelerator, loader, tmp_path, at=len(loader))
+    accelerator, loader = prepared(2, exact=exact, **options)
+    accelerator.load_state(tmp_path)
+    rest = accelerator.skip_first_batches(loader, len(loader))
+    assert [read(rest), read(loader)] == [[], expected[2]]
+
+
+def test_a_script_counts_all_its_steps(tmp_path: Path) -> None:
+    """Those of a run with another batch size, too; nothing is skipped twice, and nothing left out."""
+    seen: list[int] = []
+    steps = 0
+    for number, size in enumerate((2, 3, 1)):
+        accelerator, loader = prepared(number, size=size)
+        if number:
+            accelerator.load_state(tmp_path)
+            loader = accelerator.skip_first_batches(loader, steps)
+        for batch in loader:
+            seen += batch.tolist()
+            steps += 1
+            if number < 2 and steps == 2 * (number + 1):
+                accelerator.save_state(tmp_path)
+                break
+    assert sorted(seen) == list(range(SAMPLES)) and steps == 2 + 2 + 4
+
+
+def test_batches_of_one_without_a_batch_size(tmp_path: Path) -> None:
+    accelerator, loader = prepared(1, size=None)
+    seen = []
+    for number, sample in enumerate(loader):
+        seen.append(int(sample))
+        if number == 5:
+            accelerator.save_state(tmp_path)
+    for exact in (False, True):
+        accelerator, loader = prepared(2, size=None, exact=exact)
+        accelerator.load_state(tmp_path)
+        rest = loader if exact else accelerator.skip_first_batches(loader, 6)
+        assert [int(sample) for sample in rest] == seen[6:]
+        assert loader.dataset.fetched == SAMPLES - 6  # and nothing of what was seen
+
+
+def test_a_loader_that_is_read_inside_its_own_loop(tmp_path: Path) -> None:
+    accelerator, loader = prepared(1, use_seedable_sampler=True)
+    seen = []
+    for number, batch in enumerate(loader):
+        seen.append(batch.tolist())
+        if number == 1:
+            assert len(read(loader)) == len(loader)
+        if number == BREAK - 1:
+            accelerator.save_state(tmp_path)
+    accelerator, loader = prepared(1, use_seedable_sampler=True)
+    accelerator.load_state(tmp_path)
+    assert read(loader) == seen[BREAK:]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_generator_of_two_loaders(tmp_path: Path, exact: bool) -> None:
+    """torch's loader draws from its generator for each iteration, also where it does not shuffle."""
+
+    def two(seed: int) -> tuple[Accelerator, Any, Any]:
+        generator = torch.Generator().manual_seed(seed)
+        accelerator, loader = prepared(seed, exact=exact, generator=generator)
+        return accelerator, loader, accelerator.prepare(DataLoader(Numbers(4), 2, generator=generator))
+
+    accelerator, loader, other = two(1)
+    expected: list[Any] = []
+    for epoch in range(3):
+        expected.append([])
+        for number, batch in enumerate(loader):
+            expected[-1].append(batch.tolist())
+            if number == 1:
+                read(other)
+            if epoch == 1 and number == BREAK - 1:
+                accelerator.save_state(tmp_path)
+    accelerator, loader, other = two(2)
+    accelerator.load_state(tmp_path)
+    rest = loader if exact else accelerator.skip_first_batches(loader, BREAK)
+    assert [read(rest), read(loader)] == [expected[1][BREAK:], expected[2]]
+
+
+@pytest.mark.parametrize("workers", [(0, 1), (1, 0), (1, 2)])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_stateful_loader_with_other_workers(tmp_path: Path, workers: tuple[int, int], exact: bool) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    seen: list[int] = []
+    for number, size in enumerate((2, 2, 3)):
+        accelerator, loader = prepared(
+            number, exact=exact, size=size, use_stateful_dataloader=True, num_workers=workers[number > 0]
+        )
+        if number:
+            accelerator.load_state(tmp_path)
+        for step, batch in enumerate(loader):
+            seen += batch.tolist()
+            if number < 2 and step == 1:
+                accelerator.save_state(tmp_path)
+                break
+    assert sorted(seen) == list(range(SAMPLES))
+    assert sorted(index for batch in loader for index in batch.tolist()) == list(range(SAMPLES))
+
+
+def test_a_stateful_loader_and_a_script_that_skips(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    expected = epochs(*prepared(1, use_stateful_dataloader=True), tmp_path)
+    accelerator, loader = prepared(2, use_stateful_dataloader=True)
+    accelerator.load_state(tmp_path)
+    rest = accelerator.skip_first_batches(loader, BREAK)
+    assert [read(rest), read(loader)] == [expected[1][BREAK:], expected[2]]
+
+
+def test_a_stateful_loader_that_went_on_by_itself(tmp_path: Path) -> None:
+    """It knows where it is in the epoch, for the day when it has another batch size."""
+    pytest.importorskip("torchdata.stateful_dataloader")
+    seen: list[int] = []
+    for number, size in enumerate((2, 2, 3)):
+        accelerator, loader = prepared(number, size=size, use_stateful_dataloader=True)
+        if number:
+            accelerator.load_state(tmp_path)
+        for step, batch in enumerate(loader):
+            seen += batch.tolist()
+            if number < 2 and step == 1:
+                accelerator.save_state(tmp_path)
+                break
+    assert sorted(seen) == list(range(SAMPLES))

@@ -1,0 +1,122 @@
+"""Scripts that save on the main process alone, while the others go on."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.checkpoint import callers
+from accelerate.checkpointing import verify_checkpoint
+from accelerate.utils import ProjectConfiguration
+from tests.harness import run_world
+from tests.unit.accelerator.toys import Net, weights
+
+
+class Script:
+    def __init__(self, folder: str, exact: bool = False) -> None:
+        config = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+        loading = DataLoaderConfiguration(exact_resume=exact, use_seedable_sampler=True)
+        self.accelerator = Accelerator(cpu=True, project_config=config, dataloader_config=loading)
+        torch.manual_seed(0)
+        net = Net()
+        data = DataLoader([torch.full((4,), float(i)) for i in range(24)], batch_size=2, shuffle=True)
+        self.model, self.optimizer, self.batches = self.accelerator.prepare(
+            net, torch.optim.AdamW(net.parameters()), data
+        )
+
+    def step(self, batch: torch.Tensor) -> None:
+        self.accelerator.backward(self.model(batch).sum())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def _alone(folder: str, behind: bool) -> Any:
+    callers.meeting._patience, callers.KNOWN = 0.3, 0.1
+    run = Script(folder)
+    kept: dict[int, list[float]] = {}
+    for number, batch in enumerate(run.batches):
+        run.step(batch)
+        if number in (1, 2, 4) and run.accelerator.is_main_process:
+            run.accelerator.save_state(async_save=behind)
+            kept[number] = weights(run.model).tolist()
+    run.accelerator.wait_for_checkpoint()
+    run.accelerator.wait_for_everyone()
+    names = sorted(os.listdir(Path(folder, "checkpoints")))
+    about = verify_checkpoint(Path(folder, "checkpoints", names[-1]))
+    run.accelerator.load_state()
+    loaded = weights(run.model).tolist()
+    assert not run.accelerator.is_main_process or loaded == kept[4]
+    run.step(next(iter(run.batches)))  # all are still in step
+    # And one that all call, which waits for the others as any.
+    callers.meeting._patience = 60
+    if not run.accelerator.is_main_process:
+        time.sleep(0.5)
+    last = run.accelerator.save_state()
+    return names, about["world_size"], loaded, last.name, verify_checkpoint(last)["world_size"]
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_the_main_process_saves_and_the_others_go_on(tmp_path: Path, behind: bool) -> None:
+    first, second = run_world(_alone, 2, str(tmp_path), behind)
+    assert first == second
+    names, processes, _, last, at_last = first
+    assert names == ["checkpoint_1", "checkpoint_2"] and processes == 1
+    assert last == "checkpoint_3" and at_last == 2
+
+
+def _late(folder: str) -> tuple[str, int]:
+    callers.meeting._patience = 0.2
+    run = Script(folder)
+    if not run.accelerator.is_main_process:
+        time.sleep(1)
+    run.accelerator.save_state()
+    run.step(next(iter(run.batches)))
+    callers.meeting._patience = 60
+    folder = str(run.accelerator.save_state())
+    return os.path.basename(folder), verify_checkpoint(folder)["world_size"]
+
+
+def test_who_comes_late_goes_on_too(tmp_path: Path) -> None:
+    assert run_world(_late, 2, str(tmp_path)) == [("checkpoint_1", 2)] * 2
+
+
+def _seen(folder: str, stop: bool) -> list[float]:
+    callers.meeting._patience = 0.2
+    run = Script(folder, exact=True)
+    if not stop:
+        run.accelerator.load_state()
+    seen = []
+    for number, batch in enumerate(run.batches):
+        run.step(batch)
+        seen += batch[:, 0].tolist()
+        if stop and number == 2:
+            if run.accelerator.is_main_process:
+                run.accelerator.save_state()
+            break
+    run.accelerator.wait_for_everyone()
+    return seen
+
+
+def test_every_sample_comes_once(tmp_path: Path) -> None:
+    before = run_world(_seen, 2, str(tmp_path), True)
+    after = run_world(_seen, 2, str(tmp_path), False)
+    assert sorted(sample for seen in before + after for sample in seen) == list(range(24))
+
+
+def _model_alone(folder: str) -> list[str]:
+    run = Script(folder)
+    if run.accelerator.is_main_process:
+        run.accelerator.save_model(run.model, os.path.join(folder, "model"))
+    run.step(next(iter(run.batches)))
+    return os.listdir(os.path.join(folder, "model"))
+
+
+def test_a_model_is_saved_by_the_main_process_alone(tmp_path: Path) -> None:
+    assert run_world(_model_alone, 2, str(tmp_path)) == [["model.safetensors"]] * 2
