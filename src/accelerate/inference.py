@@ -7,7 +7,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -209,6 +209,7 @@ def prepare_pippy(
     args, kwargs = send_to_device((tree_map(cut, args), tree_map(cut, kwargs)), "cpu")
     structure = _output_structure(model, args, kwargs)
     pipe = _traced(model, split_points, args, kwargs)
+    _refuse_late_inputs(model, pipe)
     outputs = _outputs(model, pipe)
     stage = _schedule(pipe, chunks)
     model._original_forward = model.forward  # type: ignore[assignment]
@@ -247,6 +248,25 @@ def _output_structure(model: nn.Module, args: Any, kwargs: Any) -> Any:
                 "the pieces of a batch: let the model return one for each sample."
             )
     return structure
+
+
+def _refuse_late_inputs(model: nn.Module, pipe: Any) -> None:
+    """Raises where a stage would have to be given something that is not computed by the one before it."""
+    stages = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
+    for number, stage in enumerate(stages):
+        # What is neither an input nor computed by a stage is left out of all of them by torch.
+        known = ("placeholder",) if number == 0 else ()
+        late = [node.name for node in stage.all_input_nodes if node.op not in known and not _of_stage(node)]
+        if late:
+            raise ValueError(
+                f"Stage {number} of this {type(model).__name__} needs {', '.join(late)}, and only the first stage is "
+                "given the inputs of the model and nothing else: compute it inside of the first stage and hand it on "
+                "from there, or cut the model at another split point."
+            )
+
+
+def _of_stage(node: torch.fx.Node) -> bool:
+    return node.op == "call_module" or (node.target is operator.getitem and _of_stage(cast(Any, node.args[0])))
 
 
 class _FromLast(NamedTuple):

@@ -83,6 +83,23 @@ class Several(Net):
         return {**kinds, "input": {"x": x, "scale": scale}, "sum": (x, x.sum())}[self.kind]
 
 
+class Late(Net):
+    """The second stage needs an input of the model."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.layers[1](self.layers[0](x))
+        return hidden * scale
+
+
+def _late_input() -> None:
+    prepare_pippy(Late(2), "layers.1", example_args=batch(4))
+
+
+def test_an_input_that_a_later_stage_needs() -> None:
+    for outcome in world_outcomes(_late_input, 2):
+        assert "Stage 1 of this Late needs scale, and only the first stage is given the inputs" in outcome.message
+
+
 def _outputs() -> None:
     for kind in ("none", "twice"):
         model = prepare_pippy(Several(kind), "layers.1", example_args=batch(4), gather_output=True)

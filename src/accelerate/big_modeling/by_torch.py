@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from accelerate.big_modeling.parameters import like
 from accelerate.big_modeling.sources import Contents, report_names
-from accelerate.big_modeling.tensors import STAND_INS
+from accelerate.big_modeling.tensors import STAND_INS, table_of
 from accelerate.hooks.align import take_over
 
 Places = dict[str, tuple[nn.Module, str]]
@@ -42,7 +42,7 @@ def _has_hooks(module: Any) -> bool:
 
 
 def load_by_torch(
-    model: nn.Module, places: Places, contents: Contents, tied: list[list[str]], checkpoint: Any, strict: bool
+    model: nn.Module, places: Places, contents: Contents, shared: list[list[str]], checkpoint: Any, strict: bool
 ) -> None:
     """Hand a checkpoint to `load_state_dict`. Where that fails, the tensors of the model are left as they were."""
     state = OrderedDict({name: source.mapped() for name, source in contents.tensors.items()} | contents.others)
@@ -59,15 +59,11 @@ def load_by_torch(
             ) from error
         # A method of the model's own may return nothing.
         missing, unexpected = (set(getattr(found, f"{kind}_keys", ())) for kind in ("missing", "unexpected"))
-        missing -= {name for group in tied if not missing.issuperset(group) for name in group}
+        missing -= {name for group in shared if not missing.issuperset(group) for name in group}
         report_names(model, checkpoint, sorted(missing), sorted(unexpected), strict)
     for name in missing & empty.keys():
         module, attribute = places[name]
-        _table(module, attribute)[attribute] = empty[name]
-
-
-def _table(module: nn.Module, attribute: str) -> dict[str, Any]:
-    return module._parameters if attribute in module._parameters else module._buffers
+        table_of(module, attribute)[attribute] = empty[name]
 
 
 def _make_room(places: Places) -> dict[str, torch.Tensor]:
@@ -75,7 +71,7 @@ def _make_room(places: Places) -> dict[str, torch.Tensor]:
     empty: dict[str, torch.Tensor] = {}
     filled: dict[int, torch.Tensor] = {}  # one that has several names stays one
     for name, (module, attribute) in places.items():
-        table = _table(module, attribute)
+        table = table_of(module, attribute)
         tensor = table[attribute]
         if is_lazy(tensor) or not tensor.is_meta or isinstance(tensor, STAND_INS):
             continue

@@ -31,6 +31,19 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torc
         )
 
 
+def refuse_devices(device_map: Mapping[str, int | str | torch.device]) -> None:
+    """Raises where a device map names a device that this machine has not."""
+    for device in dict.fromkeys(device_map.values()):
+        try:
+            if device != "disk":
+                torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(
+                f"The device map names the device {device!r}, which cannot be used here "
+                f"({str(error).partition(chr(10))[0]}): give one of this machine."
+            ) from error
+
+
 def is_covered(name: str, device_map: Mapping[str, Any]) -> bool:
     """Says whether a device map has an entry for a tensor, or for a module that contains it."""
     return closest_entry(name, device_map) is not None

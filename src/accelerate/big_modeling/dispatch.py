@@ -12,11 +12,12 @@ import torch
 from torch import nn
 
 from accelerate import big_modeling
-from accelerate.big_modeling.check import closest_entry
+from accelerate.big_modeling.check import closest_entry, refuse_devices
 from accelerate.big_modeling.device_map import infer_auto_device_map, refuse_disk
 from accelerate.big_modeling.memory import get_balanced_memory
 from accelerate.big_modeling.offload import names_to_offload, refuse_missing, state_to_offload, tie_offloaded, to_host
 from accelerate.big_modeling.store import OffloadedWeightsLoader, keep_on_disk
+from accelerate.big_modeling.tensors import STAND_INS
 from accelerate.big_modeling.ties import find_tied_parameters
 from accelerate.hooks.align import watch
 from accelerate.hooks.attach import attach_align_device_hook_on_blocks
@@ -51,8 +52,12 @@ def dispatch_model(
     keyword arguments that are not moved between devices. preload_module_classes: classes whose weights come in all at
     once. force_hooks: put hooks on the modules even if there is only one device.
     """
+    given: Any = device_map
+    if isinstance(given, str):  # as `load_checkpoint_and_dispatch` takes
+        raise ValueError(f"device_map is {given!r}: give a map, as `infer_auto_device_map` finds one.")
     # Looked up in its public place, where clients put another one for models with tensors that are in no map.
     big_modeling.check_device_map(model, device_map)
+    refuse_devices(device_map)
     devices = {str(device) for device in device_map.values()}
     if len(devices) > 1 or "disk" in devices or force_hooks or _is_quantized(model):
         _dispatch(
@@ -69,9 +74,20 @@ def dispatch_model(
         _guard_moves(model)
     else:
         for device in list(device_map.values())[:1]:  # a model without tensors needs none
+            _refuse_empty(model, device)
             model.to(device)
     model.hf_device_map = dict(device_map)  # type: ignore[assignment]
     return model
+
+
+def _refuse_empty(model: nn.Module, device: Device) -> None:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    empty = [name for name, tensor in tensors if tensor.is_meta and not isinstance(tensor, STAND_INS)]
+    if empty and torch.device(device).type != "meta":
+        raise ValueError(
+            f"This {type(model).__name__} has no values (meta device) for {', '.join(empty)}: load its weights first, "
+            "or use `load_checkpoint_and_dispatch`."
+        )
 
 
 def _is_quantized(model: Any) -> bool:
@@ -126,6 +142,8 @@ def _dispatch(
     if weights is not None and offloaded:
         names = names_to_offload(model, common["offload_buffers"])
         refuse_missing(model, weights, [n for n in names if closest_entry(n, device_map) in offloaded], tied)
+    # Kept until all is placed, so that nothing else gets the address of one that has moved.
+    shared = [model.get_parameter(group[0]) for group in tied]
     attach_align_device_hook_on_blocks(
         model,
         execution_device={
@@ -134,7 +152,7 @@ def _dispatch(
         },
         offload={name: name in offloaded for name in device_map},
         weights_map=weights,
-        tied_params_map=_tied_map(model, tied),
+        tied_params_map=_tied_map(shared),
         **common,
     )
     tie_offloaded(model, tied)
@@ -149,10 +167,9 @@ def _placed(
     return {name: tensor for name, tensor in state_dict.items() if closest_entry(name, device_map) in wanted}
 
 
-def _tied_map(model: nn.Module, tied: list[list[str]]) -> dict[int, dict[Any, torch.Tensor]]:
+def _tied_map(shared: list[nn.Parameter]) -> dict[int, dict[Any, torch.Tensor]]:
     """By address, the tensors that have several names; hooks note by device where they have put them."""
-    addresses = {model.get_parameter(group[0]).data_ptr() for group in tied}
-    return {address: {} for address in addresses if address}
+    return {address: {} for address in (parameter.data_ptr() for parameter in shared) if address}
 
 
 def _guard_moves(model: nn.Module) -> None:

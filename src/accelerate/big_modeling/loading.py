@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accelerate.big_modeling.by_torch import load_by_torch, loads_by_itself
-from accelerate.big_modeling.check import is_covered
+from accelerate.big_modeling.check import is_covered, refuse_devices
 from accelerate.big_modeling.eight_bit import quantize_and_offload_8bit
 from accelerate.big_modeling.parameters import is_packed, is_quantized, like
 from accelerate.big_modeling.reading import Read, read_all
@@ -29,8 +29,10 @@ from accelerate.big_modeling.store import FileRange, offload_weight, save_offloa
 from accelerate.big_modeling.tensors import (
     Device,
     extra_state_names,
+    names_of_shared,
     resolve_dtype,
     set_module_tensor_to_device,
+    table_of,
     tensor_places,
 )
 from accelerate.big_modeling.ties import (
@@ -118,9 +120,9 @@ def load_checkpoint_in_model(
     contents = Contents({}, {}, {})
     for path in weight_files(checkpoint):
         contents.add(open_weights(path))
-    loader = _Loader(model, contents, tied)
+    loader = _Loader(model, contents)
     if device_map is None and loads_by_itself(model, names_fit=not loader.missing and not loader.unexpected):
-        load_by_torch(model, loader.places, contents, tied, checkpoint, strict)
+        load_by_torch(model, loader.places, contents, loader.shared, checkpoint, strict)
         return
     loader.check_names(checkpoint, strict)
     loader.check_shapes(checkpoint)
@@ -145,15 +147,15 @@ class _Loader:
     offload_buffers = False
     offload_8bit = False
 
-    def __init__(self, model: nn.Module, contents: Contents, tied: list[list[str]]) -> None:
+    def __init__(self, model: nn.Module, contents: Contents) -> None:
         sources = contents.tensors
         self.model = model
-        self.tied = tied
-        self.groups = {name: group for group in tied for name in group}
         self.places = tensor_places(model)
-        # Of a tied parameter one name is enough, the first that there is a weight for.
-        self.chosen = {group[0]: next((name for name in group if name in sources), None) for group in tied}
-        same = {name for group in tied for name in group if name != self.chosen[group[0]]}
+        self.shared = names_of_shared(self.places)
+        self.groups = {name: group for group in self.shared for name in group}
+        # Of a tensor that has several one name is enough, the first that there is a weight for.
+        self.chosen = {group[0]: next((name for name in group if name in sources), None) for group in self.shared}
+        same = {name for group in self.shared for name in group if name != self.chosen[group[0]]}
         self.statistics = {name: source for name, source in sources.items() if self._is_statistic(name)}
         self.found = {name: source for name, source in sources.items() if name in self.places and name not in same}
         entries = {**sources, **contents.others}
@@ -161,7 +163,7 @@ class _Loader:
         known = self.places.keys() | self.statistics.keys() | self.extra_states.keys()
         self.unexpected = sorted(entries.keys() - known)
         self.missing = sorted(self.places.keys() - self.found.keys() - same) + [
-            name for group in tied if self.chosen[group[0]] is None for name in group
+            name for group in self.shared if self.chosen[group[0]] is None for name in group
         ]
 
     def _is_statistic(self, name: str) -> bool:
@@ -233,8 +235,8 @@ class _Loader:
             module.set_extra_state(state.mapped() if isinstance(state, (FileRange, Held)) else state)
 
     def _prefer_memory(self) -> None:
-        """Loads a tied parameter under a name that is not on disk, if there is one: there it is used by all."""
-        for group in self.tied:
+        """Loads a shared tensor under a name that is not on disk, if there is one: there it is used by all."""
+        for group in self.shared:
             loaded = self.chosen[group[0]]
             held = [name for name in group if _mapped_device(name, self.device_map) != "disk"]
             if loaded is not None and held and loaded not in held:
@@ -242,13 +244,7 @@ class _Loader:
                 self.chosen[group[0]] = held[0]
 
     def _devices(self) -> dict[str, Device]:
-        for device in set(self.device_map.values()):
-            try:
-                _device_in_memory(device)
-            except RuntimeError as error:
-                raise ValueError(
-                    f"The device map names the device {device!r}, which there is none of: give one of this machine."
-                ) from error
+        refuse_devices(self.device_map)
         gaps = [name for name in self.found if not is_covered(name, self.device_map)]
         if gaps:
             raise ValueError(
@@ -304,10 +300,10 @@ class _Loader:
         return None if found is None else found.mapped()
 
     def tie(self) -> None:
-        """Gives tied parameters that were loaded under one name to the modules of the others."""
-        for group in self.tied:
+        """Gives shared tensors that were loaded under one name to the modules of the others."""
+        for group in self.shared:
             loaded = self.chosen[group[0]]
             if loaded is not None:
                 for name in group:
                     module, attribute = self.places[name]
-                    module._parameters[attribute] = self.tensor(loaded)  # type: ignore[assignment]
+                    table_of(module, attribute)[attribute] = self.tensor(loaded)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.nn.parameter import UninitializedParameter
 
 from accelerate.big_modeling.parameters import like
 from accelerate.big_modeling.walk import without_collecting_garbage
@@ -162,6 +163,10 @@ def _register_buffers(replace: Replace) -> None:
 
 
 def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    kind: Any = type(parameter)
+    if issubclass(kind, UninitializedParameter):  # it has no values, and not even a shape
+        made: nn.Parameter = kind(parameter.requires_grad, device=device, dtype=parameter.dtype)
+        return made
     return like(parameter, parameter.detach().to(device))
 
 

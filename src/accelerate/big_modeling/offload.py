@@ -12,7 +12,12 @@ from torch import nn
 
 from accelerate.big_modeling.placeholder import OffloadedParameter
 from accelerate.big_modeling.store import OffloadedWeightsLoader, keep_on_disk
-from accelerate.big_modeling.tensors import get_non_persistent_buffers, has_plain_memory, set_module_tensor_to_device
+from accelerate.big_modeling.tensors import (
+    get_non_persistent_buffers,
+    has_plain_memory,
+    set_module_tensor_to_device,
+    with_index,
+)
 from accelerate.big_modeling.ties import find_tied_parameters
 from accelerate.hooks.align import AlignDevicesHook, align_hooks, watch
 from accelerate.hooks.attach import attach_align_device_hook
@@ -163,16 +168,11 @@ def tie_offloaded(model: nn.Module, tied: list[list[str]]) -> None:
                 parameter: Any = table[attribute]
                 if isinstance(parameter, OffloadedParameter) is real_ones:
                     continue
-                device = parameter.device if real_ones else _with_index(parameter.slot.device)
+                device = parameter.device if real_ones else with_index(parameter.slot.device)
                 kept = shared.setdefault(device, parameter)
                 table[attribute] = kept
                 if isinstance(kept, OffloadedParameter):
                     parameter.slot.placeholder = kept
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """A device as its tensors report it."""
-    return torch.empty(0, device=device).device
 
 
 @contextlib.contextmanager

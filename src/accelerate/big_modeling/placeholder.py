@@ -193,6 +193,9 @@ def _cast_to(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
     """The dtype of a call that only changes the dtype."""
     if function in _CASTS and len(args) == 1 and not kwargs:
         return _CASTS[function]
+    if function is torch.Tensor.type:
+        wanted = kwargs.get("dtype", args[1] if len(args) > 1 else None)
+        return wanted if isinstance(wanted, torch.dtype) else None
     if function is torch.Tensor.to:
         # torch's own types say that these are never None.
         parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args[1:], **kwargs)

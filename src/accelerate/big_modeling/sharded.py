@@ -10,8 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from accelerate.big_modeling.sources import Contents, open_weights, refuse_shapes, report_names, weight_files
-from accelerate.big_modeling.tensors import extra_state_names
-from accelerate.big_modeling.ties import find_tied_parameters
+from accelerate.big_modeling.tensors import extra_state_names, names_of_shared, tensor_places
 
 
 def load_sharded(
@@ -41,8 +40,10 @@ def load_sharded(
         raise failed
     state = model.state_dict()
     known = set(state)
-    tied = {name for name, value in _shared_names(model).items() if value & set(names)}
-    report_names(model, checkpoint, sorted(known - set(names) - tied), sorted(set(names) - known), strict)
+    # Of a tensor that has several names one is enough.
+    shared = names_of_shared(tensor_places(model))
+    same = {name for group in shared if not set(names).isdisjoint(group) for name in group}
+    report_names(model, checkpoint, sorted(known - set(names) - same), sorted(set(names) - known), strict)
     if full_state_dict:
         extra = set(extra_state_names(model))
         here = {name: tuple(state[name].shape) for name in shapes.keys() & known - extra}
@@ -50,8 +51,3 @@ def load_sharded(
     for number in range(count):
         weights = {name: source.mapped() for name, source in contents[number].tensors.items()} if reads else {}
         set_model_state_dict(model, {n: w for n, w in weights.items() if n in known}, options=options)
-
-
-def _shared_names(model: nn.Module) -> dict[str, set[str]]:
-    """All names of each parameter that has several, by each of them."""
-    return {name: set(group) for group in find_tied_parameters(model) for name in group}

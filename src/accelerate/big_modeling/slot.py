@@ -24,7 +24,7 @@ class Slot:
 
     holder, attribute: the module and the tensor's name in it. weights, name: the mapping that has the value.
     given_device, device: where the module runs, as the caller wrote it and as torch sees it.
-    tied: by address and device (as written), tensors that are there anyway because another module shares them.
+    tied: by address, then by device (as written), tensors that are there anyway because another module shares them.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class Slot:
         self.name = name
         self.given_device = given_device
         self.device = device
-        self.tied = tied
+        # By device: tensors of others that are this one. Found now, since later something else may have its address.
+        self.shared = self._find_shared(tied)
         self.is_parameter = attribute in holder._parameters
         self.table: dict[str, Any] = holder._parameters if self.is_parameter else holder._buffers
         tensor = cast(torch.Tensor, self.table[attribute])
@@ -66,7 +67,7 @@ class Slot:
     def __getstate__(self) -> dict[str, Any]:
         """In a pickle a placeholder is the tensor with its value, and this is where it is brought in from."""
         kind = self.kind or (nn.Parameter if self.is_parameter else torch.Tensor)
-        changed = {"weights": {self.name: self.placeholder}, "stand_in": kind, "tied": None, "_taken": None}
+        changed = {"weights": {self.name: self.placeholder}, "stand_in": kind, "shared": {}, "_taken": None}
         return {**self.__dict__, **changed}
 
     def is_empty(self) -> bool:
@@ -119,10 +120,12 @@ class Slot:
 
     def source(self) -> torch.Tensor | FileRange:
         """Where the value is: in memory, or in a file."""
-        source = find_source(self.weights, self.name)
-        if self.tied and isinstance(source, torch.Tensor):
-            return self.tied.get(source.data_ptr(), {}).get(self.given_device, source)
-        return source
+        shared = self.shared.get(self.given_device) if self.shared else None
+        return find_source(self.weights, self.name) if shared is None else shared
+
+    def _find_shared(self, tied: Mapping[int, Mapping[Any, torch.Tensor]] | None) -> Mapping[Any, torch.Tensor]:
+        source = find_source(self.weights, self.name) if tied else None
+        return tied.get(source.data_ptr(), {}) if tied and isinstance(source, torch.Tensor) else {}
 
     def take(self) -> torch.Tensor | FileRange:
         """The source, for a copy that is used later: see `is_outdated`."""

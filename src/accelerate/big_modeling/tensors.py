@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -69,6 +69,11 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
     return (first_device.index or 0) == (second_device.index or 0)
 
 
+def with_index(device: Device) -> torch.device:
+    """Returns a device as its tensors report it: a GPU without a number is the current one."""
+    return torch.empty(0, device=device).device
+
+
 def extra_state_names(model: nn.Module) -> list[str]:
     """The names in the state dict of what modules keep there besides tensors."""
     return [
@@ -90,6 +95,19 @@ def tensor_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 found[f"{start}{name}"] = module, name
     return found
+
+
+def table_of(module: nn.Module, attribute: str) -> dict[str, Any]:
+    """Returns the parameters or the buffers of a module, whichever a tensor is one of."""
+    return module._parameters if attribute in module._parameters else module._buffers
+
+
+def names_of_shared(places: Mapping[str, tuple[nn.Module, str]]) -> list[list[str]]:
+    """Returns the names of each tensor that has several, parameter or buffer: those of one in one sorted list."""
+    names: dict[int, list[str]] = {}
+    for name, (module, attribute) in places.items():
+        names.setdefault(id(table_of(module, attribute)[attribute]), []).append(name)
+    return [sorted(group) for group in names.values() if len(group) > 1]
 
 
 def find_tensor(module: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -127,7 +145,7 @@ def set_module_tensor_to_device(
     clear_cache: give memory that torch keeps for later back to the device.
     """
     holder, name = find_tensor(module, tensor_name)
-    old = holder._parameters[name] if name in holder._parameters else holder._buffers[name]
+    old = table_of(holder, name)[name]
     if old is None:
         raise ValueError(f"{tensor_name} of this {type(module).__name__} is None: there is no tensor to be placed.")
 

@@ -23,6 +23,7 @@ from accelerate.big_modeling.tensors import (
     find_tensor,
     get_non_persistent_buffers,
     set_module_tensor_to_device,
+    table_of,
 )
 from accelerate.comm.tree import find_device, send_to_device
 from accelerate.hooks.base import ModelHook, add_hook_to_module
@@ -190,11 +191,14 @@ class AlignDevicesHook(ModelHook):
                 set_module_tensor_to_device(module, name, "meta")
 
     def _bring_quantized(self, module: nn.Module, name: str) -> None:
-        assert self.weights_map is not None
+        assert self.weights_map is not None and self.execution_device is not None
         value = self.weights_map[name]
         scales = name.replace("weight", "SCB")
         has_scales = value.dtype == torch.int8 and scales != name and scales in self.weights_map
-        self._place(module, name, value=value, fp16_statistics=self.weights_map[scales] if has_scales else None)
+        statistics = self.weights_map[scales] if has_scales else None
+        set_module_tensor_to_device(
+            module, name, self.execution_device, value=value, fp16_statistics=statistics, clear_cache=False
+        )
 
     @outside_graphs
     def after_error(self, module: nn.Module) -> None:
@@ -303,7 +307,7 @@ def _tensors(module: nn.Module, recurse: bool) -> dict[str, torch.Tensor]:
 
 def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     holder, attribute = find_tensor(module, name)
-    return (holder._parameters if attribute in holder._parameters else holder._buffers), attribute
+    return table_of(holder, attribute), attribute
 
 
 def _fill_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,12 @@ from torch import nn
 
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.big_modeling.streaming import Streamer
-from accelerate.hooks import remove_hook_from_module, remove_hook_from_submodules
+from accelerate.hooks import (
+    AlignDevicesHook,
+    add_hook_to_module,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
 from accelerate.hooks.align import align_hooks
 
 X = torch.ones(1, 4)
@@ -106,3 +112,47 @@ def test_hooks_removed_from_one_of_two_modules_that_share_a_weight() -> None:
             other[2].weight.data.zero_()
     remove_hook_from_submodules(model)
     assert model[0].weight is model[2].weight  # type: ignore[index,union-attr]
+
+
+class Tied(nn.Module):
+    """Layers of the size of a tied embedding, whose first memory is free again once it was placed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 16)
+        self.layers = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(64))
+        self.head = nn.Linear(16, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        out: torch.Tensor = self.head(x)
+        return out
+
+
+def test_copies_do_not_take_another_weight_for_a_tied_one() -> None:
+    """Memory of the copy may have an address that a tied weight once had. `cpu:0` stands for a GPU: it is a copy."""
+    torch.manual_seed(0)
+    tokens = torch.arange(16)
+    model = Tied().requires_grad_(False)
+    expected = model(tokens)
+    dispatch_model(model, {"embed": "cpu:0", "layers": "cpu", "head": "cpu:0"})
+    assert model.layers[0].weight.is_meta and model.head.weight is model.embed.weight
+    copies = [copy.deepcopy(model) for _ in range(3)]
+    assert all(torch.equal(made(tokens), expected) for made in (model, *copies))
+    assert all(made.head.weight is made.embed.weight for made in copies)
+
+
+def test_addresses_are_looked_at_only_when_a_hook_is_put_on() -> None:
+    layer, shared, wrong = nn.Linear(4, 4, bias=False), torch.ones(4, 4), torch.zeros(4, 4)
+    weights = {"weight": torch.full((4, 4), 3.0)}
+    known: dict[int, dict[Any, torch.Tensor]] = {weights["weight"].data_ptr(): {"cpu": shared}}
+    add_hook_to_module(layer, AlignDevicesHook("cpu", offload=True, weights_map=weights, tied_params_map=known))
+    assert torch.equal(layer(X), X @ shared)
+    other = copy.deepcopy(layer)
+    (hook,) = align_hooks(other)
+    assert hook.weights_map is not None and hook.tied_params_map is not None
+    hook.tied_params_map[hook.weights_map["weight"].data_ptr()] = {"cpu": wrong}
+    assert torch.equal(other(X), X @ shared)

@@ -4,6 +4,7 @@ import copy
 import inspect
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -274,3 +275,27 @@ def test_a_single_tensor_goes_where_its_entry_says() -> None:
     places = {"0.gain": "meta", "0.a": "cpu"}
     attach_align_device_hook_on_blocks(made, execution_device=places, offload=dict.fromkeys(places, False))
     assert made.get_parameter("0.gain").is_meta and not made.get_parameter("1.gain").is_meta
+
+
+@pytest.mark.parametrize("device", [0, "cuda:7", "nowhere", torch.device("cuda", 7)])
+@pytest.mark.parametrize("others", [{}, {"2": "cpu"}])
+def test_devices_that_there_are_not(device: Any, others: dict[str, Any]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there may be such a device")
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(
+        ValueError, match=f"names the device {re.escape(repr(device))}, which cannot be used here \\(.*\\): give one"
+    ):
+        dispatch_model(net, {"": device, **others})
+    assert not any(hasattr(part, "_hf_hook") for part in net.modules())
+
+
+def test_what_is_no_map_or_has_no_values() -> None:
+    with pytest.raises(ValueError, match="device_map is 'auto': give a map"):
+        dispatch_model(nn.Linear(2, 2), "auto")  # type: ignore[arg-type]
+    with init_empty_weights():
+        net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    net[0].bias = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match=r"This Sequential has no values \(meta device\) for 0.weight, 1.weight: load"):
+        dispatch_model(net, {"": "cpu"})
+    assert dispatch_model(net, {"": "meta"}) is net

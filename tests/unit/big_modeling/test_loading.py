@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -163,7 +164,7 @@ def test_maps_that_do_not_fit(model: Net, tmp_path: Path) -> None:
     found = empty()
     with pytest.raises(ValueError, match=r"no device for norm\.\w+, .*: add them, a module"):
         load_checkpoint_in_model(found, folder, {"embed": "cpu", "head": "cpu", "blocks": "cpu"})
-    with pytest.raises(ValueError, match="names the device 'gpu', which there is none of"):
+    with pytest.raises(ValueError, match="names the device 'gpu', which cannot be used here"):
         load_checkpoint_in_model(found, folder, {"": "gpu"})
     assert all(parameter.is_meta for parameter in found.parameters())
 
@@ -465,3 +466,48 @@ def test_entries_that_are_no_tensors(tmp_path: Path) -> None:
     for device_map in (None, {"": "cpu"}):
         with pytest.raises(RuntimeError, match="has epoch besides"):
             load_checkpoint_in_model(nn.Linear(2, 2), tmp_path / "weights.bin", device_map, strict=True)
+
+
+class Shares(nn.Module):
+    """A module that has two names, and a buffer that two modules have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.again = self.norm
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("shift", torch.rand(4))
+        self.inner.register_buffer("shift", self.shift)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(self.inner(self.norm(x)) + self.shift) - self.inner.shift / 2  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("of_torch", [False, True])
+@pytest.mark.parametrize("start", ["full", "without parameters", "without anything"])
+@pytest.mark.parametrize("places", [None, {"": "cpu"}, {"": "disk"}, {"": "cpu", "inner": "disk", "again": "disk"}])
+def test_buffers_that_have_several_names(places: Any, start: str, of_torch: bool, tmp_path: Path) -> None:
+    """A file has each of them once, under one name."""
+    x = torch.rand(3, 4)
+    plain = Shares().eval()
+    plain.norm.running_mean.normal_()  # type: ignore[union-attr]
+    folder = saved(plain, tmp_path / "saved")
+    for offload_buffers in (False, True):
+        with contextlib.ExitStack() as stack:
+            if start != "full":
+                stack.enter_context(init_empty_weights(include_buffers=start == "without anything"))
+            made = Shares().eval()
+        if of_torch:
+            made.register_load_state_dict_post_hook(lambda module, names: None)
+        load_checkpoint_and_dispatch(
+            made,
+            folder,
+            places,
+            offload_folder=tmp_path / f"{offload_buffers}",
+            offload_buffers=offload_buffers,
+            strict=True,
+        )
+        assert torch.equal(made(x), plain(x))
+        assert all(torch.equal(value, plain.state_dict()[name]) for name, value in made.state_dict().items())
+        if places is None:
+            assert made.shift is made.inner.shift

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from accelerate import init_empty_weights, init_on_device
 from accelerate.utils.modeling import find_tied_parameters
@@ -256,3 +257,12 @@ def test_what_the_collector_of_garbage_was_told_still_holds() -> None:
     assert gc.get_freeze_count() > 0
     if not was_frozen:
         gc.unfreeze()
+
+
+def test_layers_that_find_their_shapes_later_are_left_to_that() -> None:
+    """Their parameters have no memory yet."""
+    with init_empty_weights():
+        layer = nn.LazyLinear(4)
+    assert layer.weight.is_meta and is_lazy(layer.weight) and not is_lazy(nn.Linear(2, 2).weight)
+    with init_on_device("cpu"):
+        assert nn.LazyLinear(4)(torch.ones(2, 3)).shape == (2, 4)

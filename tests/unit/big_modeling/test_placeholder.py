@@ -59,12 +59,17 @@ def test_computes_with_the_value() -> None:
 
 def test_what_only_changes_the_dtype_is_put_off() -> None:
     layer, _ = offloaded()
-    for cast in (layer.weight.half(), layer.weight.to(torch.float16), layer.weight.to(dtype=torch.float16)):
+    weight = layer.weight
+    casts = [weight.half(), weight.to(torch.float16), weight.to(dtype=torch.float16), weight.type(torch.float16)]
+    for cast in [*casts, weight.type(dtype=torch.float16)]:
         assert type(cast) is OffloadedTensor and cast.is_meta and cast.dtype == torch.float16
     layer.to(torch.float64)
     assert layer.weight.is_meta and layer.weight.dtype == torch.float64
     layer.half()
     assert layer.weight.is_meta and layer.weight.dtype == torch.float16 and isinstance(layer.weight, OffloadedParameter)
+    layer.type(torch.float64)
+    assert layer.weight.is_meta and layer.weight.dtype == torch.float64
+    assert layer.weight.type() == "torch.DoubleTensor"
 
 
 def test_moving_brings_it_in() -> None:

@@ -341,6 +341,26 @@ def test_cpu_offload_hooks(net: Net) -> None:
     assert not hasattr(model, "_hf_hook") and hasattr(first, "_hf_hook")
 
 
+@pytest.mark.parametrize("device", ["cpu", torch.device("cpu")])
+def test_a_model_that_is_there_is_not_moved_again(device: Any) -> None:
+    from accelerate import cpu_offload_with_hook
+
+    moves = []
+
+    class Counted(nn.Linear):
+        def _apply(self, *args: Any, **kwargs: Any) -> Any:
+            moves.append(self)
+            return super()._apply(*args, **kwargs)
+
+    model, hook = cpu_offload_with_hook(Counted(3, 3), device)
+    before = len(moves)
+    for _ in range(3):
+        model(torch.ones(1, 3))
+    assert len(moves) == before
+    hook.offload()
+    assert len(moves) == before + 1
+
+
 def test_layerwise_casting(net: Net) -> None:
     from accelerate.big_modeling import attach_layerwise_casting_hooks
 
