@@ -13,10 +13,11 @@ import contextlib
 import math
 import os
 import threading
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,47 +43,81 @@ class Read:
         self.dtype = dtype
         self.into = into
         self.result: torch.Tensor | None = into
-        self.starts = range(0, source.nbytes, PIECE)
         # On the CPU each piece is cast as it comes, elsewhere the whole when it is there.
         self.casts = device.type == "cpu" and (dtype if into is None else into.dtype) != source.dtype
         self._lock = threading.Lock()
-        self._raw: torch.Tensor | None = None
-        self._pieces: Sequence[torch.Tensor] = ()
-        self._unread = len(self.starts)
+        self._memory: torch.Tensor | None = None
+        self._parts: Sequence[torch.Tensor] = ()
+        self._left = list(range(len(range(0, source.nbytes, PIECE))))
 
     def new_bytes(self) -> int:
         """Returns how much memory the tensor takes as the allocator of a GPU counts, which keeps small ones apart."""
         count = 0 if self.into is not None else math.prod(self.source.shape) * self.dtype.itemsize
         return count + -count % 512 if count > 2**20 else 0
 
-    def piece(self, number: int) -> torch.Tensor:
-        """Returns the memory for a piece of the file, as bytes unless it is cast; made when the first of all comes."""
-        with self._lock:
-            if self._raw is None:
-                self._raw = self._memory()
-                if self.casts:
-                    self._pieces = self._raw.view(-1).split(PIECE // self.source.dtype.itemsize)
-                else:
-                    self._pieces = bytes_of(self._raw).split(PIECE)
-            return self._pieces[number]
+    def pieces(self) -> list[_Piece]:
+        """Returns the pieces to be read, with their memory, unless that is only needed for a while."""
+        size = self.source.nbytes
+        parts = [None] * len(self._left) if self._is_for_a_while() else self._in_parts()
+        return [
+            _Piece(self, part, number, start, min(PIECE, size - start))
+            for part, (number, start) in zip(parts, enumerate(range(0, size, PIECE)), strict=True)
+        ]
 
-    def _memory(self) -> torch.Tensor:
-        into = self.into
-        if into is not None and into.is_contiguous() and (self.casts or into.dtype == self.source.dtype):
-            return into
-        return torch.empty(self.source.shape, dtype=self.dtype if self.casts else self.source.dtype, device=self.device)
+    def part(self, number: int) -> torch.Tensor:
+        """Returns the memory for a piece that has got none; for all pieces it is made when the first of them comes."""
+        with self._lock:
+            return (self._parts or self._in_parts())[number]
+
+    def _is_for_a_while(self) -> bool:
+        if self.into is not None:
+            return not self._fills(self.into)
+        return not self.casts and self.dtype != self.source.dtype
+
+    def _fills(self, tensor: torch.Tensor) -> bool:
+        return tensor.is_contiguous() and (self.casts or tensor.dtype == self.source.dtype)
+
+    def _in_parts(self) -> Sequence[torch.Tensor]:
+        """The memory that the file is read into, cut into pieces: of bytes, unless they are cast."""
+        if self.into is not None and self._fills(self.into):
+            self._memory = self.into
+        else:
+            dtype = self.dtype if self.casts else self.source.dtype
+            self._memory = torch.empty(self.source.shape, dtype=dtype, device=self.device)
+        if self.casts:
+            self._parts = self._memory.view(-1).split(PIECE // self.source.dtype.itemsize)
+        else:
+            self._parts = bytes_of(self._memory).split(PIECE)
+        return self._parts
 
     def arrived(self) -> None:
         """One more piece is there, or on its way in the stream of the device."""
-        with self._lock:
-            self._unread -= 1
-            if self._unread > 0 or self._raw is None:
-                return
-            raw, self._raw, self._pieces = self._raw, None, ()
+        if self._left.pop() == 0:  # without a lock, at which threads would queue up
+            self.end()
+
+    def end(self) -> None:
+        """All of it has been read."""
+        if self._memory is None:
+            self._in_parts()  # of a tensor without a byte
+        memory, self._memory, self._parts = self._memory, None, ()
+        assert memory is not None
         if self.into is None:
-            self.result = raw.to(self.dtype)
-        elif raw is not self.into:
-            self.into.copy_(raw)
+            self.result = memory.to(self.dtype)
+        elif memory is not self.into:
+            self.into.copy_(memory)
+
+
+class _Piece(NamedTuple):
+    """A part of a tensor to be read, and its memory, if it is there already."""
+
+    read: Read
+    memory: torch.Tensor | None
+    number: int
+    start: int
+    size: int
+
+    def target(self) -> torch.Tensor:
+        return self.read.part(self.number) if self.memory is None else self.memory
 
 
 def read_all(reads: Sequence[Read]) -> None:
@@ -90,13 +125,10 @@ def read_all(reads: Sequence[Read]) -> None:
     with torch.no_grad():
         for read in reads:
             if read.source.nbytes == 0:
-                read.piece(0)
-                read.arrived()
-    count = sum(len(read.starts) for read in reads)
-    if count == 0:
-        return
-    devices = dict.fromkeys(read.device for read in reads)
-    ways = [_way_to(device, [read for read in reads if read.device == device]) for device in devices]
+                read.end()
+        reads = [read for read in reads if read.source.nbytes]
+        devices = dict.fromkeys(read.device for read in reads)
+        ways = [_way_to(device, [read for read in reads if read.device == device]) for device in devices]
     failed = threading.Event()
 
     def work() -> None:
@@ -109,7 +141,9 @@ def read_all(reads: Sequence[Read]) -> None:
                 raise
 
     # More than there are cores: a thread may wait for the disk.
-    count = min(max(8, min(16, os.cpu_count() or 1)), count)
+    count = min(max(8, min(16, os.cpu_count() or 1)), sum(way.pieces for way in ways))
+    if count == 0:
+        return
     with ThreadPoolExecutor(count) as pool:
         workers = [pool.submit(work) for _ in range(count)]
     for worker in workers:
@@ -123,8 +157,8 @@ class _Hands:
 
     def __init__(self) -> None:
         self.reader = Reader()
-        self._buffers: list[_Buffer] = []
-        self._turn = 0
+        # For each device its own: what tells that a buffer is free belongs to one device.
+        self._buffers: defaultdict[torch.device, deque[_Buffer]] = defaultdict(deque)
         self._plain: torch.Tensor | None = None
 
     def plain(self) -> torch.Tensor:
@@ -133,15 +167,14 @@ class _Hands:
             self._plain = torch.empty(PIECE, dtype=torch.uint8)
         return self._plain
 
-    def buffer(self) -> _Buffer:
+    def buffer(self, device: torch.device) -> _Buffer:
         """Returns a buffer that is free."""
-        if len(self._buffers) < 2:
-            self._buffers.append(_Buffer())
-            return self._buffers[-1]
-        self._turn = 1 - self._turn
-        buffer = self._buffers[self._turn]
-        buffer.wait()
-        return buffer
+        buffers = self._buffers[device]
+        if len(buffers) < 2:
+            buffers.append(_Buffer(device))
+        buffers.rotate()
+        buffers[0].wait()
+        return buffers[0]
 
     def close(self) -> None:
         self.reader.close()
@@ -150,22 +183,25 @@ class _Hands:
 class _Buffer:
     """Memory on the way to a device, locked where the device is a GPU."""
 
-    def __init__(self) -> None:
-        pinned = torch.cuda.is_available()
+    def __init__(self, device: torch.device) -> None:
+        pinned = device.type == "cuda"
         self.bytes = torch.empty(PIECE, dtype=torch.uint8, pin_memory=pinned)
         self.view = self.bytes.numpy().data
         # Who waits for it sleeps: the cores are needed to read.
         self._free: Any = torch.cuda.Event(blocking=True) if pinned else None
 
-    def send(self, piece: torch.Tensor, count: int) -> None:
-        """Begins to copy the first bytes over, in the current stream."""
-        content = self.bytes if count == PIECE else self.bytes[:count]
-        piece.copy_(content, non_blocking=self._free is not None and piece.is_cuda)
-        if self._free is not None:
-            self._free.record()
+    def fill(self, piece: _Piece, reader: Reader) -> torch.Tensor:
+        """Reads a piece; returns its bytes."""
+        whole = piece.size == PIECE
+        piece.read.source.read_into(self.view if whole else self.view[: piece.size], piece.start, reader)
+        return self.bytes if whole else self.bytes[: piece.size]
+
+    def leaves_with(self, stream: torch.cuda.Stream) -> None:
+        """It is free again when what was sent until now has been copied."""
+        self._free.record(stream)
 
     def wait(self) -> None:
-        """Returns as soon as what it held last has been copied."""
+        """Returns as soon as it is free."""
         if self._free is not None:
             self._free.synchronize()
 
@@ -174,27 +210,29 @@ class _Way:
     """How tensors get to a device: here to the CPU, straight into their memory."""
 
     def __init__(self, device: torch.device, reads: Sequence[Read]) -> None:
-        self._todo: SimpleQueue[tuple[Read, int, int]] = SimpleQueue()
+        self._device = device
+        self._todo: SimpleQueue[_Piece] = SimpleQueue()
         for read in reads:
-            for number, start in enumerate(read.starts):
-                self._todo.put((read, number, start))
+            for piece in read.pieces():
+                self._todo.put(piece)
+        self.pieces = self._todo.qsize()
 
     def work(self, hands: _Hands, failed: threading.Event) -> None:
         """Brings one piece after the other, until none is left or one has failed; for several threads at once."""
         with contextlib.suppress(Empty):
             while not failed.is_set():
-                read, number, start = self._todo.get_nowait()
-                self.bring(read, number, start, hands)
-                read.arrived()
+                piece = self._todo.get_nowait()
+                self.bring(piece, hands)
+                piece.read.arrived()
 
-    def bring(self, read: Read, number: int, start: int, hands: _Hands) -> None:
-        piece, source = read.piece(number), read.source
-        if read.casts:
-            part = hands.plain()[: min(PIECE, source.nbytes - start)]
-            source.read_into(part.numpy().data, start, hands.reader)
-            piece.copy_(part.view(source.dtype))
+    def bring(self, piece: _Piece, hands: _Hands) -> None:
+        source, target = piece.read.source, piece.target()
+        if piece.read.casts:
+            part = hands.plain()[: piece.size]
+            source.read_into(part.numpy().data, piece.start, hands.reader)
+            target.copy_(part.view(source.dtype))
         else:
-            source.read_into(piece.numpy().data, start, hands.reader)
+            source.read_into(target.numpy().data, piece.start, hands.reader)
 
     def finish(self) -> None:
         """Called once, when all pieces have been sent: returns when they are there."""
@@ -203,26 +241,29 @@ class _Way:
 class _DeviceWay(_Way):
     """By way of a buffer."""
 
-    def bring(self, read: Read, number: int, start: int, hands: _Hands) -> None:
-        piece, buffer = read.piece(number), hands.buffer()
-        count = min(PIECE, read.source.nbytes - start)
-        read.source.read_into(buffer.view if count == PIECE else buffer.view[:count], start, hands.reader)
-        buffer.send(piece, count)
+    def bring(self, piece: _Piece, hands: _Hands) -> None:
+        piece.target().copy_(hands.buffer(self._device).fill(piece, hands.reader))
 
 
-class _CudaWay(_DeviceWay):
-    """By way of a buffer, in the stream of the caller."""
+class _CudaWay(_Way):
+    """By way of two buffers in turn, in the stream of the caller."""
 
     def __init__(self, device: torch.device, reads: Sequence[Read]) -> None:
-        super().__init__(device, reads)
         self._stream = torch.cuda.current_stream(device)
         # Memory for all tensors at once: asking for each by itself takes longer than reading them.
-        with torch.cuda.stream(self._stream), contextlib.suppress(torch.OutOfMemoryError):
-            torch.empty(sum(read.new_bytes() for read in reads), dtype=torch.uint8, device=device)
+        with torch.cuda.stream(self._stream):
+            with contextlib.suppress(torch.OutOfMemoryError):
+                torch.empty(sum(read.new_bytes() for read in reads), dtype=torch.uint8, device=device)
+            super().__init__(device, reads)
 
     def work(self, hands: _Hands, failed: threading.Event) -> None:
         with torch.cuda.stream(self._stream):
             super().work(hands, failed)
+
+    def bring(self, piece: _Piece, hands: _Hands) -> None:
+        buffer = hands.buffer(self._device)
+        piece.target().copy_(buffer.fill(piece, hands.reader), non_blocking=True)
+        buffer.leaves_with(self._stream)
 
     def finish(self) -> None:
         self._stream.synchronize()

@@ -89,6 +89,16 @@ def test_pieces_and_buffers(model: Net, tmp_path: Path, monkeypatch: pytest.Monk
     assert torch.equal(found.embed.weight, model.embed.weight.double())
 
 
+def test_buffers_of_one_device_are_not_used_for_another() -> None:
+    """An event that was recorded on one GPU cannot be on another one."""
+    hands = reading._Hands()
+    one, other = torch.device("cpu"), torch.device("cpu", 0)
+    first = [hands.buffer(one) for _ in range(6)]
+    assert first[0] is first[2] is first[4] and first[1] is first[3] and first[0] is not first[1]
+    assert not {id(buffer) for buffer in first} & {id(hands.buffer(other)) for _ in range(3)}
+    hands.close()
+
+
 def test_without_a_map_tensors_stay_what_they_are(model: Net, tmp_path: Path) -> None:
     found = Net().double()
     before = dict(found.named_parameters())
