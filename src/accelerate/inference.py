@@ -128,7 +128,28 @@ def _schedule(pipe: Any, num_chunks: int) -> Any:
     from torch.distributed.pipelining import ScheduleGPipe
 
     state = PartialState()
+    for number in range(pipe.num_stages):
+        _hand_on_in_one_piece(pipe.get_stage_module(number), receives=number > 0)
     return ScheduleGPipe(pipe.build_stage(state.process_index, device=state.device), num_chunks)
+
+
+def _hand_on_in_one_piece(stage: Any, receives: bool) -> None:
+    """Have a stage give its outputs, and expect what it receives, without gaps: backends send nothing else."""
+
+    def filled(node: torch.fx.Node) -> torch.fx.Node:
+        if not isinstance(value := node.meta.get("val"), torch.Tensor) or value.is_contiguous():
+            return node
+        made = stage.graph.call_method("contiguous", (node,))
+        made.meta["val"] = value.contiguous()
+        return made
+
+    for node in stage.graph.find_nodes(op="placeholder") if receives else ():
+        if isinstance(value := node.meta.get("val"), torch.Tensor):
+            node.meta["val"] = value.contiguous()
+    (output,) = stage.graph.find_nodes(op="output")
+    with stage.graph.inserting_before(output):
+        output.args = torch.fx.map_arg(output.args, filled)
+    stage.recompile()
 
 
 def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:

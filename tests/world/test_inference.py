@@ -100,6 +100,33 @@ def test_an_input_that_a_later_stage_needs() -> None:
         assert "Stage 1 of this Late needs scale, and only the first stage is given the inputs" in outcome.message
 
 
+class Turned(nn.Module):
+    """Hands on what lies in memory in another order, and with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        turned, some = x.transpose(1, 2), x[:, :, :3]
+        return self.second(turned)[:, ::2] + some.sum(1, keepdim=True)
+
+
+def _turned() -> None:
+    x = torch.randn(4, 5, 4, generator=torch.Generator().manual_seed(0))
+    plain = Turned().eval()
+    model = prepare_pippy(Turned(), ["second"], example_args=(x,), gather_output=True)
+    with torch.no_grad():
+        for given in (x, x.transpose(0, 1).contiguous().transpose(0, 1)):
+            torch.testing.assert_close(model(given), plain(given))
+
+
+def test_stages_hand_on_tensors_of_any_strides() -> None:
+    run_world(_turned, 2)
+
+
 def _outputs() -> None:
     for kind in ("none", "twice"):
         model = prepare_pippy(Several(kind), "layers.1", example_args=batch(4), gather_output=True)
