@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.checkpoint import callers
 from accelerate.checkpointing import verify_checkpoint
+from accelerate.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net, weights
@@ -85,6 +88,41 @@ def _late(folder: str) -> tuple[str, int]:
 
 def test_who_comes_late_goes_on_too(tmp_path: Path) -> None:
     assert run_world(_late, 2, str(tmp_path)) == [("checkpoint_1", 2)] * 2
+
+
+def _twice_at_one_point(folder: str) -> Any:
+    """The main process alone, and then all, without a step in between."""
+    callers.meeting._patience, callers.KNOWN = 0.2, 0.2
+    run = Script(folder)
+    run.step(next(iter(run.batches)))
+    if run.accelerator.is_main_process:
+        run.accelerator.save_state()
+    run.accelerator.wait_for_everyone()
+    run.accelerator.save_state()
+    run.step(next(iter(run.batches)))
+    callers.meeting._patience = 60
+    return verify_checkpoint(run.accelerator.save_state())["world_size"]
+
+
+def test_two_saves_between_two_steps(tmp_path: Path) -> None:
+    assert run_world(_twice_at_one_point, 3, str(tmp_path)) == [3] * 3
+
+
+def _who_never_comes(folder: str) -> str:
+    run = Script(folder)
+    if run.accelerator.process_index == 2:
+        return ""  # as if it had been killed
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=0.5))
+    with pytest.raises(CheckpointError) as caught:
+        run.accelerator.save_state()
+    return str(caught.value)
+
+
+def test_who_never_comes_is_not_waited_for_without_end(tmp_path: Path) -> None:
+    first, second, _ = run_world(_who_never_comes, 3, str(tmp_path))
+    assert "Rank 0 has waited" in first and "1 of 2 others came" in first
+    assert "Rank 1 has waited" in second and "did not come" in second
 
 
 def _seen(folder: str, stop: bool) -> list[float]:

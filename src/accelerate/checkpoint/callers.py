@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch.distributed as dist
+
+from accelerate.errors import CheckpointError
 
 # How long the main process waits for the first of the others: for once, and where it was known to be alone before.
 PATIENCE = 30.0
@@ -13,14 +16,13 @@ KNOWN = 1.0
 
 Callers = Literal["all", "alone", "late"]
 
-_HERE, _ALL, _ALONE = "here", "all", "alone"
-
 
 class Meeting:
     """Finds out, over the store of the process group, which has no need of processes that do not come.
 
-    The saves that all have called are counted. The place of the next one in the store has how many others are `here`,
-    whether they are `all` (which the main process says), and when the main process last went on `alone`.
+    The saves that all have called are counted. For each the main process makes one attempt, or several, as it may save
+    alone in between. An attempt has in the store how many others are `here`, and then that they are `all`, or how far
+    the training was when the main process went on `alone`.
     """
 
     def __init__(self) -> None:
@@ -41,38 +43,47 @@ class Meeting:
         return found
 
     def _lead(self, store: Any, point: int) -> Callers:
-        started = time.monotonic()
-        for pause in _pauses():
-            here = store.add(_HERE, 0)
+        attempt = store.add("attempt", 0)
+        for waited in _waiting(store):
+            here = store.add(f"{attempt}/here", 0)
             if here == dist.get_world_size() - 1:
-                store.set(_ALL, "")
+                store.set(f"{attempt}/all", "")
                 self._patience = PATIENCE
                 return "all"
-            if here == 0 and time.monotonic() - started > self._patience:
-                store.set(_ALONE, str(point))
+            if here == 0 and waited > self._patience:
+                store.set(f"{attempt}/alone", str(point))
+                store.add("attempt", 1)
                 self._patience = KNOWN
                 return "alone"
-            time.sleep(pause)
-        raise AssertionError
+        raise _nobody_came(f"{here} of {dist.get_world_size() - 1} others came")
 
     def _follow(self, store: Any, point: int) -> Callers:
-        store.add(_HERE, 1)
-        for pause in _pauses():
-            if store.check([_ALL]):
+        attempt = store.add("attempt", 0)
+        if attempt and int(store.get(f"{attempt - 1}/alone")) == point:
+            return "late"
+        store.add(f"{attempt}/here", 1)
+        for _ in _waiting(store):
+            if store.check([f"{attempt}/all"]):
                 return "all"
-            if store.check([_ALONE]) and int(store.get(_ALONE)) == point:
-                store.add(_HERE, -1)
-                return "late"
-            time.sleep(pause)
-        raise AssertionError
+            if store.add("attempt", 0) > attempt:  # the main process had just gone on
+                return self._follow(store, point)
+        raise _nobody_came("the main process or another one did not come")
 
 
-def _pauses() -> Any:
-    """Short ones at first, which most meetings need none of."""
-    pause = 0.0002
-    while True:
-        yield pause
+def _waiting(store: Any) -> Iterator[float]:
+    """How long one has waited by now, again and again, for as long as a collective may take."""
+    started, pause = time.monotonic(), 0.0002  # most meetings need no longer one
+    while (waited := time.monotonic() - started) < store.timeout.total_seconds():
+        yield waited
+        time.sleep(pause)
         pause = min(pause * 1.5, 0.05)
+
+
+def _nobody_came(who: str) -> CheckpointError:
+    return CheckpointError(
+        f"Rank {dist.get_rank()} has waited in save_state for as long as the process group allows, and {who}: see what "
+        "the other processes are doing, and call save_state on all of them, or on the main process alone."
+    )
 
 
 # One for all that is saved by a process, as there is one store.
