@@ -29,21 +29,9 @@ from accelerate.state import PartialState
 from accelerate.utils import GradientAccumulationPlugin
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net, data, optimizer_values, weights
+from tests.unit.data_loader.toys import Numbers
 
 SAMPLES, BATCH, EPOCHS, BREAK = 22, 2, 3, 3
-
-
-class Numbers(Dataset):
-    def __init__(self, samples: int = SAMPLES) -> None:
-        self.samples = samples
-        self.fetched = 0
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> int:
-        self.fetched += 1
-        return index
 
 
 class Stream(IterableDataset):
@@ -128,7 +116,7 @@ class Lists(Dataset):
 
 def made(kind: str) -> tuple[Any, DataLoaderConfiguration]:
     config = DataLoaderConfiguration()
-    numbers = Numbers()
+    numbers = Numbers(SAMPLES)
     options: dict[str, Any] = {}
     if kind == "seedable":
         config.use_seedable_sampler = True
@@ -293,13 +281,13 @@ def elastic(kind: str, batch_size: int, exact: bool) -> tuple[Accelerator, Any]:
     torch.manual_seed(99 if exact else accelerator_rank() + 1)
     if kind == "distributed":
         state = PartialState(cpu=True)
-        numbers = Numbers()
+        numbers = Numbers(SAMPLES)
         sampler = DistributedSampler(numbers, state.num_processes, state.process_index, seed=4)
         loader, config = DataLoader(numbers, batch_size, sampler=sampler), DataLoaderConfiguration()
     elif kind in OF_ONE_SIZE:
         batches = OwnBatches(BATCH if kind == "own batches" else None)
         config = DataLoaderConfiguration(even_batches=kind == "own batches")
-        loader = DataLoader(Numbers(), batch_sampler=batches)
+        loader = DataLoader(Numbers(SAMPLES), batch_sampler=batches)
     else:
         loader, config = made(kind)
         if batch_size != BATCH:
@@ -394,15 +382,15 @@ def test_where_it_cannot_be_exact_it_says_so() -> None:
         state = prepared.position.state_dict(prepared) | {"batch": 4, "processes": 2} | options
         return change(state, prepared) or ""
 
-    sampler = OwnDistributed(Numbers(), 1, 0)
-    told = text(DataLoader(Numbers(), 2, sampler=sampler))
+    sampler = OwnDistributed(Numbers(SAMPLES), 1, 0)
+    told = text(DataLoader(Numbers(SAMPLES), 2, sampler=sampler))
     assert "only its OwnDistributed knows which samples were seen: some may come twice or not at all" in told
-    assert "its OwnBatches now makes other batches" in text(DataLoader(Numbers(), batch_sampler=OwnBatches(3)))
+    assert "its OwnBatches now makes other batches" in text(DataLoader(Numbers(SAMPLES), batch_sampler=OwnBatches(3)))
     told = text(DataLoader(Stream(), 2, num_workers=1))
     assert "worker processes read its dataset: the last samples before the checkpoint may come a second time" in told
     for exact in (
-        DataLoader(Numbers(), 2),
-        DataLoader(Numbers(), batch_sampler=OwnBatches(2)),
+        DataLoader(Numbers(SAMPLES), 2),
+        DataLoader(Numbers(SAMPLES), batch_sampler=OwnBatches(2)),
         DataLoader(Stream(), 2),
     ):
         told = text(exact)
@@ -503,7 +491,7 @@ def stateful(kind: str, exact: bool) -> tuple[Accelerator, Any]:
     loader, config = made(kind.removeprefix("workers "))
     config.use_stateful_dataloader, config.exact_resume, config.data_seed = True, exact, 3
     if kind == "workers plain":
-        loader = DataLoader(Numbers(), BATCH, num_workers=1)
+        loader = DataLoader(Numbers(SAMPLES), BATCH, num_workers=1)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     return accelerator, accelerator.prepare(loader)
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from tests.unit.data_loader.toys import Numbers
 
 # torchdata calls something that torch has deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -17,25 +18,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 SAMPLES, BREAK = 14, 3
 
 
-class Numbers(Dataset):
-    def __init__(self, samples: int = SAMPLES) -> None:
-        self.samples = samples
-        self.fetched = 0
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, index: int) -> int:
-        self.fetched += 1
-        return index
-
-
 def prepared(seed: int, *, exact: bool = True, size: int | None = 2, **options: Any) -> tuple[Accelerator, Any]:
     torch.manual_seed(seed)
     own = {name: options.pop(name) for name in ("num_workers", "shuffle", "generator") if name in options}
     config = DataLoaderConfiguration(exact_resume=exact, **options)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
-    return accelerator, accelerator.prepare(DataLoader(Numbers(), size, **({"shuffle": True} | own)))
+    return accelerator, accelerator.prepare(DataLoader(Numbers(SAMPLES), size, **({"shuffle": True} | own)))
 
 
 def read(loader: Any) -> list[list[int]]:
@@ -169,9 +157,11 @@ def test_a_generator_of_two_loaders(tmp_path: Path, exact: bool) -> None:
     assert [read(rest), read(loader)] == [expected[1][BREAK:], expected[2]]
 
 
-@pytest.mark.parametrize("workers", [(0, 1), (1, 0), (1, 2)])
+@pytest.mark.parametrize("workers", [(0, 0), (0, 1), (1, 0), (1, 2)])
 @pytest.mark.parametrize("exact", [False, True])
-def test_a_stateful_loader_with_other_workers(tmp_path: Path, workers: tuple[int, int], exact: bool) -> None:
+def test_a_stateful_loader_with_other_workers_and_batches(
+    tmp_path: Path, workers: tuple[int, int], exact: bool
+) -> None:
     pytest.importorskip("torchdata.stateful_dataloader")
     seen: list[int] = []
     for number, size in enumerate((2, 2, 3)):
@@ -196,19 +186,3 @@ def test_a_stateful_loader_and_a_script_that_skips(tmp_path: Path) -> None:
     accelerator.load_state(tmp_path)
     rest = accelerator.skip_first_batches(loader, BREAK)
     assert [read(rest), read(loader)] == [expected[1][BREAK:], expected[2]]
-
-
-def test_a_stateful_loader_that_went_on_by_itself(tmp_path: Path) -> None:
-    """It knows where it is in the epoch, for the day when it has another batch size."""
-    pytest.importorskip("torchdata.stateful_dataloader")
-    seen: list[int] = []
-    for number, size in enumerate((2, 2, 3)):
-        accelerator, loader = prepared(number, size=size, use_stateful_dataloader=True)
-        if number:
-            accelerator.load_state(tmp_path)
-        for step, batch in enumerate(loader):
-            seen += batch.tolist()
-            if number < 2 and step == 1:
-                accelerator.save_state(tmp_path)
-                break
-    assert sorted(seen) == list(range(SAMPLES))
