@@ -46,11 +46,11 @@ def infer_auto_device_map(
     Parts keep their order. Where some of them are offloaded, the first GPU keeps room for the biggest of these, and
     the host for the biggest on disk. Tied parameters go together. Sizes alone matter, so the model may be empty.
 
-    max_memory: as in `get_max_memory`; the disk has no limit unless one is given. no_split_module_classes: names of
-    classes that stay whole, such as blocks with a residual connection. dtype, special_dtypes: as in
-    `compute_module_sizes`. verbose: print every decision. clean_result: one entry for a module whose parts are all on
-    one device. offload_buffers: buffers of offloaded modules are offloaded as well. fallback_allocation: where the next
-    module is too big for an empty device, look for a later one that fits.
+    max_memory: as in `get_max_memory`. no_split_module_classes: names of classes that stay whole, such as blocks with
+    a residual connection. dtype, special_dtypes: as in `compute_module_sizes`. verbose: print every decision.
+    clean_result: one entry for a module whose parts are all on one device. offload_buffers: buffers of offloaded
+    modules are offloaded as well. fallback_allocation: where the next module is too big for an empty device, look for
+    a later one that fits.
     """
     with without_collecting_garbage():
         planner = _Planner(model, max_memory, as_classes(no_split_module_classes), dtype, special_dtypes, verbose)
@@ -80,7 +80,6 @@ class _Planner:
         special_dtypes: Mapping[str, Dtype] | None,
         verbose: bool,
     ) -> None:
-        self.model_name = type(model).__name__
         self.limits: MaxMemory = get_max_memory(max_memory)
         self.devices = [*(device for device in self.limits if device != "disk"), "disk"]
         self.gpus = [device for device in self.devices if device not in ("cpu", "disk")]
@@ -115,8 +114,8 @@ class _Planner:
 
     @property
     def room(self) -> Any:
-        """What is left on the current device, below zero where the reserve alone is too big."""
-        if self.device == "disk" and "disk" not in self.limits:
+        """What is left on the current device, below zero where the reserve alone is too big; no end on disk."""
+        if self.device == "disk":
             return float("inf")
         return self.limits[self.device] - self.reserve - self.used[self.device]
 
@@ -183,11 +182,6 @@ class _Planner:
         return False
 
     def _leave_device(self, name: str, part: Any, needed: Any) -> None:
-        if self.device == "disk":  # the last one
-            raise ValueError(
-                f"This {self.model_name} needs {self.sizes['']} bytes and there is no room for its {name} ({needed} "
-                f"bytes), since of the devices {_told(self.limits)}: give more memory, or no limit for the disk."
-            )
         if self.used[self.device] == 0:
             if self.fallback:
                 # Room for this module is kept, too, since it is offloaded then.
@@ -236,15 +230,11 @@ def refuse_disk(
         return
     sizes = compute_module_sizes(model, dtype)
     left = sum(sizes[name] for name, device in device_map.items() if device == "disk")
-    limits = _told(get_max_memory(max_memory))
+    limits = ", ".join(f"{device} has {limit}" for device, limit in get_max_memory(max_memory).items())
     raise ValueError(
         f"This {type(model).__name__} needs {sizes['']} bytes, besides room for its biggest layer, and of the devices "
         f"{limits}, so that {left} bytes are left over: give an offload_folder for them, or more memory."
     )
-
-
-def _told(limits: MaxMemory) -> str:
-    return ", ".join(f"{device} has {limit}" for device, limit in limits.items())
 
 
 def _with(names: list[str]) -> str:
