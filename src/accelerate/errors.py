@@ -22,5 +22,9 @@ class CheckpointError(RuntimeError):
     """A checkpoint could not be written, or cannot be loaded. Nothing was lost, and nothing was half-loaded."""
 
 
+class WrongFolder(CheckpointError, ValueError):
+    """The folder of a checkpoint that was asked for cannot be, or none was given. All ranks say the same of it."""
+
+
 class CommandFailed(RuntimeError):
     """A command cannot do what it was asked to. Its message is for the person who typed it."""

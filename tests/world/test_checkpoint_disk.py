@@ -361,3 +361,20 @@ def test_machines_with_disks_of_their_own(tmp_path: Path, everywhere: bool) -> N
         assert first[1] == second[1] == 2
     else:  # as the setting says
         assert first[1] == second[1] and "is missing" in first[1]
+
+
+def _wrong_folders(folder: str) -> list[str]:
+    run = Version(folder, automatic=False)
+    sentences = []
+    calls = [run.accelerator.load_state, run.accelerator.save_state]
+    for call in (lambda: calls[0](os.path.join(folder, "nowhere")), calls[0], calls[1]):
+        with pytest.raises((CheckpointError, ValueError)) as caught:
+            call()
+        sentences.append(str(caught.value))
+    return sentences
+
+
+def test_all_ranks_say_the_same_of_a_wrong_folder(tmp_path: Path) -> None:
+    first, second = run_world(_wrong_folders, 2, str(tmp_path))
+    assert first == second
+    assert first[0] == f"{tmp_path / 'nowhere'} is no folder: give that of a checkpoint to load."

@@ -23,6 +23,7 @@ from accelerate.checkpoint.state import Run
 from accelerate.checkpoint.weights import Coming, save_weights
 from accelerate.comm import Communicator, current, set_current
 from accelerate.data_loader.position import change, takes_over
+from accelerate.errors import WrongFolder
 from accelerate.files import save
 from accelerate.unwrap import extract_model_from_parallel
 
@@ -321,20 +322,20 @@ def _added(hooks: Any, hook: Callable[..., None]) -> RemovableHandle:
 def _target(config: Any, output_dir: str | os.PathLike[str] | None) -> Path:
     if not config.automatic_checkpoint_naming:
         if output_dir is None:
-            raise ValueError(
+            raise WrongFolder(
                 "save_state needs a folder: pass `output_dir`, or a ProjectConfiguration with a `project_dir` and "
                 "`automatic_checkpoint_naming=True`."
             )
         return Path(os.path.expanduser(output_dir))
     if config.project_dir is None:
-        raise ValueError("automatic_checkpoint_naming needs a `project_dir` in the ProjectConfiguration.")
+        raise WrongFolder("automatic_checkpoint_naming needs a `project_dir` in the ProjectConfiguration.")
     return layout.automatic(Path(config.project_dir), config.iteration)
 
 
 def _free(target: Path, config: Any) -> Path:
     """A folder that is named automatically is a new one."""
     if config.automatic_checkpoint_naming and target.exists():
-        raise ValueError(
+        raise WrongFolder(
             f"{target} exists already: set `accelerator.project_configuration.iteration` to the number that the next "
             "checkpoint should have, or load the last one first."
         )
@@ -346,10 +347,10 @@ def _source(config: Any, input_dir: str | os.PathLike[str] | None) -> str | None
     if input_dir is not None:
         folder = Path(os.path.expanduser(input_dir))
         if not folder.is_dir():
-            raise ValueError(f"{folder} is no folder: give that of a checkpoint to load.")
+            raise WrongFolder(f"{folder} is no folder: give that of a checkpoint to load.")
         return str(folder)
     if not config.automatic_checkpoint_naming or config.project_dir is None:
-        raise ValueError(
+        raise WrongFolder(
             "load_state without a folder looks for the newest checkpoint of a project: pass `input_dir`, or a "
             "ProjectConfiguration with a `project_dir` and `automatic_checkpoint_naming=True`."
         )

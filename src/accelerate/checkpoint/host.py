@@ -127,7 +127,7 @@ def _is_mapping(value: Any) -> bool:
     return isinstance(value, dict) and type(value).__module__ in ("builtins", "collections")
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one piece of memory: none that is sparse, nested, quantized or of a class of its own."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return False
@@ -136,7 +136,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _collect(value: Any, found: dict[Any, torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        if _is_plain(value):
+        if is_plain(value):
             found[_key(value)] = value
     elif _is_mapping(value):
         for item in value.values():
@@ -151,7 +151,7 @@ _UNCHANGING = (int, float, bool, str, bytes, type(None))
 
 def _rebuilt(value: Any, copies: dict[Any, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        if _is_plain(value):
+        if is_plain(value):
             return copies[_key(value)]
         return value if value.is_meta else value.detach().to("cpu", copy=True)
     if _is_mapping(value):

@@ -138,7 +138,7 @@ class Reader:
 
 def _in_plain_memory(tensor: torch.Tensor) -> bool:
     """Whether the bytes of a tensor are one piece of host memory, and mean what they are."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device != CPU or tensor.layout != torch.strided:
+    if not host.is_plain(tensor) or tensor.device != CPU:
         return False
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
 
