@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import time
 from typing import Any
 
 import torch
@@ -17,21 +15,9 @@ from accelerate.comm.torch_dist import TorchDistributed
 from accelerate.config.enums import DistributedType
 from accelerate.config.environment import override_numa_affinity, parse_flag_from_env
 from accelerate.environments import World
-from accelerate.state import lost
+from accelerate.state import ending, lost
 from accelerate.state.processes import ProcessControl
 from accelerate.state.shared import ThreadLocalSharedDict
-
-# Process groups that were taken down, kept for a while. Freeing one waits for its threads while it holds Python's lock;
-# a thread that is just putting away the last collective waits for that lock: both for ever.
-_destroyed: list[Any] = []
-
-
-@atexit.register
-def _free_destroyed() -> None:
-    # Not later than this: groups that outlive the interpreter abort the process.
-    if _destroyed:
-        time.sleep(0.05)  # whoever waits for the lock gets it now
-        _destroyed.clear()
 
 
 class PartialState(ProcessControl):
@@ -109,8 +95,7 @@ class PartialState(ProcessControl):
         if self.fork_launched and group is None:
             return  # the notebook's main process still needs it
         if dist.is_available() and dist.is_initialized():
-            _destroyed.append(dist.group.WORLD if group is None else group)
-            dist.destroy_process_group(group)
+            ending.take_down(group)
             if group is None:
                 self._group_ended = True
                 PartialState._groups_ended += 1
