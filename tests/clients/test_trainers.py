@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,6 +47,11 @@ def logs(script: str, processes: int, told: dict[str, Any], file: Path, path: st
         capture_output=True,
         text=True,
     )
+    if path == str(RELEASED) and "terminate called without an active exception" in done.stderr:
+        # On the released package torch now and then aborts a process at its end (docs/differences.md).
+        shutil.rmtree(f"{file}.out", ignore_errors=True)
+        file.unlink(missing_ok=True)
+        return logs(script, processes, told, file, path)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-8000:]
     found: dict[str, Any] = json.loads(file.read_text())
     return found
@@ -57,8 +63,7 @@ def test_logs_the_same(case: str, tmp_path: Path) -> None:
     ours = logs(*CASES[case], tmp_path / "ours.json", "")
     released = logs(*CASES[case], tmp_path / "released.json", str(RELEASED))
     assert all("loss" in log[0] and len(log) > 3 for log in ours.values())
-    for name, log in released.items():
-        assert ours[name] == log, name
+    assert ours == released
 
 
 def test_diffusers_train_the_same_and_go_on_as_if_nothing_had_happened(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import time
 from typing import Any
 
 import numpy as np
@@ -76,6 +77,7 @@ def main(action: str, folder: str, safe: str, precision: str) -> None:
     with open(f"{folder}/{action}-{accelerator.process_index}.json", "w") as file:
         json.dump(state, file)
     accelerator.wait_for_everyone()
+    time.sleep(0.1)  # on the released package, torch may hang or abort where a group ends right after a collective
     accelerator.end_training()
 
 
