@@ -43,6 +43,8 @@ class DataLoaderStateMixin:
     _left_out_samples = 0
     _left_out_batches = 0
     _left_out_steps = 0
+    # What the dataset drew from when the batches before were done, until the loader is iterated.
+    _goes_on_with: dict[str, Any] | None = None
 
     def reset(self) -> None:
         """Back to before the first batch."""
@@ -231,7 +233,9 @@ class DataLoaderAdapter:
         self.forget_state()  # or else the place that was loaded would be skipped to twice
         if self.position.asked_to_skip(count, self):
             return self.position.rest_of(self)
-        return self.after(count)
+        rest = self.after(count)
+        rest._goes_on_with = self.position.drawn_after(count)
+        return rest
 
     def after(self, count: int) -> Any:
         """The same loader without the first `count` batches that it has itself."""

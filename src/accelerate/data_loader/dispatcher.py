@@ -12,6 +12,7 @@ from accelerate.comm import current
 from accelerate.comm.tree import slice_tensors
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, forward_epoch
 from accelerate.data_loader.dispatch import Handout, Part
+from accelerate.data_loader.draws import Reader
 from accelerate.data_loader.pieces import batch_length, cut, join
 from accelerate.data_loader.position import Place
 from accelerate.data_loader.transfer import transfer_to
@@ -73,14 +74,13 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         handout = Handout(current())
         parts = self._lead(handout, place) if self.state.is_main_process else self._follow(handout)
         try:
-            for index, part in enumerate(parts):
+            for part in parts:
                 self.position.caught_up(self)
                 self.end_of_dataloader = self.ends_everywhere = part.is_last
                 self.remainder = part.total_samples if part.is_last else -1
                 self.adjust_state_dict_for_prefetch()
-                if index >= self.skip_batches:
-                    place.handed_out(part.is_last)
-                    yield self._hand_out(transfer.finish(transfer.start(part.batch)), part.counts)
+                place.handed_out(part.is_last)
+                yield self._hand_out(transfer.finish(transfer.start(part.batch)), part.counts)
         finally:
             self.position.caught_up(self)
             self._end_of(place)
@@ -93,10 +93,15 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _lead(self, handout: Handout, place: Place) -> Iterator[Part]:
         """Read one global batch ahead, so that the last one is known when it is sent."""
-        steps = self._steps(place)
         with handout.telling_errors():
-            start = step = next(steps, None)
-        if start is None:
+            with self.position.iterating(self, place):
+                batches = iter(self.base_dataloader)
+            start = self._skip(batches)
+            steps = self._steps(batches, self.position.reader(self, place))
+            step = next(steps, None)
+            start = start or step or []
+            self.position.caught_up(self)
+        if step is None:
             handout.finish()
             return
         while step is not None:
@@ -110,12 +115,19 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             yield parts[0]
             step = following
 
-    def _steps(self, place: Place) -> Iterator[list[Any]]:
+    def _skip(self, batches: Iterator[Any]) -> list[Any] | None:
+        """Leave batches out; those of the first step, which may have to fill up the last one, are returned."""
+        first: list[Any] | None = None
+        for _ in range(self.skip_batches):
+            group = list(itertools.islice(batches, self.batches_per_step))
+            first = first or group
+        return first
+
+    def _steps(self, batches: Iterator[Any], reader: Reader) -> Iterator[list[Any]]:
         """The batches that all processes together work on in one step."""
-        with self.position.iterating(self, place):
-            batches = iter(self.base_dataloader)
         count = self.batches_per_step
-        while group := list(itertools.islice(batches, count)):
+        batches = reader.over(batches)
+        while group := reader.read(lambda: list(itertools.islice(batches, count))):
             if self._drop_last and len(group) < count:
                 return
             yield group

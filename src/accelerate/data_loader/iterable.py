@@ -114,18 +114,25 @@ class Repeat:
         self.sample = sample
 
 
-class PartlyRepeated:
-    """A batch on its way from a worker to the loader; `counts`: how many of its samples are no repeats, and how many
-    it has."""
+class Envelope:
+    """A batch on its way from a worker to the loader."""
 
-    def __init__(self, batch: Any, counts: tuple[int, int]) -> None:
+    def __init__(self, batch: Any) -> None:
         self.batch = batch
-        self.counts = counts
 
-    def pin_memory(self) -> PartlyRepeated:
+    def pin_memory(self) -> Envelope:
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return PartlyRepeated(pin_memory(self.batch), self.counts)
+        self.batch = pin_memory(self.batch)
+        return self
+
+
+class PartlyRepeated(Envelope):
+    """counts: how many samples of the batch are no repeats, and how many it has."""
+
+    def __init__(self, batch: Any, counts: tuple[int, int]) -> None:
+        super().__init__(batch)
+        self.counts = counts
 
 
 class CountingCollate:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
 
-from accelerate.data_loader import streams
+from accelerate.data_loader import draws, streams
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.rest import SkipSampler
 from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SamplerShard, SeedableRandomSampler, sampler_owner
@@ -23,7 +24,7 @@ class Place:
     start: the random states that the order of the epoch came from.
     batches: how many of the epoch were handed out, after `samples` that were read in batches of another size.
     earlier: in how many steps those samples were. partial: whether its first batch is not the first one of the epoch.
-    dataset: the state of a dataset that can tell its place.
+    dataset: the state of a dataset that can tell its place. resumed, before, workers: see `draws.Drawing`.
     """
 
     epoch: int
@@ -34,6 +35,9 @@ class Place:
     partial: bool
     finished: bool = False
     dataset: Any = None
+    resumed: draws.States = field(default_factory=dict)
+    before: draws.States = field(default_factory=dict)
+    workers: dict[int, draws.States] = field(default_factory=dict)
 
     def handed_out(self, last: bool) -> None:
         self.batches += 1
@@ -63,27 +67,42 @@ class Position:
         # Whether torch's loader draws a number at the next iteration, where that is to be as in the saved run.
         self._draws: bool | None = None
         self._draws_next: bool | None = None
+        # Which generators the dataset draws from, in this process, and the states of workers that stay.
+        self._drawn_from: set[str] = set()
+        self._workers: dict[int, draws.States] = {}
+        # What the dataset drew from when the loaded checkpoint was saved.
+        self._drawn: dict[str, Any] | None = None
 
     # --- during an epoch ----------------------------------------------------------------------------------------
 
     def begin(self, loader: Any) -> Place:
-        draws, self._draws = self._draws, None
+        seed, self._draws = self._draws, None
         if loader._continued is None:
-            draws, self._draws_next = (self._draws_next if draws is None else draws), None
-        start = streams.random_states(loader) | {"draws": streams.draws_seed(loader) if draws is None else draws}
+            seed, self._draws_next = (self._draws_next if seed is None else seed), None
+        start = streams.random_states(loader) | {"draws": streams.makes_iterator(loader) if seed is None else seed}
+        start["workers"] = self._workers if loader.persistent_workers else {}
         batches, samples, steps = loader._left_out_batches, loader._left_out_samples, loader._left_out_steps
         place = Place(loader.iteration, start, batches, samples, steps - batches, bool(steps))
         ahead, self._ahead = self._ahead, None
         if ahead is not None and loader._continued is None:
             place.batches, place.samples = ahead["batches"], ahead["samples"]
             place.earlier, place.partial = ahead["steps"] - ahead["batches"], ahead["partial"]
+            loader._goes_on_with = self._drawn
+        drawn, loader._goes_on_with = loader._goes_on_with or {}, None
+        place.resumed = drawn.get("before", {})
+        place.workers = dict(drawn.get("workers", start["workers"]))
         self._places.append(place)
         self._loaded = None
         return place
 
-    def iterating(self, loader: Any, place: Place) -> AbstractContextManager[None]:
+    @contextmanager
+    def iterating(self, loader: Any, place: Place) -> Iterator[None]:
         """A context in which to have torch's loader begin the iteration."""
-        return streams.drawing_seed(loader, place.start["draws"])
+        with streams.drawing_seed(loader, place.start["draws"]), draws.told_by_workers(loader, place):
+            yield
+
+    def reader(self, loader: Any, place: Place) -> draws.Reader:
+        return draws.reader(loader, place, self._drawn_from)
 
     def fetched(self, loader: Any, place: Place) -> None:
         """The batch at hand was fetched, and the next one is about to be."""
@@ -95,6 +114,7 @@ class Position:
         if place not in self._places:
             return False
         self._places.remove(place)
+        self._workers = place.workers
         return True
 
     # --- saving and loading -------------------------------------------------------------------------------------
@@ -120,8 +140,9 @@ class Position:
             "steps": place.earlier + place.batches,
             "partial": place.partial,
             "start": place.start or None,
-            "draws_next": streams.draws_seed(loader) if self._draws_next is None else self._draws_next,
+            "draws_next": streams.makes_iterator(loader) if self._draws_next is None else self._draws_next,
             "dataset": place.dataset,
+            "drawn": {"before": place.before, "workers": dict(place.workers) if self._places else self._workers},
             "generators": generators,
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
             "batch": loader.total_batch_size,
@@ -151,6 +172,10 @@ class Position:
         self._same = _same_batches(state, loader)
         self._skip = state if skip and state["steps"] else None
         self._ahead = state if loader.use_stateful_dataloader and not skip else None
+        if self._same and state["workers"] == loader.num_workers and "drawn" in state:
+            self._drawn = state["drawn"]
+            self._drawn_from = set(self._drawn["before"])
+            self._workers = self._drawn["workers"] if start is None else start["workers"]
 
     # --- the iteration after loading ----------------------------------------------------------------------------
 
@@ -161,6 +186,7 @@ class Position:
         state, self._skip = self._skip, None
         rest = _rest(state, loader)
         rest._left_out_steps = state["steps"]
+        rest._goes_on_with = self._drawn
         return rest
 
     def asked_to_skip(self, count: int, loader: Any) -> bool:
@@ -173,6 +199,11 @@ class Position:
         if not same:
             self._skip = None
         return same
+
+    def drawn_after(self, count: int) -> dict[str, Any] | None:
+        """What the dataset drew from, if it is known, when `count` batches of the interrupted epoch were done."""
+        saved = self._loaded
+        return self._drawn if saved is not None and saved["inside"] and saved["steps"] == count else None
 
     def rewind(self, loader: Any) -> None:
         """Put the random states back to where the interrupted epoch began, until its first batch is there."""
@@ -207,7 +238,8 @@ def _settled(state: dict[str, Any]) -> dict[str, Any]:
     if state["inside"]:
         return state
     nothing = {"batches": 0, "samples": 0, "steps": 0, "start": None, "dataset": None}
-    return {**state, **nothing, "epoch": state["epoch"] + state["running"]}
+    drawn = {"drawn": state["drawn"] | {"before": {}}} if "drawn" in state else {}
+    return {**state, **nothing, **drawn, "epoch": state["epoch"] + state["running"]}
 
 
 def _rest(state: dict[str, Any], loader: Any) -> Any:

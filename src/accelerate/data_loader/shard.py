@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,11 +78,12 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         transfer = transfer_to(self.device, self._non_blocking)
         with self.position.iterating(self, place):
             batches = iter(self.base_dataloader)
+        reader = self.position.reader(self, place)
         counts_of = getattr(self._shard, "counts", None) or _none_repeated
         tells_position = self.use_stateful_dataloader or self.position.follows_dataset
 
         def fetch() -> tuple[Any, tuple[int, int] | None] | None:
-            batch, counts = next(batches, _END), None
+            batch, counts = reader.read(take), None
             if batch is _END:
                 return None
             if type(batch) is PartlyRepeated:
@@ -89,26 +91,28 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             return transfer.start(batch), counts
 
         try:
+            for _ in range(self.skip_batches):
+                next(batches, _END)
+            take = functools.partial(next, reader.over(batches), _END)
             upcoming = fetch()
         finally:
             self.position.caught_up(self)
         if upcoming is None:
             self._set_end(True)
-        index = 0
+        index = self.skip_batches
         while upcoming is not None:
             current, counts = upcoming
             if tells_position:
                 self._note_position(place)
             transfer.wait()
             upcoming = fetch()
-            if index >= self.skip_batches:
-                # Set for every batch: the same loader may be iterated again inside the loop.
-                last = upcoming is None
-                self._set_end(last)
-                if self.on_uneven_end is not None:
-                    self.on_uneven_end.next_batch(self.gradient_state.backwards)
-                place.handed_out(last)
-                yield self._hand_out(transfer.finish(current), counts or counts_of(-1 if last else index))
+            # Set for every batch: the same loader may be iterated again inside the loop.
+            last = upcoming is None
+            self._set_end(last)
+            if self.on_uneven_end is not None:
+                self.on_uneven_end.next_batch(self.gradient_state.backwards)
+            place.handed_out(last)
+            yield self._hand_out(transfer.finish(current), counts or counts_of(-1 if last else index))
             index += 1
 
     def _set_end(self, last: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -62,15 +62,22 @@ def draws_at_once(sampler: Any) -> bool:
 # --- to keep and to set -----------------------------------------------------------------------------------------
 
 
-def global_states() -> dict[str, Any]:
-    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+_GLOBAL: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "python": (random.getstate, lambda state: random.setstate((state[0], tuple(state[1]), state[2]))),
+    "numpy": (np.random.get_state, np.random.set_state),
+    "torch": (torch.get_rng_state, lambda state: torch.set_rng_state(torch.as_tensor(state))),
+}
+
+
+def global_states(names: Iterable[str] = _GLOBAL) -> dict[str, Any]:
+    return {name: _GLOBAL[name][0]() for name in names}
 
 
 def set_global_states(states: dict[str, Any]) -> None:
-    version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
-    np.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
+    """Set those that are among `states`."""
+    for name, (_, put) in _GLOBAL.items():
+        if name in states:
+            put(states[name])
 
 
 def random_states(loader: Any) -> dict[str, Any]:
@@ -89,11 +96,9 @@ def set_generators(loader: Any, states: list[torch.Tensor]) -> None:
 # --- the number that torch's loader draws -----------------------------------------------------------------------
 
 
-def draws_seed(loader: Any) -> bool:
-    """Whether torch's loader is going to draw a number (the seed of its workers) when it is iterated next.
-
-    It does so for each new iterator, but one with persistent workers is used again.
-    """
+def makes_iterator(loader: Any) -> bool:
+    """Whether torch's loader, when it is iterated next, makes a new iterator, and draws a number (the seed of its
+    workers) for it. One with persistent workers is used again."""
     base = loader.base_dataloader
     made_before = base.persistent_workers and base.num_workers > 0 and base._iterator is not None
     return not made_before
@@ -103,7 +108,7 @@ def draws_seed(loader: Any) -> bool:
 def drawing_seed(loader: Any, draws: bool) -> Iterator[None]:
     """Have torch's loader, while it is told to iterate, take a number from the random states or leave them alone."""
     base = loader.base_dataloader
-    if draws == draws_seed(loader):
+    if draws == makes_iterator(loader):
         yield
     elif draws:
         _draw(base.generator)
