@@ -253,6 +253,22 @@ def test_a_worker_runs_a_script_as_python_does(tmp_path: Path, kind: str) -> Non
     assert results(launched.stdout) == results(plain.stdout) * 2
 
 
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_of_several_processes_stay_whole_and_come_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unbuffered: str
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    train = script(
+        tmp_path,
+        "for number in range(1500): print('RESULT', [number, 'x' * 60], sep=' ')\n"
+        "os.kill(os.getpid(), signal.SIGKILL)",  # nothing is written at the end
+    )
+    printed = launch(tmp_path, *TWO, train).stdout.splitlines()
+    assert set(printed) <= {f"RESULT {[number, 'x' * 60]}" for number in range(1500)}
+    # The first one to die may have taken the other one along.
+    assert len(printed) >= 1500 and f"RESULT {[1499, 'x' * 60]}" in printed
+
+
 def test_a_program_that_is_not_python(tmp_path: Path) -> None:
     program = tmp_path / "run.sh"
     program.write_text('#!/bin/sh\necho "RESULT [\\"$RANK\\", \\"$1\\"]"\n')

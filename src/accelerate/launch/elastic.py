@@ -69,9 +69,10 @@ def _through_worker(arguments: Any, command: str, words: list[str]) -> tuple[str
     parent = str(os.getpid())
     if arguments.no_python:
         return sys.executable, ["-I", "-S", PROGRAM, parent, command, *words]
+    # Unbuffered, two processes that print to one place cut each other's lines into pieces; see `worker.print_lines`.
     words = words[1:] if words[:1] == ["-u"] else words
     kind, words = ("module", words[1:]) if arguments.module else ("script", words)
-    return command, ["-u", WORKER, parent, kind, *words]
+    return command, [WORKER, parent, kind, *words]
 
 
 def _report(failure: Any, quiet: bool, memory_kills: int) -> int:

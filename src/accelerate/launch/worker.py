@@ -9,6 +9,7 @@ Run as a file and imports nothing of the package, so that it costs next to nothi
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from importlib.machinery import SourceFileLoader
@@ -41,10 +42,15 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
+def print_lines() -> None:
+    """Lets what is printed be seen at once, but whole lines of it, which other processes cannot cut into pieces."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 def run_script(path: str) -> None:
     """Does what `python path` does."""
-    import io
-
     full = os.path.abspath(path)
     if os.path.isdir(full) or path.endswith((".zip", ".pyz")):
         import runpy
@@ -126,6 +132,7 @@ def _inside(traceback: TracebackType | None) -> TracebackType | None:
 def main() -> None:
     parent, kind, target, *arguments = sys.argv[1:]
     die_with_parent(int(parent))
+    print_lines()
     sys.argv = [target, *arguments]
     try:
         run_module(target) if kind == "module" else run_script(target)
