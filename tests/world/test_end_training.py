@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -34,7 +35,8 @@ def test_a_run_can_be_ended_right_after_a_collective() -> None:
 
 def train_again_after_the_end() -> list[float]:
     losses = []
-    for _ in range(3):
+    threads = []
+    for _ in range(5):
         accelerator = Accelerator()
         torch.manual_seed(0)
         model = torch.nn.Linear(4, 1)
@@ -49,6 +51,10 @@ def train_again_after_the_end() -> list[float]:
         accelerator.end_training()
         # What a script may still ask for after the end.
         assert accelerator.is_main_process == (accelerator.process_index == 0)
+        del model, optimizer, loss, accelerator
+        gc.collect()
+        threads.append(len(os.listdir("/proc/self/task")))
+    assert threads[-1] == threads[1]  # those of earlier groups have ended
     return losses
 
 

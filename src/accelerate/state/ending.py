@@ -3,7 +3,7 @@
 Such a thread may hold the last reference to a tensor that Python knows, and needs Python's lock to free it:
 - freeing a group waits for its threads while it holds that lock: both would wait for ever;
 - at the end of the program a thread that asks for the lock is killed, and aborts the process (torch up to 2.13).
-So groups that were taken down are kept, and before the end everyone who waits for the lock gets it.
+So groups that were taken down are kept for a while, and before the end everyone who waits for the lock gets it.
 """
 
 from __future__ import annotations
@@ -14,22 +14,27 @@ import time
 import torch.distributed as dist
 
 _taken_down: list[dist.ProcessGroup] = []
+# Those of the last world and before. When the next one is taken down, their threads have been idle for long.
+_earlier: list[dist.ProcessGroup] = []
 
 
 def take_down(group: dist.ProcessGroup | None) -> None:
     """Destroy one group, or (None) all of them."""
-    if group is None or group is dist.group.WORLD:
-        _taken_down.extend(dist.distributed_c10d._world.pg_map)
-    else:
+    everything = group is None or group is dist.group.WORLD
+    if group is not None:
         _taken_down.append(group)
+    if everything:
+        _earlier[:] = [*_taken_down, *dist.distributed_c10d._world.pg_map]
+        _taken_down.clear()
     dist.destroy_process_group(group)
 
 
 @atexit.register
 def _let_threads_finish() -> None:
-    if _taken_down or (dist.is_available() and dist.is_initialized()):
+    if _taken_down or _earlier or (dist.is_available() and dist.is_initialized()):
         for _ in range(10):
             # Many short naps, not a long one: on a busy machine, each time this thread gets a core, others had theirs.
             time.sleep(0.005)
         # Not later than this: groups that outlive the interpreter abort the process, too.
         _taken_down.clear()
+        _earlier.clear()
