@@ -182,3 +182,144 @@ def test_with_other_workers_the_samples_are_right_at_least(tmp_path: Path) -> No
     (whole,) = run_world(trained, 1, "three workers", str(tmp_path), 0, [2])
     (rest,) = run_world(with_other_workers, 1, str(tmp_path))
     assert rest == [sample[0] for batch, _ in whole[2 : SAMPLES // BATCH] for sample in batch]
+
+
+class NoisyNowAndThen(Noisy):
+    """Draws from one generator always, and from another one sometimes."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), float(np.random.rand()) if index % 8 < 2 else 0.0])
+
+
+KINDS |= {
+    "workers, now and then": (NoisyNowAndThen, {"num_workers": 1}, {}),
+    "workers that begin alike": (
+        Noisy,
+        {"num_workers": 2, "persistent_workers": True, "worker_init_fn": seeded_by_itself},
+        {},
+    ),
+    "here, without draws": (Plain, {"shuffle": True}, {}),
+    "workers, without draws": (Plain, {"shuffle": True, "num_workers": 1}, {}),
+    "stateful, without draws": (Plain, {"shuffle": True}, {"use_stateful_dataloader": True}),
+}
+
+
+def test_what_a_worker_seldom_draws_from_is_kept_by_a_chain_of_runs(tmp_path: Path) -> None:
+    whole = run_world(trained, 1, "workers, now and then", str(tmp_path), 0, [2])
+    for start, saves in ((2, [3]), (3, [])):
+        resumed = run_world(trained, 1, "workers, now and then", str(tmp_path), start, saves)
+        assert resumed == [seen[start:] for seen in whole]
+
+
+def noted(kind: str) -> Any:
+    _, loader = prepared(kind, True)
+    batches = iter(loader)
+    for _ in range(5):
+        next(batches)
+    return loader.position.state_dict(loader)["drawn"]
+
+
+@pytest.mark.parametrize("kind", ["here, without draws", "workers, without draws"])
+def test_nothing_is_kept_of_a_dataset_that_draws_nothing(kind: str) -> None:
+    assert run_world(noted, 1, kind) == [{"before": {}, "workers": {}}]
+
+
+def broken_off(kind: str, folder: str, start: str | None) -> dict[str, list[Any]]:
+    """An epoch that is not read to its end, and then whole ones; what is seen from each checkpoint on."""
+    accelerator, loader = prepared(kind, True)
+    since: dict[str, list[Any]] = {}
+
+    def seen(what: Any, save_as: str | None = None) -> None:
+        for noted in since.values():
+            noted.append(what)
+        if save_as is not None and start is None:
+            accelerator.save_state(f"{folder}/{save_as}")
+            since[save_as] = []
+
+    if start is not None:
+        since[start] = []
+        accelerator.load_state(f"{folder}/{start}")
+    for epoch in range(loader.iteration, EPOCHS):
+        for number, batch in enumerate(loader):
+            seen([batch.tolist(), draws()], "within" if epoch == 1 and number == 0 else None)
+            if epoch == 0 and number == 3:
+                break
+        seen(draws(), f"after {epoch}")
+    accelerator.end_training()
+    return since
+
+
+@pytest.mark.parametrize("kind", ["here", "three workers", "workers that stay", "stateful, without draws"])
+def test_an_epoch_may_have_been_broken_off_before(kind: str, tmp_path: Path) -> None:
+    (whole,) = run_world(broken_off, 1, kind, str(tmp_path), None)
+    for start in ("after 0", "within", "after 1"):
+        (resumed,) = run_world(broken_off, 1, kind, str(tmp_path), start)
+        assert resumed[start] == whole[start], start
+
+
+def back_in_the_same_process(folder: str) -> tuple[list[Any], list[Any]]:
+    accelerator, loader = prepared("workers that stay", True)
+    list(loader)
+    accelerator.save_state(folder)
+    first = [batch.tolist() for batch in loader]
+    accelerator.load_state(folder)
+    return first, [batch.tolist() for batch in loader]
+
+
+def test_workers_that_stay_go_back_to_what_they_were(tmp_path: Path) -> None:
+    ((first, again),) = run_world(back_in_the_same_process, 1, str(tmp_path / "saved"))
+    assert again == first
+
+
+class ByWhom(Plain):
+    def __getitem__(self, index: int) -> int:
+        info: Any = get_worker_info()
+        return info.id
+
+
+def skipped_by_hand() -> Any:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(ByWhom(), batch_size=BATCH, num_workers=2))
+    return next(iter(accelerator.skip_first_batches(loader, 3))).tolist()
+
+
+def after_a_rest(skip: int | None) -> Any:
+    """What workers that stay, and begin with fixed numbers, draw in the first epoch that they read."""
+    accelerator, loader = prepared("workers that begin alike", True)
+    if skip is not None:
+        list(accelerator.skip_first_batches(loader, skip))
+    return [batch[:, 1:3].tolist() for batch in loader]
+
+
+def test_without_a_checkpoint_workers_know_nothing_of_those_of_another_loader() -> None:
+    assert run_world(after_a_rest, 1, 3) == run_world(after_a_rest, 1, None)
+
+
+def test_without_a_checkpoint_the_first_worker_reads_the_first_batch() -> None:
+    assert run_world(skipped_by_hand, 1) == [[0, 0]]
+
+
+class Broken(NoisyStream):
+    """Cannot be read any more."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        raise OSError("gone")
+
+
+KINDS["here, gone"] = (Broken, {}, {"dispatch_batches": False})
+
+
+def states_after_an_error(folder: str) -> tuple[list[float], list[float]]:
+    accelerator, loader = prepared("here, gone", True)
+    accelerator.load_state(folder)
+    expected = draws()
+    accelerator.load_state(folder)
+    with pytest.raises(OSError, match="gone"):
+        next(iter(loader))
+    return expected, draws()
+
+
+def test_a_dataset_that_cannot_be_read_leaves_the_random_states_that_were_loaded(tmp_path: Path) -> None:
+    run_world(trained, 1, "here, a stream", str(tmp_path), 0, [2])
+    ((expected, found),) = run_world(states_after_an_error, 1, f"{tmp_path}/2")
+    assert found == expected

@@ -45,7 +45,7 @@ class _Header(NamedTuple):
     apart: int = 0  # bytes of the contents, where these follow on the device
 
 
-_BATCH, _LARGER, _FINISHED, _FAILED = range(4)
+_BATCH, _LARGER, _FINISHED, _FAILED, _LEFT_OUT = range(5)
 
 
 _FIELD_BYTES = 8 * len(_Header._fields)
@@ -64,6 +64,10 @@ class Handout:
     def finish(self) -> None:
         """Rank 0: tell everyone that there is no batch at all."""
         self._scatter_to_all(_Header(_FINISHED, self._size, 0))
+
+    def left_out(self) -> None:
+        """Rank 0: tell everyone that a step was read which nobody gets, so that they do not wait for too long."""
+        self._scatter_to_all(_Header(_LEFT_OUT, self._size, 0))
 
     @contextlib.contextmanager
     def telling_errors(self) -> Iterator[None]:
@@ -109,7 +113,7 @@ class Handout:
     def receive(self) -> Part | None:
         """The other ranks: the next part, or None when there is no batch."""
         header, message = self._receive()
-        if header.kind == _LARGER:
+        while header.kind in (_LARGER, _LEFT_OUT):
             self._size = header.size
             header, message = self._receive()
         self._size = header.size

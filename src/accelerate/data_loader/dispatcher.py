@@ -96,7 +96,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         with handout.telling_errors():
             with self.position.iterating(self, place):
                 batches = iter(self.base_dataloader)
-            start = self._skip(batches)
+            start = self._skip(batches, handout)
             steps = self._steps(batches, self.position.reader(self, place))
             step = next(steps, None)
             start = start or step or []
@@ -115,11 +115,13 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             yield parts[0]
             step = following
 
-    def _skip(self, batches: Iterator[Any]) -> list[Any] | None:
+    def _skip(self, batches: Iterator[Any], handout: Handout) -> list[Any] | None:
         """Leave batches out; those of the first step, which may have to fill up the last one, are returned."""
         first: list[Any] | None = None
         for _ in range(self.skip_batches):
-            group = list(itertools.islice(batches, self.batches_per_step))
+            if not (group := list(itertools.islice(batches, self.batches_per_step))):
+                break
+            handout.left_out()
             first = first or group
         return first
 

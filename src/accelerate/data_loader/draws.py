@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -24,14 +24,14 @@ States = dict[str, Any]
 T = TypeVar("T")
 
 
-def _is_time_to_look(number: int) -> bool:
-    """At batches 1, 2, 4, 8 and so on; 0 tells nothing, since samplers draw with it."""
-    return number & (number - 1) == 0 and number != 0
+def _drawn_since(before: States) -> set[str]:
+    """From which generators something was drawn. Equal tensors need not be equal when they are pickled."""
+    after = streams.global_states()
+    return {name for name in before if _plain(before[name]) != _plain(after[name])}
 
 
-def _drawn(before: States, after: States) -> set[str]:
-    """From which generators something was drawn."""
-    return {name for name in before if pickle.dumps(before[name]) != pickle.dumps(after[name])}
+def _plain(state: Any) -> bytes:
+    return pickle.dumps(state.numpy() if isinstance(state, torch.Tensor) else state)
 
 
 # --- in the process of the loop ---------------------------------------------------------------------------------
@@ -42,11 +42,13 @@ class Drawing(Protocol):
 
     resumed: the random states to read the first batch with. before: those that the batches ahead of the loop were read
     with, where the dataset draws from them. workers: by worker, those after its last batch that was handed out.
+    turn: how many batches of the resumed epoch were dealt out to workers before.
     """
 
     resumed: States
     before: States
     workers: dict[int, States]
+    turn: int
 
 
 class Reader:
@@ -63,6 +65,9 @@ class Reader:
         """Take the batches of the next step, just before those of the last one are handed out."""
         return take()
 
+    def all_read(self) -> None:
+        """The iteration is over, and another one is about to begin, or to be saved."""
+
 
 class Here(Reader):
     """The dataset is read in this process. known: which generators it is known to draw from."""
@@ -71,6 +76,7 @@ class Here(Reader):
         super().__init__(drawing)
         self._known = known
         self._number = 0
+        self._looks_at = 1  # 0 tells nothing, since samplers draw with it
 
     def over(self, iterator: Iterator[Any]) -> Iterator[Any]:
         if self._drawing.resumed:
@@ -79,11 +85,12 @@ class Here(Reader):
 
     def read(self, take: Callable[[], T]) -> T:
         number = self._number
-        self._number += 1
-        if _is_time_to_look(number):
+        self._number = number + 1
+        if number == self._looks_at:
+            self._looks_at *= 2
             before = streams.global_states()
             taken = take()
-            self._known |= _drawn(before, streams.global_states())
+            self._known |= _drawn_since(before)
             self._drawing.before = {name: before[name] for name in self._known}
             return taken
         if self._known:
@@ -117,18 +124,28 @@ class FromWorkers(Reader):
         self._ahead: list[_Told] = []
 
     def over(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        for batch in iterator:
-            if type(batch) is _Told:
-                self._ahead.append(batch)
-                yield batch.batch
-            else:
-                yield batch
+        self._iterator: Any = iterator
+        return map(self._opened, iterator)
+
+    def _opened(self, batch: Any) -> Any:
+        if type(batch) is not _Told:
+            return batch
+        self._ahead.append(batch)
+        return batch.batch
 
     def read(self, take: Callable[[], T]) -> T:
         for told in self._ahead:
             self._drawing.workers[told.worker] = told.states
         self._ahead.clear()
         return take()
+
+    def all_read(self) -> None:
+        # Workers that stay also make the batches that were asked for when the loop broke off, and draw for them.
+        self._iterator._sampler_iter = iter(())
+        with suppress(Exception):  # one of those batches: nobody is going to see it, nor why it could not be made
+            for batch in self._iterator:
+                self._opened(batch)
+        self.read(lambda: None)
 
 
 def reader(loader: Any, drawing: Drawing, known: set[str]) -> Reader:
@@ -159,8 +176,8 @@ class _Worker:
         self._init = loader.worker_init_fn
         self._first = first
         self._states = states
-        self._known: set[str] = set()
         self._number = 0
+        self._looks_at = 1
 
     def start(self, number: int) -> None:
         info: Any = get_worker_info()
@@ -169,20 +186,20 @@ class _Worker:
             _become(info, self._place)
         if self._init is not None:
             self._init(self._place)
+        self._draws = self._place in self._states
         streams.set_global_states(self._states.get(self._place, {}))
-        self._last = streams.global_states()
+        self._start = streams.global_states()
 
     def __call__(self, samples: Any) -> Any:
         batch = self._collate(samples)
         self._number += 1
-        if _is_time_to_look(self._number):
-            last, self._last = self._last, streams.global_states()
-            self._known |= _drawn(last, self._last)
-        if not self._known:
+        if not self._draws and self._number == self._looks_at:
+            self._looks_at *= 2
+            self._draws = bool(_drawn_since(self._start))
+        if not self._draws:
             return batch
-        states = streams.global_states(self._known)
-        if "torch" in states:
-            states["torch"] = states["torch"].numpy()  # travels with the others, where a tensor would take a file
+        states = streams.global_states()
+        states["torch"] = states["torch"].numpy()  # travels with the others, where a tensor would take a file
         return _Told(batch, self._place, states)
 
 
@@ -212,7 +229,7 @@ def told_by_workers(loader: Any, drawing: Drawing) -> Iterator[None]:
         return
     base = loader.base_dataloader
     own = base.collate_fn, base.worker_init_fn
-    worker = _Worker(base, loader._left_out_batches * loader.batches_per_step, dict(drawing.workers))
+    worker = _Worker(base, drawing.turn, dict(drawing.workers))
     base.collate_fn, base.worker_init_fn = worker, worker.start
     try:
         yield

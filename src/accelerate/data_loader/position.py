@@ -24,7 +24,7 @@ class Place:
     start: the random states that the order of the epoch came from.
     batches: how many of the epoch were handed out, after `samples` that were read in batches of another size.
     earlier: in how many steps those samples were. partial: whether its first batch is not the first one of the epoch.
-    dataset: the state of a dataset that can tell its place. resumed, before, workers: see `draws.Drawing`.
+    dataset: the state of a dataset that can tell its place. resumed, before, workers, turn: see `draws.Drawing`.
     """
 
     epoch: int
@@ -38,6 +38,8 @@ class Place:
     resumed: draws.States = field(default_factory=dict)
     before: draws.States = field(default_factory=dict)
     workers: dict[int, draws.States] = field(default_factory=dict)
+    turn: int = 0
+    workers_stay: bool = False  # for the next epoch
 
     def handed_out(self, last: bool) -> None:
         self.batches += 1
@@ -70,6 +72,7 @@ class Position:
         # Which generators the dataset draws from, in this process, and the states of workers that stay.
         self._drawn_from: set[str] = set()
         self._workers: dict[int, draws.States] = {}
+        self._reader: draws.Reader | None = None  # of these
         # What the dataset drew from when the loaded checkpoint was saved.
         self._drawn: dict[str, Any] | None = None
 
@@ -80,17 +83,21 @@ class Position:
         if loader._continued is None:
             seed, self._draws_next = (self._draws_next if seed is None else seed), None
         start = streams.random_states(loader) | {"draws": streams.makes_iterator(loader) if seed is None else seed}
-        start["workers"] = self._workers if loader.persistent_workers else {}
+        # Where a script skips without a checkpoint, the rest of an epoch has workers of its own.
+        stay = loader.persistent_workers and (loader._continued is None or loader._goes_on_with is not None)
+        start["workers"] = self._states_of_workers() if stay else {}
         batches, samples, steps = loader._left_out_batches, loader._left_out_samples, loader._left_out_steps
-        place = Place(loader.iteration, start, batches, samples, steps - batches, bool(steps))
+        place = Place(loader.iteration, start, batches, samples, steps - batches, bool(steps), workers_stay=stay)
         ahead, self._ahead = self._ahead, None
         if ahead is not None and loader._continued is None:
             place.batches, place.samples = ahead["batches"], ahead["samples"]
             place.earlier, place.partial = ahead["steps"] - ahead["batches"], ahead["partial"]
             loader._goes_on_with = self._drawn
-        drawn, loader._goes_on_with = loader._goes_on_with or {}, None
-        place.resumed = drawn.get("before", {})
-        place.workers = dict(drawn.get("workers", start["workers"]))
+        drawn, loader._goes_on_with = loader._goes_on_with, None
+        place.workers = dict(start["workers"])
+        if drawn is not None:
+            place.resumed, place.workers = drawn["before"], dict(drawn["workers"])
+            place.turn = batches * loader.batches_per_step
         self._places.append(place)
         self._loaded = None
         return place
@@ -102,7 +109,10 @@ class Position:
             yield
 
     def reader(self, loader: Any, place: Place) -> draws.Reader:
-        return draws.reader(loader, place, self._drawn_from)
+        reader = draws.reader(loader, place, self._drawn_from)
+        if place.workers_stay:
+            self._reader = reader
+        return reader
 
     def fetched(self, loader: Any, place: Place) -> None:
         """The batch at hand was fetched, and the next one is about to be."""
@@ -114,8 +124,16 @@ class Position:
         if place not in self._places:
             return False
         self._places.remove(place)
-        self._workers = place.workers
+        if place.workers_stay:
+            self._workers = place.workers
         return True
+
+    def _states_of_workers(self) -> dict[int, draws.States]:
+        """Those of workers that stay, between two iterations."""
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            reader.all_read()
+        return self._workers
 
     # --- saving and loading -------------------------------------------------------------------------------------
 
@@ -131,6 +149,7 @@ class Position:
             return self._loaded | ({"generators": generators} if alike else {})
         sampler = _sampler(loader)
         place = self._places[-1] if self._places else Place(loader.iteration, {}, 0, 0, 0, False, finished=True)
+        workers = place.workers if self._places else self._states_of_workers()
         return {
             "epoch": place.epoch,
             "running": bool(self._places),
@@ -142,7 +161,7 @@ class Position:
             "start": place.start or None,
             "draws_next": streams.makes_iterator(loader) if self._draws_next is None else self._draws_next,
             "dataset": place.dataset,
-            "drawn": {"before": place.before, "workers": dict(place.workers) if self._places else self._workers},
+            "drawn": {"before": place.before, "workers": dict(workers)},
             "generators": generators,
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
             "batch": loader.total_batch_size,
@@ -153,6 +172,10 @@ class Position:
     def load_state_dict(self, state: dict[str, Any], loader: Any, *, skip: bool) -> None:
         """Have the next iteration follow the interrupted one; skip: and start where that one was."""
         vars(self).update(vars(Position()))
+        if loader.persistent_workers:
+            loader.base_dataloader._iterator = None  # new ones start with the states that are loaded
+        if not state["inside"] and (loader.num_workers or not hasattr(loader.dataset, "load_state_dict")):
+            loader.forget_state()  # a stateful loader would go on with an epoch that is over
         self._loaded = state
         self._draws_next = state["draws_next"]
         self._follow(_settled(state), loader, skip)

@@ -76,9 +76,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _batches(self, place: Place) -> Iterator[Any]:
         transfer = transfer_to(self.device, self._non_blocking)
-        with self.position.iterating(self, place):
-            batches = iter(self.base_dataloader)
-        reader = self.position.reader(self, place)
         counts_of = getattr(self._shard, "counts", None) or _none_repeated
         tells_position = self.use_stateful_dataloader or self.position.follows_dataset
 
@@ -91,8 +88,12 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             return transfer.start(batch), counts
 
         try:
+            with self.position.iterating(self, place):
+                batches = iter(self.base_dataloader)
+            reader = self.position.reader(self, place)
             for _ in range(self.skip_batches):
-                next(batches, _END)
+                if next(batches, _END) is _END:
+                    break
             take = functools.partial(next, reader.over(batches), _END)
             upcoming = fetch()
         finally:

@@ -159,3 +159,10 @@ def test_skip_data_loader() -> None:
     for _ in loader:
         assert accelerator.gradient_state.active_dataloader is loader
     assert not accelerator.gradient_state.in_dataloader
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_skipping_far_beyond_the_end_stops_there(dispatched: bool) -> None:
+    loader = prepare_data_loader(DataLoader(Stream(), 2), put_on_device=True, dispatch_batches=dispatched)
+    assert values(skip_first_batches(loader, 10**12)) == []
+    assert len(values(loader)) == 6
