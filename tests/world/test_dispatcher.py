@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.comm import current
 from accelerate.data_loader import DataLoaderDispatcher, dispatch, prepare_data_loader
 from accelerate.state import PartialState
+from accelerate.utils import set_seed
 from tests.harness import run_world, world_outcomes
 
 
@@ -423,3 +425,31 @@ def test_one_process_is_a_plain_loop() -> None:
     for batch in loader:
         flags.append((batch.tolist(), loader.end_of_dataloader, loader.remainder))
     assert flags == [([0, 1], False, -1), ([2, 3], False, -1), ([4], True, 1)]
+
+
+def samples_of_a_run(folder: str, start: int, draws: bool) -> list[Any]:
+    config = DataLoaderConfiguration(dispatch_batches=True, exact_resume=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    set_seed(5)
+    collate = jittered if draws else None
+    loader = accelerator.prepare(DataLoader(list(range(23)), batch_size=2, shuffle=True, collate_fn=collate))
+    if start:
+        accelerator.load_state(folder)
+    seen: list[Any] = []
+    for _ in range(loader.iteration, 2):
+        for batch in loader:
+            seen.append(batch.tolist())
+            if start + len(seen) == 3:
+                accelerator.save_state(folder)
+    return [*seen, torch.rand(1).item()]
+
+
+def jittered(samples: list[int]) -> torch.Tensor:
+    torch.rand(1)
+    return torch.tensor(samples)
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_after_a_restart_the_same_samples_fill_up_the_last_step(tmp_path: Path, draws: bool) -> None:
+    whole = run_world(samples_of_a_run, 2, str(tmp_path / "x"), 0, draws)
+    assert run_world(samples_of_a_run, 2, str(tmp_path / "x"), 3, draws) == [seen[3:] for seen in whole]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data._utils.fetch import _MapDatasetFetcher
 
 from accelerate.comm import current
 from accelerate.comm.tree import slice_tensors
@@ -15,6 +16,8 @@ from accelerate.data_loader.dispatch import Handout, Part
 from accelerate.data_loader.draws import Reader
 from accelerate.data_loader.pieces import batch_length, cut, join
 from accelerate.data_loader.position import Place
+from accelerate.data_loader.rest import innermost_skip
+from accelerate.data_loader.streams import undisturbed
 from accelerate.data_loader.transfer import transfer_to
 from accelerate.parallel.mesh import shares_of_ranks
 from accelerate.random import synchronize_rng_states
@@ -94,16 +97,22 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def _lead(self, handout: Handout, place: Place) -> Iterator[Part]:
         """Read one global batch ahead, so that the last one is known when it is sent."""
         with handout.telling_errors():
+            left_out = innermost_skip(self.batch_sampler)
+            if left_out is not None:
+                left_out.keeps = self.batches_per_step
             with self.position.iterating(self, place):
                 batches = iter(self.base_dataloader)
-            start = self._skip(batches, handout)
+            first = self._skip(batches, handout)
             steps = self._steps(batches, self.position.reader(self, place))
             step = next(steps, None)
-            start = start or step or []
             self.position.caught_up(self)
         if step is None:
             handout.finish()
             return
+
+        def start(beginning: list[Any] = first or step) -> list[Any]:
+            return self._read_again(left_out.kept) if left_out is not None else beginning
+
         while step is not None:
             with handout.telling_errors():
                 self._note_position(place)
@@ -134,8 +143,14 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                 return
             yield group
 
-    def _parts(self, group: list[Any], start: list[Any], *, is_last: bool) -> list[Part]:
-        """What each process gets of the batches of one step."""
+    def _read_again(self, batches: Sequence[Any]) -> list[Any]:
+        """Batches that the sampler has left out, by their indices."""
+        fetcher = _MapDatasetFetcher(self.dataset, True, self.collate_fn, False)
+        with undisturbed(self):
+            return [fetcher.fetch(indices) for indices in batches]
+
+    def _parts(self, group: list[Any], start: Callable[[], list[Any]], *, is_last: bool) -> list[Part]:
+        """What each process gets of the batches of one step. start: the first step of the epoch."""
         lengths = [batch_length(batch) for batch in group]
         processes = self._shares
         whole = len(set(lengths)) == 1 or None in lengths
@@ -158,12 +173,12 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         repeat = Part(group[-1], (0, lengths[-1]), is_last, sum(lengths))
         return parts + [repeat] * (self._shares - len(parts))
 
-    def _cut(self, batch: Any, start: list[Any], is_last: bool) -> list[Part]:
+    def _cut(self, batch: Any, start: Callable[[], list[Any]], is_last: bool) -> list[Part]:
         processes = self._shares
         total = batch_length(batch) or 0
         size = -(-total // processes)
         if size * processes != total:
-            batch = self._filled(batch, start, size * processes - total)
+            batch = self._filled(batch, start(), size * processes - total)
         parts = []
         for rank in range(processes):
             piece = slice(rank * size, (rank + 1) * size)

@@ -122,9 +122,10 @@ class FromWorkers(Reader):
     def __init__(self, drawing: Drawing) -> None:
         super().__init__(drawing)
         self._ahead: list[_Told] = []
+        self._iterator: Any = None
 
     def over(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        self._iterator: Any = iterator
+        self._iterator = iterator
         return map(self._opened, iterator)
 
     def _opened(self, batch: Any) -> Any:
@@ -140,6 +141,8 @@ class FromWorkers(Reader):
         return take()
 
     def all_read(self) -> None:
+        if self._iterator is None:  # no iteration after all
+            return
         # Workers that stay also make the batches that were asked for when the loop broke off, and draw for them.
         self._iterator._sampler_iter = iter(())
         with suppress(Exception):  # one of those batches: nobody is going to see it, nor why it could not be made

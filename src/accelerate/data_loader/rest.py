@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
@@ -56,7 +56,13 @@ class RestOfDistributed(Sampler[Any]):
 
 
 class SkipBatchSampler(BatchSampler):
-    """A batch sampler without its first `skip_batches` batches: nothing of them is fetched."""
+    """A batch sampler without its first `skip_batches` batches: nothing of them is fetched.
+
+    keeps: how many of those, the very first ones, to keep in `kept` while it is iterated.
+    """
+
+    keeps = 0
+    kept: Sequence[list[Any]] = ()
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
@@ -87,7 +93,9 @@ class SkipBatchSampler(BatchSampler):
         return uneven and len(self.batch_sampler) + self.batch_sampler.missed_steps > self.skip_batches  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[list[Any]]:
-        yield from itertools.islice(self.batch_sampler, self.skip_batches, None)
+        batches = iter(self.batch_sampler)
+        self.kept = list(itertools.islice(batches, min(self.keeps, self.skip_batches)))
+        yield from itertools.islice(batches, self.skip_batches - len(self.kept), None)
 
     @property
     def total_length(self) -> int:
@@ -96,6 +104,14 @@ class SkipBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+
+def innermost_skip(batches: Any) -> SkipBatchSampler | None:
+    """What leaves out the first batches of the epoch, if anything does."""
+    found = None
+    while isinstance(batches, SkipBatchSampler):
+        found, batches = batches, batches.batch_sampler
+    return found
 
 
 def without_batches(batches: Any, count: int) -> Any:
