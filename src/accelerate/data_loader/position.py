@@ -15,6 +15,7 @@ from accelerate.data_loader import draws, streams
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.rest import SkipSampler
 from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SamplerShard, SeedableRandomSampler, sampler_owner
+from accelerate.state import ending
 
 
 @dataclass(eq=False)
@@ -105,6 +106,8 @@ class Position:
     @contextmanager
     def iterating(self, loader: Any, place: Place) -> Iterator[None]:
         """A context in which to have torch's loader begin the iteration."""
+        if loader.num_workers and streams.makes_iterator(loader):
+            ending.let_threads_finish(naps=5)  # workers are forked
         with streams.drawing_seed(loader, place.start["draws"]), draws.told_by_workers(loader, place):
             yield
 

@@ -1,9 +1,10 @@
-"""The end of process groups and of the program, with threads of torch that still put away the last collective.
+"""The end of process groups, of the program, and forks, with threads of torch that still put away the last collective.
 
 Such a thread may hold the last reference to a tensor that Python knows, and needs Python's lock to free it:
 - freeing a group waits for its threads while it holds that lock: both would wait for ever;
-- at the end of the program a thread that asks for the lock is killed, and aborts the process (torch up to 2.13).
-So groups that were taken down are kept for a while, and before the end everyone who waits for the lock gets it.
+- at the end of the program a thread that asks for the lock is killed, and aborts the process (torch up to 2.13);
+- a fork just when a thread begins to ask leaves the child waiting for it for ever (Python up to 3.11).
+So groups that were taken down are kept for a while, and before an end or a fork all threads get the lock.
 """
 
 from __future__ import annotations
@@ -29,12 +30,19 @@ def take_down(group: dist.ProcessGroup | None) -> None:
     dist.destroy_process_group(group)
 
 
-@atexit.register
-def _let_threads_finish() -> None:
+def let_threads_finish(naps: int) -> None:
+    """Give up the lock for a while, if there are such threads.
+
+    Short naps, not a long one: on a busy machine, each time this thread gets a core again, others had theirs.
+    """
     if _taken_down or _earlier or (dist.is_available() and dist.is_initialized()):
-        for _ in range(10):
-            # Many short naps, not a long one: on a busy machine, each time this thread gets a core, others had theirs.
-            time.sleep(0.005)
-        # Not later than this: groups that outlive the interpreter abort the process, too.
-        _taken_down.clear()
-        _earlier.clear()
+        for _ in range(naps):
+            time.sleep(0.001)
+
+
+@atexit.register
+def _free_groups() -> None:
+    let_threads_finish(naps=40)
+    # Not later than this: groups that outlive the interpreter abort the process, too.
+    _taken_down.clear()
+    _earlier.clear()
