@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -137,7 +138,7 @@ def notebook_launcher(
 
     where = f" on each of {num_nodes} machines" if num_nodes > 1 else ""
     print(f"Running {_name(function)} on {num_processes} processes{where}.")
-    with _environment(mixed_precision, start_method, num_nodes), _without_echoes():
+    with _environment(mixed_precision, start_method, num_nodes), _without_echoes(), _without_collecting():
         config = LaunchConfig(
             min_nodes=num_nodes,
             max_nodes=num_nodes,
@@ -172,7 +173,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
         "master_port": get_free_port(),
         "accelerate_use_cpu": "yes",
     }
-    with _environment("no", "fork", 1), patch_environment(**world), _without_echoes():
+    with _environment("no", "fork", 1), patch_environment(**world), _without_echoes(), _without_collecting():
         launcher = PrepareForLaunch(function, debug=True)
         start_processes(launcher, args=tuple(args), nprocs=num_processes, start_method="fork")
 
@@ -264,8 +265,26 @@ def _environment(mixed_precision: str, start_method: str, num_nodes: int) -> Ite
             os.environ.pop("TORCHELASTIC_SIGNALS_TO_HANDLE", None)
 
 
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Have forked processes collect no garbage of this one before they have set it aside.
+
+    A store of an earlier launch, for one, would wait for its thread, which a fork does not have.
+    """
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _forget_parent() -> None:
     """In a forked process: start as if this one had been started by itself."""
+    gc.freeze()  # see `_without_collecting`
+    gc.enable()
     torch.set_num_threads(1)
     PartialState._reset_state()
     AcceleratorState._reset_state()

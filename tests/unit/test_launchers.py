@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import signal
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,3 +144,18 @@ def test_prepare_for_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     PrepareForLaunch(lambda *args: seen.append((os.environ["RANK"], args)), "MULTI_CPU")(3, "a", "b")
     assert seen == [("3", ("a", "b"))]
+
+
+def _collect() -> None:
+    gc.collect()
+    PartialState()
+
+
+@pytest.mark.timeout(100)
+def test_garbage_of_the_parent_does_not_stop_forked_processes() -> None:
+    # It would wait for its thread, which a fork does not have: what an earlier launch has left, most of the time.
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    around: list[Any] = [store]
+    around.append(around)
+    del store, around
+    debug_launcher(_collect)

@@ -173,6 +173,9 @@ def _join_group(world: World, device: devices.Device, kwargs: dict[str, Any]) ->
             "check that all ranks were started, that MASTER_ADDR and MASTER_PORT are the same on all of them and "
             "reachable, or give them longer with `InitProcessGroupKwargs(timeout=...)`."
         ) from error
+    if "gloo" in str(dist.get_backend_config()):
+        # A process that leaves at once would break the connections that a slower one is still making.
+        dist.all_reduce(torch.zeros(1))
     return str(backend)
 
 
