@@ -269,7 +269,7 @@ def _environment(mixed_precision: str, start_method: str, num_nodes: int) -> Ite
 def _without_collecting() -> Iterator[None]:
     """Have forked processes collect no garbage of this one before they have set it aside.
 
-    A store of an earlier launch, for one, would wait for its thread, which a fork does not have.
+    A store of an earlier launch, for one, would wait for its thread, in whose place a fork may have another one.
     """
     gc.collect()
     collects = gc.isenabled()

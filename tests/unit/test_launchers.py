@@ -147,15 +147,19 @@ def test_prepare_for_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _collect() -> None:
-    gc.collect()
     PartialState()
+    gc.collect()
 
 
 @pytest.mark.timeout(100)
 def test_garbage_of_the_parent_does_not_stop_forked_processes() -> None:
-    # It would wait for its thread, which a fork does not have: what an earlier launch has left, most of the time.
-    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
-    around: list[Any] = [store]
-    around.append(around)
-    del store, around
-    debug_launcher(_collect)
+    # A store that an earlier launch has left would wait for its thread, in whose place a fork has another one.
+    gc.disable()
+    try:
+        store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+        around: list[Any] = [store]
+        around.append(around)
+        del store, around
+        debug_launcher(_collect)
+    finally:
+        gc.enable()
