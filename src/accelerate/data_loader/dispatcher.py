@@ -109,9 +109,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if step is None:
             handout.finish()
             return
+        beginning = first or step
 
-        def start(beginning: list[Any] = first or step) -> list[Any]:
-            return self._read_again(left_out.kept) if left_out is not None else beginning
+        def start() -> list[Any]:
+            return beginning if left_out is None else self._read_again(left_out.kept)
 
         while step is not None:
             with handout.telling_errors():
