@@ -271,10 +271,17 @@ class OwnBatches(BatchSampler):
             yield list(range(number * self.size, (number + 1) * self.size))
 
 
+class AtOnce(BatchSampler):
+    """Makes all batches before it gives the first one out."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(list(super().__iter__()))
+
+
 ELASTIC = ["plain", "shuffled", "seedable", "generator", "subset", "own", "dispatched", "iterable", "iterable shard"]
-ELASTIC += ["distributed", "own batches", "batches without a size", "around", "drawn shard", "lists"]
+ELASTIC += ["distributed", "own batches", "batches without a size", "around", "drawn shard", "lists", "at once"]
 # Which of them have as many samples in a batch as they say themselves.
-OF_ONE_SIZE = ("own batches", "batches without a size")
+OF_ONE_SIZE = ("own batches", "batches without a size", "at once")
 
 
 def elastic(kind: str, batch_size: int, exact: bool) -> tuple[Accelerator, Any]:
@@ -285,8 +292,10 @@ def elastic(kind: str, batch_size: int, exact: bool) -> tuple[Accelerator, Any]:
         sampler = DistributedSampler(numbers, state.num_processes, state.process_index, seed=4)
         loader, config = DataLoader(numbers, batch_size, sampler=sampler), DataLoaderConfiguration()
     elif kind in OF_ONE_SIZE:
-        batches = OwnBatches(BATCH if kind == "own batches" else None)
-        config = DataLoaderConfiguration(even_batches=kind == "own batches")
+        batches: Any = OwnBatches(BATCH if kind == "own batches" else None)
+        if kind == "at once":
+            batches = AtOnce(RandomSampler(range(SAMPLES)), BATCH, False)
+        config = DataLoaderConfiguration(even_batches=kind != "batches without a size")
         loader = DataLoader(Numbers(SAMPLES), batch_sampler=batches)
     else:
         loader, config = made(kind)

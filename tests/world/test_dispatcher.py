@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.comm import current
@@ -427,12 +427,24 @@ def test_one_process_is_a_plain_loop() -> None:
     assert flags == [([0, 1], False, -1), ([2, 3], False, -1), ([4], True, 1)]
 
 
-def samples_of_a_run(folder: str, start: int, draws: bool) -> list[Any]:
+class Lists(Dataset):
+    """Takes the indices of a batch."""
+
+    def __getitem__(self, indices: list[int]) -> torch.Tensor:
+        return torch.tensor(indices)
+
+
+def samples_of_a_run(folder: str, start: int, kind: str) -> list[Any]:
     config = DataLoaderConfiguration(dispatch_batches=True, exact_resume=True)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     set_seed(5)
-    collate = jittered if draws else None
-    loader = accelerator.prepare(DataLoader(list(range(23)), batch_size=2, shuffle=True, collate_fn=collate))
+    if kind == "lists":
+        batches = BatchSampler(RandomSampler(range(23)), 2, False)
+        plain: Any = DataLoader(Lists(), batch_size=None, sampler=batches)
+    else:
+        collate = jittered if kind == "draws" else None
+        plain = DataLoader(list(range(23)), batch_size=2, shuffle=True, collate_fn=collate)
+    loader = accelerator.prepare(plain)
     if start:
         accelerator.load_state(folder)
     seen: list[Any] = []
@@ -449,7 +461,7 @@ def jittered(samples: list[int]) -> torch.Tensor:
     return torch.tensor(samples)
 
 
-@pytest.mark.parametrize("draws", [False, True])
-def test_after_a_restart_the_same_samples_fill_up_the_last_step(tmp_path: Path, draws: bool) -> None:
-    whole = run_world(samples_of_a_run, 2, str(tmp_path / "x"), 0, draws)
-    assert run_world(samples_of_a_run, 2, str(tmp_path / "x"), 3, draws) == [seen[3:] for seen in whole]
+@pytest.mark.parametrize("kind", ["plain", "draws", "lists"])
+def test_after_a_restart_the_same_samples_fill_up_the_last_step(tmp_path: Path, kind: str) -> None:
+    whole = run_world(samples_of_a_run, 2, str(tmp_path / "x"), 0, kind)
+    assert run_world(samples_of_a_run, 2, str(tmp_path / "x"), 3, kind) == [seen[3:] for seen in whole]

@@ -48,6 +48,11 @@ def _is_record(data: Any) -> bool:
     return dataclasses.is_dataclass(data) and not isinstance(data, type)
 
 
+def _names_of(record: Any) -> list[str]:
+    """The fields of a dataclass that are set."""
+    return [field.name for field in dataclasses.fields(record) if hasattr(record, field.name)]
+
+
 def is_nested(data: Any) -> bool:
     """Whether `data` has items of its own: a list, tuple, mapping or dataclass."""
     return isinstance(data, (tuple, list, Mapping)) or _is_record(data)
@@ -60,9 +65,9 @@ def map_items(function: Callable[[Any], Any], data: Any) -> Any:
     if isinstance(data, Mapping):
         return honor_mapping(data, {key: function(value) for key, value in data.items()})
     result = copy.copy(data)
-    for field in dataclasses.fields(data):
+    for name in _names_of(data):
         # object.__setattr__ so that frozen dataclasses work too.
-        object.__setattr__(result, field.name, function(getattr(data, field.name)))
+        object.__setattr__(result, name, function(getattr(data, name)))
     return result
 
 
@@ -126,6 +131,26 @@ def send_to_device(
 
     skip_keys: keys of a mapping whose values stay where they are.
     """
+    return _send(tensor, device, non_blocking, skip_keys, records=True)
+
+
+def send_arguments_to_device(
+    arguments: Any, device: torch.device | str | int, skip_keys: str | list[str] | None = None
+) -> Any:
+    """As `send_to_device`, for the arguments of a module, which gets dataclasses as they are.
+
+    It may write into them what its caller looks for, or itself at the next call: a copy would lose that.
+    """
+    return _send(arguments, device, False, skip_keys, records=False)
+
+
+def _send(
+    tensor: Any,
+    device: torch.device | str | int,
+    non_blocking: bool,
+    skip_keys: str | list[str] | None,
+    records: bool,
+) -> Any:
     if isinstance(tensor, torch.Tensor):
         return tensor.to(device, non_blocking=non_blocking)
     # The usual batches, without the cost of walking any nesting.
@@ -137,17 +162,17 @@ def send_to_device(
         except TypeError:  # an object whose `to` knows nothing of non_blocking
             return tensor.to(device)
     if isinstance(tensor, (tuple, list)):
-        return honor_type(tensor, (send_to_device(item, device, non_blocking, skip_keys) for item in tensor))
+        return honor_type(tensor, (_send(item, device, non_blocking, skip_keys, records) for item in tensor))
     if isinstance(tensor, Mapping):
         skipped = [skip_keys] if isinstance(skip_keys, str) else skip_keys or ()
         return honor_mapping(
             tensor,
             {
-                key: value if key in skipped else send_to_device(value, device, non_blocking, skip_keys)
+                key: value if key in skipped else _send(value, device, non_blocking, skip_keys, records)
                 for key, value in tensor.items()
             },
         )
-    if _is_record(tensor):
+    if records and _is_record(tensor):
         return recursively_apply(lambda leaf: leaf.to(device, non_blocking=non_blocking), tensor)
     return tensor
 
@@ -227,9 +252,9 @@ def concatenate(data: Any, dim: int = 0) -> Any:
         return honor_mapping(first, {key: concatenate([item[key] for item in data], dim=dim) for key in first})
     if _is_record(first):
         result = copy.copy(first)
-        for field in dataclasses.fields(first):
-            values = [getattr(item, field.name) for item in data]
-            object.__setattr__(result, field.name, concatenate(values, dim) if leaves(values[0]) else values[0])
+        for name in _names_of(first):
+            values = [getattr(item, name) for item in data]
+            object.__setattr__(result, name, concatenate(values, dim) if leaves(values[0]) else values[0])
         return result
     raise TypeError(f"Can only concatenate nested lists, tuples and dicts of tensors, not {type(first).__name__}.")
 

@@ -97,11 +97,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def _lead(self, handout: Handout, place: Place) -> Iterator[Part]:
         """Read one global batch ahead, so that the last one is known when it is sent."""
         with handout.telling_errors():
-            left_out = innermost_skip(self.batch_sampler)
+            left_out = innermost_skip(self.sampler if self.batch_sampler is None else self.batch_sampler)
             if left_out is not None:
                 left_out.keeps = self.batches_per_step
-            with self.position.iterating(self, place):
-                batches = iter(self.base_dataloader)
+            batches = self.position.iterate(self, place)
             first = self._skip(batches, handout)
             steps = self._steps(batches, self.position.reader(self, place))
             step = next(steps, None)
@@ -118,6 +117,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             with handout.telling_errors():
                 self._note_position(place)
                 following = next(steps, None)
+                if following is None:
+                    self._note_state()
                 shares = self._parts(step, start, is_last=following is None)
                 parts = [shares[share] for share in self._share_of_rank]
                 described = handout.describe(parts)
@@ -146,7 +147,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _read_again(self, batches: Sequence[Any]) -> list[Any]:
         """Batches that the sampler has left out, by their indices."""
-        fetcher = _MapDatasetFetcher(self.dataset, True, self.collate_fn, False)
+        fetcher = _MapDatasetFetcher(self.dataset, self.batch_sampler is not None, self.collate_fn, False)
         with undisturbed(self):
             return [fetcher.fetch(indices) for indices in batches]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,12 +58,16 @@ class Position:
     def __init__(self) -> None:
         # Those that are being read: the last one counts, the others are the loops around it.
         self._places: list[Place] = []
+        # The last one, if it was broken off, until the next one begins.
+        self._broken: Place | None = None
         # What a loaded checkpoint says, until the next iteration has begun to follow it.
         self._loaded: dict[str, Any] | None = None
         self._replay: dict[str, Any] | None = None
         self._skip: dict[str, Any] | None = None
         # The same, of a stateful loader that goes there by itself.
         self._ahead: dict[str, Any] | None = None
+        # Whether the dataset was told to be where it was after the last sample of an epoch.
+        self._at_an_end = False
         # While the first batch is fetched: the random states to go on with.
         self._now: dict[str, Any] | None = None
         self._same = False
@@ -100,16 +104,23 @@ class Position:
             place.resumed, place.workers = drawn["before"], dict(drawn["workers"])
             place.turn = batches * loader.batches_per_step
         self._places.append(place)
-        self._loaded = None
+        self._loaded = self._broken = None
         return place
 
-    @contextmanager
-    def iterating(self, loader: Any, place: Place) -> Iterator[None]:
-        """A context in which to have torch's loader begin the iteration."""
+    def iterate(self, loader: Any, place: Place) -> Iterator[Any]:
+        """Have torch's loader begin the iteration; returns its iterator."""
         if loader.num_workers and streams.makes_iterator(loader):
             ending.let_threads_finish(naps=5)  # workers are forked
         with streams.drawing_seed(loader, place.start["draws"]), draws.told_by_workers(loader, place):
-            yield
+            batches = iter(loader.base_dataloader)
+        if not self._at_an_end:
+            return batches
+        self._at_an_end = False
+        for first in batches:
+            return itertools.chain([first], batches)
+        # It has gone on from there, to find nothing; after that it begins anew.
+        with streams.drawing_seed(loader, False):
+            return iter(loader.base_dataloader)
 
     def reader(self, loader: Any, place: Place) -> draws.Reader:
         reader = draws.reader(loader, place, self._drawn_from)
@@ -127,6 +138,7 @@ class Position:
         if place not in self._places:
             return False
         self._places.remove(place)
+        self._broken = None if place.finished else place
         if place.workers_stay:
             self._workers = place.workers
         return True
@@ -144,27 +156,25 @@ class Position:
         """Where the loop stands.
 
         running: whether an epoch is being read. inside: whether this process has batches left of it, or else it is
-        over. steps: of the epoch so far, whatever their batches were.
+        over. steps: of the epoch so far, whatever their batches were. after: the state of the dataset when it is over.
+        broken: the same of an epoch that was broken off, when none is being read.
         """
         generators = streams.generator_states(loader)
         if self._loaded is not None:  # nothing was read since
             alike = len(generators) == len(self._loaded["generators"])
             return self._loaded | ({"generators": generators} if alike else {})
         sampler = _sampler(loader)
-        place = self._places[-1] if self._places else Place(loader.iteration, {}, 0, 0, 0, False, finished=True)
-        workers = place.workers if self._places else self._states_of_workers()
+        between = Place(loader.iteration, {}, 0, 0, 0, False, finished=True, workers=self._workers)
+        if not self._places:
+            between.workers = self._states_of_workers()
+        place = self._places[-1] if self._places else between
+        ended = self._ended_dataset(loader) if place.finished else None
         return {
-            "epoch": place.epoch,
+            **_told(place),
             "running": bool(self._places),
-            "inside": not place.finished,
-            "batches": place.batches,
-            "samples": place.samples,
-            "steps": place.earlier + place.batches,
-            "partial": place.partial,
-            "start": place.start or None,
+            "broken": None if self._places or self._broken is None else _told(self._broken) | {"running": True},
+            "after": None if ended is None else copy.deepcopy(ended.state_dict()),
             "draws_next": streams.makes_iterator(loader) if self._draws_next is None else self._draws_next,
-            "dataset": place.dataset,
-            "drawn": {"before": place.before, "workers": dict(workers)},
             "generators": generators,
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
             "batch": loader.total_batch_size,
@@ -177,13 +187,22 @@ class Position:
         vars(self).update(vars(Position()))
         if loader.persistent_workers:
             loader.base_dataloader._iterator = None  # new ones start with the states that are loaded
-        if not state["inside"] and (loader.num_workers or not hasattr(loader.dataset, "load_state_dict")):
+        if not state["inside"]:
             loader.forget_state()  # a stateful loader would go on with an epoch that is over
         self._loaded = state
         self._draws_next = state["draws_next"]
         self._follow(_settled(state), loader, skip)
+        ended = None if state["inside"] or state.get("after") is None else self._ended_dataset(loader)
+        if ended is not None:
+            ended.load_state_dict(copy.deepcopy(state["after"]))
+            self._at_an_end = isinstance(loader.dataset, IterableDataset)
+
+    def _ended_dataset(self, loader: Any) -> Any:
+        """The dataset that has a state from one epoch to the next, and is read here."""
+        return _stateful_dataset(loader) if loader.use_stateful_dataloader or self.follows_dataset else None
 
     def _follow(self, state: dict[str, Any], loader: Any, skip: bool) -> None:
+        self._at_an_end = False
         loader.iteration = state["epoch"]
         sampler = _sampler(loader)
         if isinstance(sampler, SeedableRandomSampler) and state["seed"] is not None:
@@ -192,7 +211,7 @@ class Position:
         if state["generators"] and not streams.generators(loader) and isinstance(sampler, RANDOM_SAMPLERS):
             sampler.generator = torch.Generator()  # several processes shuffled by one; a single one has none
         elif start is not None and not state["generators"] and isinstance(sampler, RANDOM_SAMPLERS):
-            start = {**start, "generators": [streams.state_of_one(start, sampler)]}
+            start = {**start, "generators": [streams.state_of_one(start, sampler, sampler_owner(loader))]}
         streams.set_generators(loader, state["generators"])
         self._replay = start
         self._same = _same_batches(state, loader)
@@ -217,14 +236,22 @@ class Position:
 
     def asked_to_skip(self, count: int, loader: Any) -> bool:
         """A script skips by itself what would be skipped anyway: whether it means just that."""
-        saved = self._loaded
-        if saved is not None and saved["running"] and not saved["inside"] and count and count == saved["steps"]:
-            self._follow(saved, loader, skip=True)  # all of the epoch that was over: nothing is left of it
+        ended = self._ended()
+        if ended is not None and count and count == ended["steps"]:
+            self._follow(ended, loader, skip=True)
             return True
         same = self._skip is not None and count in (self._skip["steps"], self._skip["batches"])
         if not same:
             self._skip = None
         return same
+
+    def _ended(self) -> dict[str, Any] | None:
+        """The epoch that was over, or had been left by a `break`, when the loaded checkpoint was saved."""
+        saved = self._loaded
+        if saved is None or saved["running"]:
+            return None if saved is None or saved["inside"] else saved
+        broken = saved.get("broken")  # not in folders of before there was one
+        return None if broken is None else saved | broken
 
     def drawn_after(self, count: int) -> dict[str, Any] | None:
         """What the dataset drew from, if it is known, when `count` batches of the interrupted epoch were done."""
@@ -259,6 +286,20 @@ def takes_over(state: dict[str, Any], loader: Any) -> bool:
     return state["partial"] or not alike
 
 
+def _told(place: Place) -> dict[str, Any]:
+    return {
+        "epoch": place.epoch,
+        "inside": not place.finished,
+        "batches": place.batches,
+        "samples": place.samples,
+        "steps": place.earlier + place.batches,
+        "partial": place.partial,
+        "start": place.start or None,
+        "dataset": place.dataset,
+        "drawn": {"before": place.before, "workers": dict(place.workers)},
+    }
+
+
 def _settled(state: dict[str, Any]) -> dict[str, Any]:
     """A saved place, of which nothing but the next epoch is left when the one it was in is over."""
     if state["inside"]:
@@ -283,11 +324,17 @@ def _rest(state: dict[str, Any], loader: Any) -> Any:
 
 def _telling_dataset(loader: Any) -> Any:
     """The iterable dataset of a loader, where this process reads it and it can tell its place and go there."""
-    dataset = loader.dataset
-    if loader.num_workers or loader.use_stateful_dataloader or not isinstance(dataset, IterableDataset):
+    if loader.use_stateful_dataloader or not isinstance(loader.dataset, IterableDataset):
         return None
-    dataset = getattr(dataset, "dataset", dataset) if isinstance(dataset, IterableDatasetShard) else dataset
-    return dataset if hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict") else None
+    return _stateful_dataset(loader)
+
+
+def _stateful_dataset(loader: Any) -> Any:
+    """The dataset of a loader, where this process reads it and it has a state."""
+    dataset = loader.dataset
+    dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+    has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+    return dataset if has_state and not loader.num_workers else None
 
 
 def _same_batches(state: dict[str, Any], loader: Any) -> bool:

@@ -93,7 +93,10 @@ class SkipBatchSampler(BatchSampler):
         return uneven and len(self.batch_sampler) + self.batch_sampler.missed_steps > self.skip_batches  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[list[Any]]:
-        batches = iter(self.batch_sampler)
+        # At once, not with the first batch: its order may be drawn here, before torch's loader draws a number.
+        return self._left(iter(self.batch_sampler))
+
+    def _left(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
         self.kept = list(itertools.islice(batches, min(self.keeps, self.skip_batches)))
         yield from itertools.islice(batches, self.skip_batches - len(self.kept), None)
 

@@ -122,12 +122,13 @@ class BatchSamplerShard(BatchSampler):
         self.uneven = False
         self._counts = {}
         self._last = -1
-        return self._iter_pieces() if self.split_batches else self._iter_whole()
+        # At once, not with the first batch: its order may be drawn here, before torch's loader draws a number.
+        batches = iter(self.batch_sampler)
+        return self._iter_pieces(batches) if self.split_batches else self._iter_whole(map(list, batches))
 
-    def _iter_whole(self) -> Iterator[list[Any]]:
+    def _iter_whole(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
         """Batches in groups of one per process; the group at the end may be incomplete."""
         processes, mine, size = self.num_processes, self.process_index, self.batch_size
-        batches = map(list, self.batch_sampler)
         first: list[list[Any]] = []
         held: list[list[Any]] | None = None
         number = -1
@@ -159,14 +160,14 @@ class BatchSamplerShard(BatchSampler):
         else:
             self.missed_steps = 1
 
-    def _iter_pieces(self) -> Iterator[list[Any]]:
+    def _iter_pieces(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
         """A piece of every batch; the last one may be too small to cut."""
         assert self.batch_size is not None
         size = self.batch_size // self.num_processes
         mine = slice(size * self.process_index, size * (self.process_index + 1))
         start: list[Any] = []
         partial: list[Any] | None = None
-        for number, batch in enumerate(self.batch_sampler):
+        for number, batch in enumerate(batches):
             if partial is not None:
                 yield self._fill(self._last, partial, start, size)
                 partial = None
@@ -232,12 +233,15 @@ class KeptShard(BatchSampler):
         return len(self.batch_sampler)
 
     def __iter__(self) -> Iterator[list[Any]]:
+        return self._counted(iter(self.batch_sampler))
+
+    def _counted(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
         self._counts = {}
         distributed: Any = self.sampler
         # It deals samples out one by one, and appends the first ones again to give all ranks equally many.
         own = len(range(distributed.rank, len(distributed.dataset), distributed.num_replicas))
         seen = 0
-        for number, batch in enumerate(self.batch_sampler):
+        for number, batch in enumerate(batches):
             seen += len(batch)
             self._last = number
             if seen > own:
@@ -266,8 +270,7 @@ class SamplerShard(Sampler[Any]):
         return len(self.shard)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self.shard:
-            yield batch[0]
+        return (batch[0] for batch in self.shard)
 
 
 def get_sampler(dataloader: Any) -> Any:

@@ -88,8 +88,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             return transfer.start(batch), counts
 
         try:
-            with self.position.iterating(self, place):
-                batches = iter(self.base_dataloader)
+            batches = self.position.iterate(self, place)
             reader = self.position.reader(self, place)
             for _ in range(self.skip_batches):
                 if next(batches, _END) is _END:
@@ -120,7 +119,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.end_of_dataloader = self.ends_everywhere = last
         if last:
             self.ends_everywhere = getattr(self._shard, "missed_steps", 0) == 0
-            self.adjust_state_dict_for_prefetch()
+            self._note_state()
 
     def own_arguments(self) -> dict[str, Any]:
         return super().own_arguments() | {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -133,11 +134,14 @@ def undisturbed(loader: Any) -> Iterator[None]:
         set_generators(loader, states["generators"])
 
 
-def state_of_one(start: dict[str, Any], sampler: Any) -> torch.Tensor:
-    """The state of a generator that shuffles as a single process, which has none, did from the global state."""
+def state_of_one(start: dict[str, Any], sampler: Any, batches: Any) -> torch.Tensor:
+    """The state of a generator that shuffles as a single process, which has none, did from the global state.
+
+    batches: the batch sampler around it, if any. One that makes all batches at once is before torch's number.
+    """
     generator = torch.Generator()
     generator.set_state(start["torch"])
-    if start["draws"]:
+    if start["draws"] and (batches is None or inspect.isgeneratorfunction(type(batches).__iter__)):
         _draw(generator)
     if isinstance(sampler, RandomSampler):
         generator.manual_seed(_draw(generator))

@@ -178,3 +178,22 @@ def test_structures_come_back_as_tensors() -> None:
     assert tree.get_shape(data) == {"a": [2, 3], "b": [[]]}
     made = tree.initialize_tensors(tree.get_data_structure(data))
     assert made["a"].shape == (2, 3) and made["a"].dtype == torch.int16 and made["b"][0].shape == ()
+
+
+def test_fields_that_are_not_set_stay_so() -> None:
+    @dataclasses.dataclass
+    class Draft:
+        done: torch.Tensor
+        later: torch.Tensor = dataclasses.field(init=False)
+
+    draft = Draft(torch.ones(2))
+    assert not hasattr(tree.send_to_device(draft, "cpu"), "later")
+    assert tree.find_device(draft) == torch.device("cpu")
+    assert tree.concatenate([draft, draft]).done.shape == (4,)
+
+
+def test_arguments_keep_the_dataclasses_that_a_module_writes_into() -> None:
+    record = Record(torch.ones(2), {})
+    moved = tree.send_arguments_to_device({"x": torch.ones(2), "records": [record]}, "meta")
+    assert moved["x"].is_meta and moved["records"][0] is record
+    assert tree.send_to_device(record, "meta").a.is_meta

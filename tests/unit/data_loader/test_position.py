@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from tests.unit.data_loader.toys import Numbers
@@ -186,3 +187,137 @@ def test_a_stateful_loader_and_a_script_that_skips(tmp_path: Path) -> None:
     accelerator.load_state(tmp_path)
     rest = accelerator.skip_first_batches(loader, BREAK)
     assert [read(rest), read(loader)] == [expected[1][BREAK:], expected[2]]
+
+
+@pytest.mark.parametrize("options", [{}, {"use_seedable_sampler": True}, {"use_stateful_dataloader": True}])
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("error", [False, True])
+def test_saved_after_a_loop_that_was_left(tmp_path: Path, exact: bool, error: bool, options: dict[str, Any]) -> None:
+    """The script comes back to the epoch by skipping what it had done; without that the next one follows."""
+
+    def leave(loader: Any) -> None:
+        for number, _ in enumerate(loader):
+            if number == BREAK - 1 and error:
+                raise KeyboardInterrupt
+            if number == BREAK - 1:
+                break
+
+    accelerator, loader = prepared(1, exact=exact, **options)
+    expected = [read(loader), read(loader)]
+    accelerator, loader = prepared(1, exact=exact, **options)
+    read(loader)
+    try:
+        leave(loader)
+    except KeyboardInterrupt:
+        assert error
+    accelerator.save_state(tmp_path / "0")
+    following = read(loader)
+    for number in range(2):  # it is known again after a load
+        accelerator, loader = prepared(2, exact=exact, **options)
+        accelerator.load_state(tmp_path / str(number))
+        accelerator.save_state(tmp_path / str(number + 1))
+        assert read(accelerator.skip_first_batches(loader, BREAK)) == expected[1][BREAK:]
+    accelerator, loader = prepared(2, exact=exact, **options)
+    accelerator.load_state(tmp_path / "0")
+    assert read(loader) == following
+
+
+class AtOnce(BatchSampler):
+    """Makes all batches before it gives the first one out."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(list(super().__iter__()))
+
+
+@pytest.mark.parametrize("way", ["exact", "skip", "continue"])
+def test_a_batch_sampler_that_makes_all_batches_at_once(tmp_path: Path, way: str) -> None:
+    """It draws its order before torch's loader draws a number, not after."""
+
+    def made(seed: int) -> tuple[Accelerator, Any]:
+        torch.manual_seed(seed)
+        config = DataLoaderConfiguration(exact_resume=way == "exact")
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        sampler = AtOnce(RandomSampler(range(SAMPLES)), 2, False)
+        return accelerator, accelerator.prepare(DataLoader(Numbers(SAMPLES), batch_sampler=sampler))
+
+    expected = epochs(*made(1), tmp_path)
+    accelerator, loader = made(2)
+    accelerator.load_state(tmp_path)
+    rest = read(accelerator.skip_first_batches(loader, BREAK) if way == "skip" else loader)
+    assert [rest[BREAK * (way == "continue") :], read(loader)] == [expected[1][BREAK:], expected[2]]
+
+
+class Standing(IterableDataset):
+    """Counts its epochs, and gives out numbers of them, from where it stands."""
+
+    def __init__(self) -> None:
+        self.place = self.epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.place < SAMPLES:
+            self.place += 1
+            yield 100 * self.epochs + self.place
+        self.place, self.epochs = 0, self.epochs + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place, "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place, self.epochs = state["place"], state["epochs"]
+
+
+class GoingOn(Standing):
+    """Takes the place that it is told for the one to start at, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start = 0
+
+    def __iter__(self) -> Iterator[int]:
+        start, self.start = self.start, 0
+        for self.place in range(start + 1, SAMPLES + 1):
+            yield self.place
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.start = state["place"]
+
+
+class Counting(Numbers):
+    """A state of its own, and samples that depend on it."""
+
+    def __getitem__(self, index: int) -> int:
+        return 100 * super().__getitem__(index) + self.fetched
+
+    def state_dict(self) -> dict[str, int]:
+        return {"fetched": self.fetched}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.fetched = state["fetched"]
+
+
+# Of the last one only a stateful loader keeps the state.
+@pytest.mark.parametrize(
+    ("kind", "stateful"), [(Standing, False), (Standing, True), (GoingOn, False), (GoingOn, True), (Counting, True)]
+)
+@pytest.mark.parametrize("inside", [True, False])
+def test_datasets_with_a_state_at_the_end_of_an_epoch(tmp_path: Path, kind: Any, inside: bool, stateful: bool) -> None:
+    if stateful:
+        pytest.importorskip("torchdata.stateful_dataloader")
+
+    def made(seed: int) -> tuple[Accelerator, Any]:
+        torch.manual_seed(seed)
+        config = DataLoaderConfiguration(exact_resume=not stateful, use_stateful_dataloader=stateful)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        dataset = kind(SAMPLES) if kind is Counting else kind()
+        return accelerator, accelerator.prepare(DataLoader(dataset, 2, shuffle=kind is Counting))
+
+    accelerator, loader = made(1)
+    for number, _ in enumerate(loader):
+        if inside and number == SAMPLES // 2 - 1:
+            accelerator.save_state(tmp_path)
+    if not inside:
+        accelerator.save_state(tmp_path)
+    expected = [read(loader), read(loader)]
+    accelerator, loader = made(2)
+    accelerator.load_state(tmp_path)
+    assert [read(loader), read(loader)] == expected
