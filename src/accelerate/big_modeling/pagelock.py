@@ -9,6 +9,7 @@ that holds anything else must not be locked: copies of that, by anybody in the p
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import mmap
 import threading
@@ -18,8 +19,9 @@ from itertools import accumulate
 
 import torch
 
-# From this size on an allocation has pages of its own, as the largest threshold of glibc for that says.
+# From this size on glibc gives an allocation pages of its own, unless it has a place that is large enough left.
 OWN_PAGES = 32 * 1024 * 1024
+_MAPPED, _FLAGS = 2, 7  # in a size that glibc notes
 # Tensors smaller than this are copied to locked memory once, instead of through buffers again and again ...
 SMALL = 64 * 1024
 # ... up to as many bytes together.
@@ -40,7 +42,23 @@ def has_own_pages(storage: torch.UntypedStorage) -> bool:
 
     A storage that is a piece of something (of a mapped file, a numpy array, another storage) cannot be resized.
     """
-    return storage.nbytes() >= OWN_PAGES and storage.resizable()
+    return storage.nbytes() >= OWN_PAGES and storage.resizable() and _is_mapped(storage)
+
+
+def _is_mapped(storage: torch.UntypedStorage) -> bool:
+    """Whether glibc says of an allocation that it has pages of its own.
+
+    In front of it are two words: how far it is from its first page, and its size with some flags. What another
+    allocator has there, which need not be anything, cannot be taken for that.
+    """
+    address, word = storage.data_ptr(), ctypes.sizeof(ctypes.c_size_t)
+    if address % mmap.PAGESIZE < 2 * word:
+        return False
+    before, size = (ctypes.c_size_t * 2).from_address(address - 2 * word)
+    start = address - 2 * word - before
+    whole = before + (size & ~_FLAGS)
+    fits = start % mmap.PAGESIZE == whole % mmap.PAGESIZE == 0 and start + whole >= address + storage.nbytes()
+    return bool(size & _MAPPED) and fits
 
 
 class LockedCopies:

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 import threading
 from collections import deque
 from pathlib import Path
@@ -53,7 +55,11 @@ def driver() -> Driver:
 
 
 def large(count: int = OWN_PAGES) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.uint8)
+    """With pages of its own, if it is large enough: not in a gap that earlier tests have left."""
+    gaps = []
+    while not has_own_pages((tensor := torch.empty(count, dtype=torch.uint8)).untyped_storage()) and count >= OWN_PAGES:
+        gaps.append(tensor)
+    return tensor
 
 
 def test_locks_in_the_background_and_unlocks_in_the_end(driver: Driver) -> None:
@@ -80,6 +86,37 @@ def test_whole_pages() -> None:
     assert start % PAGE == size % PAGE == 0
     assert start <= storage.data_ptr() < start + PAGE
     assert start + size - PAGE < storage.data_ptr() + storage.nbytes() <= start + size
+
+
+def test_a_large_tensor_in_a_gap_between_others_has_neighbours() -> None:
+    """The allocator takes a free place that is large enough, where it would otherwise ask for pages."""
+    code = """
+import torch
+from accelerate.big_modeling.pagelock import has_own_pages
+
+MIB = 2**20
+
+def make(size):
+    return torch.empty(size * MIB, dtype=torch.uint8)
+
+def is_in_heap(tensor):
+    [heap] = [line.split()[0] for line in open("/proc/self/maps") if line.endswith("[heap]\\n")]
+    start, end = (int(part, 16) for part in heap.split("-"))
+    return start <= tensor.data_ptr() < end
+
+make(31)  # when that is freed, smaller ones come from the heap
+found = []
+for _ in range(8):
+    row = [make(9) for _ in range(9)]
+    last = row.pop()
+    row.clear()
+    found.append((last, make(40)))
+large = [tensor for _, tensor in found]
+assert any(map(is_in_heap, large)), "there is no such gap"
+assert not any(has_own_pages(tensor.untyped_storage()) for tensor in large if is_in_heap(tensor))
+assert has_own_pages(make(200).untyped_storage())
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_neighbours_are_never_in_locked_pages(driver: Driver) -> None:
