@@ -18,15 +18,18 @@ class Accumulation:
     """The window of micro-batches of one accelerator.
 
     Micro-batches are counted per set of models, so that two models trained in turns each have their own window.
+    step: all of them, since a loader has last come to its end.
     """
 
     def __init__(self, state: GradientState, strategy: Strategy) -> None:
         self.state = state
         self.strategy = strategy
         self.counts: dict[tuple[int, ...], int] = {}
+        self.step = 0
 
     def reset(self) -> None:
         self.counts.clear()
+        self.step = 0
 
     def next_micro_batch(self, models: tuple[Any, ...]) -> bool:
         """Count one more micro-batch for these models and say whether gradients are synchronised at it."""
@@ -34,8 +37,10 @@ class Accumulation:
         loader = state.active_dataloader
         if loader is not None and loader.ends_everywhere and state.sync_with_dataloader:
             self.counts.pop(_key(models), None)
+            self.step = 0
             state._set_sync_gradients(True)
             return True
+        self.step += 1
         steps = state.num_steps
         if steps == 1:
             state._set_sync_gradients(True)
@@ -114,6 +119,9 @@ class ItemWindows:
 
     def __init__(self, strategy: Strategy) -> None:
         self._gradients = strategy.gradients
+        self.reset()
+
+    def reset(self) -> None:
         self.windows: list[ItemWindow] = []
         self.factor = 1.0
         self.used = False
@@ -121,9 +129,10 @@ class ItemWindows:
         self._before: list[list[Any]] = []
 
     def begin(self, index: int) -> None:
-        """A new window: called when an optimizer has stepped, or cleared its gradients."""
-        if index < len(self.windows):
-            self.windows[index].begin()
+        """A new window: called when the optimizer of that number has stepped, or cleared its gradients."""
+        if self.used:
+            for window in (*self.windows[:1], *self.windows[index + 1 : index + 2]):
+                window.begin()
 
     def refuse_others(self) -> None:
         """A loss without a count would be multiplied together with those that have one."""

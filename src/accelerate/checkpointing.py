@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import disk, layout, whole
 from accelerate.checkpoint.files import read_torch
-from accelerate.checkpoint.load import verify_checkpoint
+from accelerate.checkpoint.load import check_map_location, verify_checkpoint
 from accelerate.checkpoint.parts import write_parts
 from accelerate.checkpoint.reading import Reader
 from accelerate.checkpoint.state import Run, apply_objects, apply_random_states, own_parts, read, shared_parts
@@ -92,8 +93,7 @@ def load_accelerator_state(
 
     map_location: "cpu", or "on_device" for the device of this process. load_kwargs: for `torch.load`.
     """
-    if map_location not in (None, "cpu", "on_device"):
-        raise TypeError(f'map_location is {map_location!r}: give "cpu", "on_device" or None.')
+    check_map_location(map_location)
     state = PartialState()
     run = Run(process_index, state.num_processes, state.device_kind, saved_ranks=state.num_processes)
     run.models, run.optimizers, run.schedulers, run.loaders, run.scaler = (
@@ -108,10 +108,13 @@ def load_accelerator_state(
     if map_location is not None:
         kwargs["map_location"] = state.device if map_location == "on_device" else "cpu"
     reader = Reader(Path(input_dir))
-    put_in = whole.load(run, reader, torch_load=kwargs, **load_model_func_kwargs)
+    put = whole.load(run, reader, torch_load=kwargs, **load_model_func_kwargs)
     loaded = read(run, reader, **kwargs)
-    apply_objects(loaded, run)
-    put_in()
+    with ExitStack() as undo:
+        apply_objects(loaded, run, undo)
+        put.first(undo)
+        undo.pop_all()
+    put.rest()
     apply_random_states(loaded, run)
     step = (loaded.random_states or {}).get("step")
     return {} if step is None else {"step": step}

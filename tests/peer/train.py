@@ -60,6 +60,9 @@ def main(action: str, folder: str, safe: str, precision: str) -> None:
                 one.zero_grad()
             scheduler.step()
             counter.value += 1
+        for _ in range(2):
+            with accelerator.accumulate(net):
+                pass
         for _ in range(3):
             accelerator.save_state(safe_serialization=safe == "safe")
         accelerator.wait_for_everyone()
@@ -70,6 +73,7 @@ def main(action: str, folder: str, safe: str, precision: str) -> None:
         "optimizers": [_values(one) for one in (optimizer, second)],
         "rates": scheduler.get_last_lr(),
         "counter": counter.value,
+        "step": accelerator.step,
         "draws": [random.random(), float(np.random.rand()), torch.rand(2).tolist()],
     }
     if accelerator.scaler is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -41,6 +42,32 @@ def test_without_sync_with_dataloader_the_count_goes_on() -> None:
     accelerator, model, _, batches = make(sync_with_dataloader=False)
     assert walk(accelerator, batches, model) == [False, False, True, False, False]
     assert walk(accelerator, batches, model) == [True, False, False, True, False]
+
+
+def test_the_step_counts_micro_batches_until_the_end_of_a_loader(tmp_path: Path) -> None:
+    accelerator, model, _, batches = make()
+    steps = [accelerator.step]
+    walk(accelerator, batches, model, lambda number: steps.append(accelerator.step))
+    assert steps == [0, 1, 2, 3, 4, 0]
+    accelerator.gradient_accumulation_steps = 1
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            pass
+    accelerator.save_state(tmp_path)
+    assert torch.load(tmp_path / "random_states_0.pkl", weights_only=False)["step"] == 2
+    other, *_ = make()
+    other.load_state(tmp_path)
+    assert other.step == 2
+    other.free_memory()
+    assert other.step == 0
+
+
+def test_windows_go_on_from_a_step_that_is_set() -> None:
+    accelerator, model, _, batches = make()
+    synced = walk(accelerator, itertools.islice(batches, 4), model)
+    accelerator.step = 2
+    assert [*synced, *walk(accelerator, [1, 2], model)] == [False, False, True, False, True, False]
+    assert accelerator.step == 4
 
 
 def test_backward_divides_by_the_steps() -> None:

@@ -189,12 +189,30 @@ def _refusing(folder: str) -> set[float]:
     run.set(1)
     with pytest.raises(CheckpointError, match=r"custom_checkpoint_1\.pkl does not fit the Refusing .*not today"):
         run.accelerator.load_state(run.folder)
-    run.value = 1  # that of an object which was asked before
     return run.values()
 
 
-def test_an_object_that_one_rank_refuses_leaves_the_weights_of_all(tmp_path: Path) -> None:
+def test_an_object_that_one_rank_refuses_leaves_all_of_them_as_they_were(tmp_path: Path) -> None:
     assert run_world(_refusing, 2, str(tmp_path)) == [{1.0}, {1.0}]
+
+
+def _refusing_model(folder: str) -> set[float]:
+    run = Version(folder, automatic=False)
+    run.save()
+    run.set(1)
+
+    def check(*args: Any) -> None:
+        if run.accelerator.process_index == 1:
+            raise ValueError("not today")
+
+    run.accelerator.unwrap_model(run.model).register_load_state_dict_post_hook(check)
+    with pytest.raises(CheckpointError, match=r"has not taken the weights .*not today"):
+        run.accelerator.load_state(run.folder)
+    return run.values()
+
+
+def test_a_model_that_refuses_on_one_rank_is_as_it_was_on_all(tmp_path: Path) -> None:
+    assert run_world(_refusing_model, 2, str(tmp_path)) == [{1.0}, {1.0}]
 
 
 def test_damage_in_a_file_of_a_rank_that_is_no_more(tmp_path: Path) -> None:

@@ -304,6 +304,17 @@ class AcceleratorBase(ProcessControl):
         self.gradient_state.plugin_kwargs["num_steps"] = steps
 
     @property
+    def step(self) -> int:
+        """How many micro-batches `accumulate` has seen since a loader has last come to its end."""
+        return self._accumulation.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._accumulation.step = step
+        # The windows that are open go on from there.
+        self._accumulation.counts = dict.fromkeys(self._accumulation.counts, step)
+
+    @property
     def sync_gradients(self) -> bool:
         """Whether gradients are synchronised at the micro-batch at hand, and the optimizer steps."""
         return self.gradient_state.sync_gradients

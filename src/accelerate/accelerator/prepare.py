@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
-from accelerate.accumulation import ItemWindows
 from accelerate.compilation import has_compiled_regions, is_compiled_module
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.environment import parse_flag_from_env
@@ -116,25 +115,14 @@ class Preparing(AcceleratorBase):
         self._strategy.rebind(optimizer)
         prepared = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=self.scaler)
         prepared.gradient_state = self.gradient_state
-        prepared.on_sync = functools.partial(self._begin_window, len(self._optimizers))
-        prepared._prepared_parameters = self._prepared_parameters
+        # Neither knows this Accelerator, which knows the optimizer: so it ends, with its loaders, when it is dropped.
+        prepared.on_sync = functools.partial(self._items.begin, len(self._optimizers))
+        prepared._prepared_parameters = functools.partial(_prepared_parameters, self._models, self.num_processes)
         if self._precision.scaler is not None:
             self._precision.scaler.optimizers.append(optimizer)
         _mark(prepared)
         self._optimizers.append(prepared)
         return prepared
-
-    def _begin_window(self, index: int) -> None:
-        """The optimizer of that number has stepped, or cleared its gradients."""
-        if self._items.used:
-            self._items.begin(0)
-            self._items.begin(index + 1)
-
-    def _prepared_parameters(self) -> set[int]:
-        """The identities of all parameters of prepared models, or nothing where it makes no difference."""
-        if not self._models and self.num_processes == 1:
-            return set()
-        return {id(parameter) for model in self._models for parameter in model.parameters()} or {0}
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Wrap a scheduler so that it steps when its optimizer does, once for each process."""
@@ -246,7 +234,7 @@ class Preparing(AcceleratorBase):
         self._models.clear()
         self._dataloaders.clear()
         self._accumulation.reset()
-        self._items = ItemWindows(self._strategy)
+        self._items.reset()
         self._item_groups = None
         if self._precision.scaler is not None:
             self._precision.scaler.optimizers.clear()
@@ -255,6 +243,13 @@ class Preparing(AcceleratorBase):
     def clear(self, *objects: Any) -> list[None]:
         """The same as `free_memory`."""
         return self.free_memory(*objects)
+
+
+def _prepared_parameters(models: list[torch.nn.Module], processes: int) -> set[int]:
+    """The identities of all parameters of prepared models, or nothing where it makes no difference."""
+    if not models and processes == 1:
+        return set()
+    return {id(parameter) for model in models for parameter in model.parameters()} or {0}
 
 
 def _warn_of_offloaded(optimizer: torch.optim.Optimizer) -> None:

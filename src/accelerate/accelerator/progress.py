@@ -30,7 +30,7 @@ def capture(
         if all(one in numbers for one in key)
     ]
     progress = {
-        "step": counts[0][1] if counts else 0,
+        "step": accumulation.step,
         "counts": counts,
         "sync_gradients": accumulation.state.sync_gradients,
         "gradients": inside,
@@ -53,15 +53,16 @@ def restore(
     models: list[torch.nn.Module],
     optimizers: list[Any],
     accumulation: Accumulation,
-) -> ItemWindows:
-    """Go on inside the window, or start a new one where nothing is known of it; returns the windows of items."""
-    items = ItemWindows(accumulation.strategy)
+    items: ItemWindows,
+) -> None:
+    """Go on inside the window, or start a new one where nothing is known of it."""
+    items.reset()
     accumulation.reset()
     waits = progress is not None and progress["gradients"]
     for optimizer in optimizers:
         optimizer._backwards_seen = -1 if waits else accumulation.state.backwards
     if progress is None:
-        return items
+        return
     for numbers, count in progress["counts"]:
         if max(numbers, default=0) < len(models):
             accumulation.counts[tuple(id(models[number]) for number in numbers)] = count
@@ -71,4 +72,3 @@ def restore(
         window = ItemWindow()
         window.items, window.scale, window.closed = values
         items.windows.append(window)
-    return items

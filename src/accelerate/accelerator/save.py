@@ -179,9 +179,12 @@ class Saving(AcceleratorBase):
         Without a path, under `automatic_checkpoint_naming`, the newest complete checkpoint of the project is taken.
         On another number of processes than it was saved on, new ones get random states derived from the first one's.
 
-        load_kwargs: for `torch.load`. load_model_func_kwargs: `strict=False` takes weights whose names do not all fit.
+        load_kwargs: for `torch.load`. load_model_func_kwargs: for the `load_state_dict` of models; `strict=False` takes
+        weights whose names do not all fit. `map_location` ("cpu", "on_device") may be among them: in the end everything
+        is where it was before.
         """
         config = self.project_configuration
+        load.check_map_location(load_model_func_kwargs.pop("map_location", None))
         self.wait_for_checkpoint()
         folder, verified = self._agreed_source(input_dir)
         loaded = load.load(
@@ -193,7 +196,8 @@ class Saving(AcceleratorBase):
             torch_load=load_kwargs,
             **load_model_func_kwargs,
         )
-        self._items = progress.restore(loaded.progress, self._models, self._optimizers, self._accumulation)
+        progress.restore(loaded.progress, self._models, self._optimizers, self._accumulation, self._items)
+        self._accumulation.step = (loaded.random_states or {}).get("step", 0)
         self._restore_positions((loaded.progress or {}).get("loaders", []))
         if config.automatic_checkpoint_naming and config.project_dir is not None:
             numbers = [

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.manifest import Manifest, files_since
-from accelerate.checkpoint.parts import Engine
+from accelerate.checkpoint.parts import Engine, Put
 from accelerate.checkpoint.reading import Reader
 from accelerate.checkpoint.save import agree, explained, settle
 from accelerate.checkpoint.state import Loaded, Run, apply_objects, apply_random_states, read
@@ -65,6 +66,11 @@ def _check_without_manifest(folder: Path) -> None:
             f"{folder} has neither {layout.MANIFEST} nor {layout.random_states(0)}, so it is no complete checkpoint: "
             "load another one."
         )
+
+
+def check_map_location(map_location: Any) -> None:
+    if map_location not in (None, "cpu", "on_device"):
+        raise TypeError(f'map_location is {map_location!r}: give "cpu", "on_device" or None.')
 
 
 def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
@@ -132,7 +138,8 @@ def load(
     """
     failure: Exception | None = None
     loaded: Loaded | None = None
-    puts: list[Callable[[], None]] = []
+    puts: list[Put] = []
+    undo = ExitStack()
     manifest: Manifest | None = None
     settle(folder, run.local)
     apart = _apart(folder, run.local)
@@ -140,6 +147,7 @@ def load(
     reader = Reader(folder, share=run.local)
     try:
         manifest = _check(folder, run, reader, verified, at_once=bool(hooks), apart=apart)
+        _check_custom(run, reader)
         loaded = read(run, reader, **(torch_load or {}))
     except Exception as error:
         failure = error
@@ -170,13 +178,20 @@ def load(
     agree(failure, run.rank)
     assert loaded is not None
     try:
-        apply_objects(loaded, run)
+        apply_objects(loaded, run, undo)
     except Exception as error:
         failure = error
-    agree(failure, run.rank)  # where one process refuses, all keep their weights
+    agree(failure, run.rank, undo=undo.close)  # where one process refuses, all keep what they have
     try:
         for put in puts:
-            put()
+            put.first(undo)
+    except Exception as error:
+        failure = error
+    agree(failure, run.rank, undo=undo.close)
+    undo.pop_all()  # nobody objects any more: the copies may go
+    try:
+        for put in puts:
+            put.rest()
         apply_random_states(loaded, run)
     except Exception as error:
         failure = error
@@ -217,6 +232,17 @@ def _check(folder: Path, run: Run, reader: Reader, verified: bool, at_once: bool
             "this checkpoint was saved on disks that its processes did not share; copy all parts into one folder."
         )
     return manifest
+
+
+def _check_custom(run: Run, reader: Reader) -> None:
+    saved = list(itertools.takewhile(reader.has, map(layout.custom, itertools.count())))
+    if len(saved) != len(run.custom):
+        files = ", ".join(saved) if len(saved) > len(run.custom) else f"{layout.custom(len(saved))} is missing"
+        raise CheckpointError(
+            f"{reader.folder} has the states of {len(saved)} registered objects ({files}), and "
+            f"{len(run.custom)} are registered here: call register_for_checkpointing with the same objects, in the "
+            "same order, as when it was saved."
+        )
 
 
 def _saved_ranks(reader: Reader, manifest: Manifest | None) -> int:

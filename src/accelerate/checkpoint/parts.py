@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -44,14 +45,28 @@ class File:
         return {self.name: (write_safetensors if self.safe else write_torch)(self.content, folder / self.name)}
 
 
+def _nothing(undo: ExitStack) -> None: ...
+
+
+@dataclass
+class Put:
+    """What was read of models and optimizers, on its way into them: `first`, and where nobody has failed, `rest`.
+
+    first: for those with code of their own, which may object. `undo` gets what makes them again as they were.
+    """
+
+    rest: Callable[[], None]
+    first: Callable[[ExitStack], None] = _nothing
+
+
 class Engine(Protocol):
     """How models and optimizers get into a checkpoint and back; see `Strategy`, which is one."""
 
     def save(self, run: Any, weights: list[dict[str, Any]], *, safe: bool, main: bool, **kwargs: Any) -> Iterable[Part]:
         """What this process writes of models, optimizers and gradients."""
 
-    def load(self, run: Any, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Callable[[], None]:
-        """Read and check all of it; returns the function that puts it into the run."""
+    def load(self, run: Any, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
+        """Read and check all of it; returns what puts it into the run."""
 
 
 def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, Entry]:

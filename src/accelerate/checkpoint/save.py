@@ -16,7 +16,7 @@ from accelerate.checkpoint.background import Background, Gather
 from accelerate.checkpoint.disk import Entry
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.parts import Engine, Part, snapshot, write_parts
-from accelerate.checkpoint.state import Run, own_parts, shared_parts
+from accelerate.checkpoint.state import Run, in_words, own_parts, shared_parts
 from accelerate.comm import current
 from accelerate.errors import CheckpointError
 
@@ -240,4 +240,4 @@ def explained(error: Exception, rank: int) -> str:
         cure = _CURES.get(error.errno or 0, "see to it, or choose another folder")
         wrong = f"Rank {rank} could not {what} {error.filename or 'a file'} ({error.strerror})"
         return f"{wrong}: what was there before is as it was; {cure}."
-    return f"Rank {rank} could not save or load its part ({type(error).__name__}: {error}): see that rank's traceback."
+    return f"Rank {rank} could not save or load its part ({in_words(error)}): see that rank's traceback."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from accelerate.checkpoint import layout, rng
 from accelerate.checkpoint.files import read_torch, refused
+from accelerate.checkpoint.kept import keep_object
 from accelerate.checkpoint.parts import File
 from accelerate.checkpoint.reading import Reader
 from accelerate.data_loader.position import takes_over
@@ -147,17 +149,20 @@ def _random_states(reader: Reader, name: str) -> Any:
     return states
 
 
-def apply_objects(loaded: Loaded, run: Run) -> None:
+def apply_objects(loaded: Loaded, run: Run, undo: ExitStack) -> None:
     """Put what was read into the objects of a run. Those of the script's own come first.
 
-    All of them come before the models: they may object while the weights are still as they were.
+    All of them come before the models: they may object while the weights are still as they were. `undo` gets what makes
+    them again as they were.
     """
+    for item in (*run.custom, *run.schedulers, *([] if run.scaler is None else [run.scaler])):
+        keep_object(item, undo)
     for number, (item, state) in enumerate(zip(run.custom, loaded.custom, strict=True)):
-        _fill(item, state, layout.custom(number))
+        fill(item, state, layout.custom(number))
     for number, (scheduler, state) in enumerate(zip(run.schedulers, loaded.schedulers, strict=True)):
-        _fill(scheduler, state, layout.scheduler(number))
+        fill(scheduler, state, layout.scheduler(number), getattr(scheduler, "scheduler", None))
     if run.scaler is not None and loaded.scaler is not None:
-        _fill(run.scaler, loaded.scaler, layout.scaler())
+        fill(run.scaler, loaded.scaler, layout.scaler())
     places = (loaded.progress or {}).get("loaders", [])
     for number, state in loaded.loaders.items():
         loader = run.loaders[number]
@@ -169,15 +174,21 @@ def apply_objects(loaded: Loaded, run: Run) -> None:
             loader.load_state_dict(state)
 
 
-def _fill(item: Any, state: Any, name: str) -> None:
+def fill(item: Any, state: Any, name: str, inner: Any = None) -> None:
+    """Have an object load its state, which is in the file of that name. inner: what it is a wrapper of."""
     try:
         item.load_state_dict(state)
     except Exception as error:
-        kind = type(getattr(item, "scheduler", item)).__name__
+        kind = type(item if inner is None else inner).__name__
         raise CheckpointError(
-            f"{name} does not fit the {kind} that it is loaded into ({type(error).__name__}: {error}): give the same "
+            f"{name} does not fit the {kind} that it is loaded into ({in_words(error)}): give the same "
             "objects, in the same order, as when it was saved."
         ) from error
+
+
+def in_words(error: Exception) -> str:
+    """An error of other code in one line, for a sentence of ours."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def apply_random_states(loaded: Loaded, run: Run) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import reduce
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,12 @@ import torch
 
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.files import read_safetensors, read_torch
+from accelerate.checkpoint.kept import keep_model, keep_optimizer, once
 from accelerate.checkpoint.named import names_of, numbered
-from accelerate.checkpoint.parts import File
+from accelerate.checkpoint.parts import File, Put
 from accelerate.checkpoint.reading import CPU, Place, Places, Reader
 from accelerate.checkpoint.sparse import unpacked
-from accelerate.checkpoint.state import Run, named_parameters, plain
+from accelerate.checkpoint.state import Run, fill, in_words, named_parameters, plain
 from accelerate.checkpoint.weights import with_tied
 from accelerate.errors import CheckpointError
 from accelerate.files import clean_state_dict_for_safetensors
@@ -34,16 +37,24 @@ def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> 
         yield File(layout.gradients(run.rank), run.gradients, True)
 
 
-def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Callable[[], None]:
-    """Read the files and see that they fit; returns the function that puts them into the run.
+def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
+    """Read the files and see that they fit; returns what puts them into the run.
 
     torch_load: arguments for `torch.load`, which then reads by itself. kwargs: for the `load_state_dict` of models.
     """
     folder = reader.folder
-    assign = kwargs.get("assign", False)
-    models = [_read_model(model, reader, number, assign) for number, model in enumerate(run.without_hooks)]
-    strict = kwargs.get("strict", True)
-    models = [_fitting(m, w, folder, strict) for m, w in zip(run.without_hooks, models, strict=True)]
+    if kwargs:
+        _check_keywords(run.models, kwargs)
+    assign, strict = kwargs.get("assign", False), kwargs.get("strict", True)
+    # Found out now, for a hook may remove itself. An optimizer comes after the weights, which go back if it objects.
+    own_optimizers = [not _loads_as_torch(_inner(optimizer)) for optimizer in run.optimizers]
+    models = [(m := plain(model), any(own_optimizers) or _has_own_code(m)) for model in run.without_hooks]
+    puts = []
+    for number, (model, own) in enumerate(models):
+        weights = _read_model(model, reader, number, in_place=not (assign or own))
+        weights = _fitting(model, weights, folder, strict)
+        expanded = [] if assign or _has_own_code(model) else list(_expanded(model, weights, folder))
+        puts.append(partial(_load_model, model, weights, expanded, folder, kwargs))
     optimizers = []
     for number, optimizer in enumerate(run.optimizers):
         name = layout.optimizer(number)
@@ -57,31 +68,57 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
             )
         state = numbered(state, names_of(run.models, optimizer))  # as engines save that hold pieces
         _check_groups(optimizer, state, folder / name)
-        optimizers.append(state)
-    own, everyone = read_gradients(run, reader)
+        optimizers.append(partial(fill, optimizer, state, name, _inner(optimizer)))
+    gradients, everyone = read_gradients(run, reader)
 
-    def apply() -> None:
+    def first(undo: ExitStack) -> None:
+        for (model, own), put in zip(models, puts, strict=True):
+            if own:
+                keep_model(model, undo)
+                put()
+        for optimizer, own, put in zip(run.optimizers, own_optimizers, optimizers, strict=True):
+            if own:
+                keep_optimizer(optimizer, undo)
+                put()
+
+    def rest() -> None:
         reader.fill()
-        for model, weights in zip(run.without_hooks, models, strict=True):
-            plain(model).load_state_dict(weights, **kwargs)
-        for optimizer, state in zip(run.optimizers, optimizers, strict=True):
-            optimizer.load_state_dict(state)
+        for (_, own), put in zip(models, puts, strict=True):
+            if not own:
+                put()
+        for own, put in zip(own_optimizers, optimizers, strict=True):
+            if not own:
+                put()
         for name, parameter in named_parameters(run.models).items():
-            parameter.grad = added(own.get(name), everyone.get(name), parameter)
+            parameter.grad = added(gradients.get(name), everyone.get(name), parameter)
 
-    return apply
+    return Put(rest, first)
 
 
-def _read_model(model: torch.nn.Module, reader: Reader, number: int, assign: bool) -> dict[str, Any]:
+def _check_keywords(models: list[torch.nn.Module], kwargs: dict[str, Any]) -> None:
+    for model in map(plain, models):
+        try:
+            inspect.signature(model.load_state_dict).bind({}, **kwargs)
+        except TypeError as error:
+            raise TypeError(
+                f"load_state was given {', '.join(kwargs)}, and the load_state_dict of {type(model).__name__} {error}: "
+                "leave that out."
+            ) from None
+
+
+def _inner(optimizer: Any) -> Any:
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _read_model(model: torch.nn.Module, reader: Reader, number: int, in_place: bool) -> dict[str, Any]:
     if reader.has(layout.model_shards(number)):
         return _put_together(reader.folder / layout.model_shards(number))
     names = [layout.model(number, True), layout.gathered_model(number), layout.model(number, False)]
     name = next(filter(reader.has, names), names[0])
-    model = plain(model)
     places: dict[str, Place] = {
         key: value.device for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)
     }
-    if not assign and not _changes_what_it_loads(model):
+    if in_place:
         own = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
         places |= {key: value for key, value in own if places.get(key) == CPU == value.device}
     return reader.weights(name, places)
@@ -90,10 +127,8 @@ def _read_model(model: torch.nn.Module, reader: Reader, number: int, assign: boo
 def _places_in(optimizer: Any) -> Places:
     """Where the state of each parameter goes when an optimizer loads it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    inner = getattr(optimizer, "optimizer", optimizer)
-    # Others make something of what they load, and may need for it what is there.
-    keeps = type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict
-    keeps = keeps and not inner._optimizer_load_state_dict_pre_hooks
+    inner = _inner(optimizer)
+    keeps = _loads_as_torch(inner)
 
     def place(keys: tuple[Any, ...]) -> Place:
         # Counts of steps may stay on the host: torch knows.
@@ -116,7 +151,6 @@ def _fitting(model: torch.nn.Module, weights: dict[str, Any], folder: Path, stri
 
     strict: whether all names have to be the same; shapes have to be in any case.
     """
-    model = plain(model)
     weights = with_tied(model, weights)
     if any(part._load_state_dict_pre_hooks for part in model.modules()) or _loads_by_itself(model):
         return weights  # it renames or reshapes what it is given
@@ -137,14 +171,71 @@ def _fitting(model: torch.nn.Module, weights: dict[str, Any], folder: Path, stri
     return weights
 
 
-def _changes_what_it_loads(model: torch.nn.Module) -> bool:
-    """Whether a model may make something else of what it is given than to copy it."""
-    own = any(not part._load_from_state_dict.__module__.startswith("torch.nn.modules.") for part in model.modules())
-    return own or _loads_by_itself(model) or any(part._load_state_dict_pre_hooks for part in model.modules())
+def _expanded(
+    model: torch.nn.Module, weights: dict[str, Any], folder: Path
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """For tensors that were made with `expand`: their memory, and what goes there. torch refuses to copy to such ones,
+    so it gets them in the place of their values."""
+    own = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    for name, tensor in own:
+        value = weights.get(name)
+        if tensor.layout != torch.strided or once(tensor, tensor) is tensor or not isinstance(value, torch.Tensor):
+            continue
+        part = once(value, tensor)
+        if not torch.equal(part.expand_as(value), value):
+            raise CheckpointError(
+                f"{name} of this {type(model).__name__} was made with `expand`, so that several of its values are "
+                f"one, and those in {folder} differ: give it memory of its own (`.clone()`)."
+            )
+        weights[name] = tensor
+        yield once(tensor, tensor), part
+
+
+def _load_model(
+    model: torch.nn.Module,
+    weights: dict[str, Any],
+    expanded: list[tuple[torch.Tensor, torch.Tensor]],
+    folder: Path,
+    kwargs: dict[str, Any],
+) -> None:
+    with torch.no_grad():
+        for memory, value in expanded:
+            memory.copy_(value)
+    try:
+        model.load_state_dict(weights, **kwargs)
+    except Exception as error:
+        raise CheckpointError(
+            f"This {type(model).__name__} has not taken the weights in {folder} ({in_words(error)}): create it as it "
+            "was when the checkpoint was saved."
+        ) from error
+
+
+def _has_own_code(model: torch.nn.Module) -> bool:
+    """Whether a model may make something else of what it is given than to copy it, and may object to it."""
+    return _loads_by_itself(model) or any(map(_is_of_its_own, model.modules()))
+
+
+def _is_of_its_own(part: torch.nn.Module) -> bool:
+    return (
+        bool(part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks)
+        or not part._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        or type(part).set_extra_state is not torch.nn.Module.set_extra_state
+    )
 
 
 def _loads_by_itself(model: torch.nn.Module) -> bool:
     return any(type(part).load_state_dict is not torch.nn.Module.load_state_dict for part in model.modules())
+
+
+def _loads_as_torch(optimizer: Any) -> bool:
+    """Whether an optimizer takes what it is given; others make something of it, for which they may need what is there,
+    and may object."""
+    return (
+        type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+        and type(optimizer).__setstate__.__module__.startswith("torch.optim.")
+        and not optimizer._optimizer_load_state_dict_pre_hooks
+        and not optimizer._optimizer_load_state_dict_post_hooks
+    )
 
 
 def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
 from accelerate.checkpoint import whole
-from accelerate.checkpoint.parts import Part
+from accelerate.checkpoint.parts import Part, Put
 from accelerate.checkpoint.reading import Reader
 from accelerate.checkpoint.state import Run
 from accelerate.checkpoint.weights import Fetch
@@ -98,8 +98,8 @@ class Strategy:
         """
         return whole.save(run, weights, safe=safe, main=main)
 
-    def load(self, run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Callable[[], None]:
-        """Read what `save` wrote and see that it fits, changing nothing; returns the function that puts it in place.
+    def load(self, run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
+        """Read what `save` wrote and see that it fits, changing nothing; returns what puts it in place.
 
         Called on all processes. reader: reads files of `reader.folder` and compares their checksums. A file that the
         engine reads in another way is compared afterwards, before anything is put in place.

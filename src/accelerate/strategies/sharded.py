@@ -12,7 +12,7 @@ from torch import nn
 
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.named import Names, named
-from accelerate.checkpoint.parts import File, Part
+from accelerate.checkpoint.parts import File, Part, Put
 from accelerate.checkpoint.reading import Reader
 from accelerate.checkpoint.shards import Shards, read
 from accelerate.checkpoint.state import Run, plain
@@ -144,7 +144,7 @@ class Sharded(Strategy):
 
     # --- loading ------------------------------------------------------------------------------------------------
 
-    def load(self, run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Callable[[], None]:
+    def load(self, run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
         strict = kwargs.get("strict", True)
         models = [self.read_model(model, reader, number, strict) for number, model in enumerate(run.without_hooks)]
         optimizers = [
@@ -160,7 +160,7 @@ class Sharded(Strategy):
             for optimizer, content in zip(run.optimizers, optimizers, strict=True):
                 self.put_optimizer_pieces(run.models, _inner(optimizer), content)
 
-        return apply
+        return Put(apply)
 
     def read_model(
         self,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,26 @@ def test_project_folders(tmp_path: Path) -> None:
 def test_wrong_handlers(handlers: list[Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Accelerator(kwargs_handlers=handlers)
+
+
+def test_it_ends_when_it_is_dropped() -> None:
+    """And its loaders with it: workers that wait for the garbage collection make that wait for them."""
+    torch.optim.SGD(Net().parameters())  # the first one of a process leaves frames behind
+    gc.collect()
+    gc.disable()
+    try:
+        accelerator = Accelerator(cpu=True)
+        model = Net()
+        model, optimizer, batches = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader())
+        for x, _ in batches:
+            accelerator.backward(model(x).sum(), num_items=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+        ended = weakref.ref(accelerator), weakref.ref(batches)
+        del accelerator, batches
+        assert [reference() for reference in ended] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_save(tmp_path: Path) -> None:

@@ -141,6 +141,31 @@ def test_shared_and_foreign_memory(tmp_path: Path, safe: bool) -> None:
     assert other.model[1].weight is other.model[0].weight
 
 
+def test_expanded_buffers(tmp_path: Path) -> None:
+    def model(buffer: torch.Tensor) -> Run:
+        made = nn.Sequential(nn.Linear(32, 32))
+        made.register_buffer("mask", buffer)
+        return Run(made)
+
+    run = model(torch.rand(3, 1).expand(3, 4))
+    run.accelerator.save_state(tmp_path / "x")
+    other = model(torch.rand(3, 1).expand(3, 4))
+    buffer = other.model.mask
+    other.accelerator.load_state(tmp_path / "x")
+    assert same(other.tensors(), run.tensors())
+    assert other.model.mask is buffer and buffer.stride() == (1, 0)
+    run.model.mask = torch.rand(3, 4)
+    run.accelerator.save_state(tmp_path / "x")
+    before = other.values()
+    with pytest.raises(CheckpointError, match="mask of this Sequential was made with `expand`"):
+        other.accelerator.load_state(tmp_path / "x")
+    assert same(other.tensors(), before)
+    other.model.register_load_state_dict_post_hook(lambda *args: None)
+    with pytest.raises(CheckpointError, match="has not taken the weights"):
+        other.accelerator.load_state(tmp_path / "x")
+    assert same(other.tensors(), before)
+
+
 def test_a_graph_from_before_is_refused(tmp_path: Path) -> None:
     run = Run(net())
     run.accelerator.save_state(tmp_path / "x")

@@ -86,6 +86,27 @@ class Training:
         ]
 
 
+class Extra(nn.Linear):
+    """Has something beside its weights."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"value": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        if state["value"] != 2:
+            raise ValueError("too old")
+
+
+class Choosy(nn.Linear):
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        super().load_state_dict(*args, **kwargs)
+        raise ValueError("too old")
+
+
+def refuse(*args: Any) -> None:
+    raise ValueError("too old")
+
+
 @pytest.mark.parametrize("safe", [True, False])
 def test_everything_comes_back(tmp_path: Path, safe: bool) -> None:
     run = Training()
@@ -305,11 +326,13 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> Non
     run.accelerator.save_state(tmp_path / "x")
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Net(hidden=16))
+    accelerator.register_for_checkpointing(Counter())
     before = weights(model)
     with pytest.raises(CheckpointError, match=r"not those of this Net: .* other shapes .*first.weight \(8, 4\) for"):
         accelerator.load_state(tmp_path / "x")
     assert torch.equal(weights(model), before)
     single = Accelerator(cpu=True)
+    single.register_for_checkpointing(Counter())
     net = Net()
     single.prepare(net, torch.optim.AdamW([{"params": [p]} for p in net.parameters()]))
     with pytest.raises(CheckpointError, match=r"optimizer.bin is of an optimizer with groups of \[4\]"):
@@ -321,6 +344,7 @@ def test_names_may_differ_but_not_shapes(tmp_path: Path) -> None:
     run.accelerator.save_state(tmp_path / "x")
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Net(seed=3))
+    accelerator.register_for_checkpointing(Counter())
     model.extra = nn.Linear(2, 2)
     model.last = nn.Linear(8, 7)
     before = weights(model)
@@ -405,6 +429,112 @@ def test_a_manifest_says_nothing_of_other_folders(tmp_path: Path, name: str) -> 
             Manifest.read(folder)
         run.accelerator.load_state(folder)  # the new one
     assert (tmp_path / "mine").exists()
+
+
+@pytest.mark.parametrize("kind", ["before", "after", "extra", "itself", "renamed", "optimizer"])
+def test_a_refusal_halfway_leaves_all_as_it_was(tmp_path: Path, kind: str) -> None:
+    def run() -> tuple[Training, Any]:
+        training = Training(seed=5)
+        special = training.accelerator.prepare({"extra": Extra, "itself": Choosy}.get(kind, nn.Linear)(2, 2))
+        training.step()
+        return training, special
+
+    training, _ = run()
+    training.accelerator.save_state(tmp_path, safe_serialization=False)
+    training, special = run()
+    training.step()
+    tensors = [*special.parameters()]
+    state = [*training.state(), weights(special).tolist(), torch.get_rng_state().tolist()]
+    if kind == "before":
+        special.register_load_state_dict_pre_hook(refuse)
+    elif kind == "after":
+        special.register_load_state_dict_post_hook(refuse)
+    elif kind == "renamed":
+        special.register_load_state_dict_pre_hook(lambda *args: args[1].update(other=args[1].pop("bias")))
+    elif kind == "optimizer":
+        training.optimizer.optimizer.register_load_state_dict_post_hook(refuse)
+    with pytest.raises(CheckpointError, match="Missing key" if kind == "renamed" else "ValueError: too old") as caught:
+        training.accelerator.load_state(tmp_path)
+    assert "\n" not in str(caught.value)
+    assert [*training.state(), weights(special).tolist(), torch.get_rng_state().tolist()] == state
+    assert all(one is two for one, two in zip(special.parameters(), tensors, strict=True))
+
+
+def test_new_parameters_are_taken_back(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(tmp_path)
+    model.register_load_state_dict_post_hook(refuse)
+    tensors = [*model.parameters()]
+    with pytest.raises(CheckpointError, match="too old"):
+        accelerator.load_state(tmp_path, assign=True)
+    assert all(one is two for one, two in zip(model.parameters(), tensors, strict=True))
+
+
+def test_a_hook_that_removes_itself_is_called_once(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 2))
+    accelerator.save_state(tmp_path)
+
+    def double(*args: Any) -> None:
+        handle.remove()
+        model.weight.data.mul_(2)
+
+    expected = model.weight.detach() * 2
+    handle = model.register_load_state_dict_post_hook(double)
+    accelerator.load_state(tmp_path)
+    assert torch.equal(model.weight, expected)
+
+
+def test_an_optimizer_of_its_own_finds_the_weights(tmp_path: Path) -> None:
+    seen = []
+
+    class Looks(torch.optim.SGD):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            super().load_state_dict(state)
+            seen.extend(parameter.tolist() for parameter in self.param_groups[0]["params"])
+
+    def run() -> tuple[Accelerator, Any]:
+        accelerator, model = Accelerator(cpu=True), nn.Linear(2, 2)
+        return accelerator, accelerator.prepare(model, Looks(model.parameters(), lr=0.1))[0]
+
+    accelerator, model = run()
+    accelerator.save_state(tmp_path)
+    run()[0].load_state(tmp_path)
+    assert seen == [parameter.tolist() for parameter in model.parameters()]
+
+
+def test_other_numbers_of_registered_objects(tmp_path: Path) -> None:
+    run = Training()
+    run.accelerator.register_for_checkpointing(Counter(1))
+    run.accelerator.save_state(tmp_path)
+    for number, files in (
+        (1, "custom_checkpoint_0.pkl, custom_checkpoint_1.pkl"),
+        (3, "custom_checkpoint_2.pkl is missing"),
+    ):
+        other = Training(seed=5)
+        other.accelerator.register_for_checkpointing(*(Counter(i) for i in range(1, number)))
+        state = other.state()
+        with pytest.raises(RuntimeError, match=rf"2 registered objects \({files}\), and {number} are"):
+            other.accelerator.load_state(tmp_path)
+        assert other.state() == state
+
+
+def test_keywords(tmp_path: Path) -> None:
+    run = Training()
+    run.accelerator.save_state(tmp_path)
+    for good in ({"map_location": "cpu"}, {"map_location": "on_device"}, {"map_location": None}, {"assign": True}):
+        other = Training(seed=5)
+        other.accelerator.load_state(tmp_path, **good)
+        assert other.state() == run.state()
+    other = Training(seed=5)
+    called: list[Any] = []
+    other.accelerator.register_load_state_pre_hook(lambda models, folder: called.append(folder))
+    state = other.state()
+    for bad in ({"map_location": "meta"}, {"stric": False}):
+        with pytest.raises(TypeError, match=next(iter(bad))):
+            other.accelerator.load_state(tmp_path, **bad)
+    assert other.state() == state and called == []
 
 
 def test_numbers_and_arrays_of_numpy(tmp_path: Path) -> None:
