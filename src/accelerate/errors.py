@@ -19,7 +19,7 @@ class NotYetSupported(NotImplementedError):
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or cannot be loaded. Nothing was lost, and nothing was half-loaded."""
+    """A checkpoint could not be written, or cannot be loaded. Nothing was lost, nor half-loaded unless it says so."""
 
 
 class WrongFolder(CheckpointError, ValueError):

@@ -519,6 +519,91 @@ def offloaded_weights_written_while_they_are_on_their_way() -> None:
 
 
 @check
+def offloaded_weights_written_right_after_a_forward() -> None:
+    """The GPU is behind the host: its copies out of locked memory are queued when the host writes there."""
+    from accelerate import cpu_offload
+
+    torch.manual_seed(0)
+    model: Any = cpu_offload(nn.Sequential(*(nn.Linear(4096, 4096, bias=False) for _ in range(4))), "cuda")
+    x = torch.ones(1, 4096, device="cuda")
+    others: Any = torch.randn(4096, 4096)
+    writes: list[Callable[[], Any]] = [
+        lambda: model[3].weight.mul_(2),
+        lambda: setattr(model[2].weight, "data", others),
+        lambda: model.load_state_dict({f"{index}.weight": others for index in range(4)}),
+    ]
+    with torch.no_grad():
+        for write in writes:
+            reference = model(x)
+            settle(model)
+            model(x)
+            torch.cuda.synchronize()
+            torch.cuda._sleep(1_000_000_000)
+            output = model(x)
+            write()
+            torch.cuda.synchronize()
+            assert torch.equal(output, reference)
+            assert not torch.equal(model(x), reference)
+
+
+@check
+def offloaded_weights_used_on_a_second_stream_meanwhile() -> None:
+    """While one stream waits for the copy of a block, another one that uses the block waits as well."""
+    from accelerate import cpu_offload
+
+    side = torch.cuda.Stream()
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(4096, 4096))
+
+        def forward(self, x: torch.Tensor, on_side: bool = True) -> Any:
+            if not on_side:
+                return x @ self.weight
+            with torch.cuda.stream(side):
+                there = self(x, on_side=False)
+            return x @ self.weight, there
+
+    torch.manual_seed(0)
+    twice = Twice()
+    x = torch.ones(1, 4096, device="cuda")
+    with torch.no_grad():
+        reference = x @ twice.weight.cuda()
+        model = cpu_offload(nn.Sequential(twice), "cuda")
+        for _ in range(3):
+            model(x)
+            settle(model)
+            torch.full((4096, 4096), float("nan"), device="cuda")  # what the memory holds that the weight gets
+            torch.cuda.synchronize()
+            torch.cuda._sleep(1_000_000_000)
+            outputs = model(x)
+            torch.cuda.synchronize()
+            for output in outputs:
+                torch.testing.assert_close(output, reference)
+
+
+@check
+def casts_of_autocast_leave_with_their_weights() -> None:
+    from accelerate import cpu_offload
+
+    model = cpu_offload(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(12))), "cuda")
+    x = torch.ones(1, WIDTH, device="cuda")
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        for _ in range(3):
+            model(x)
+            settle(model)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        model(x)
+        torch.cuda.synchronize()
+        block = WIDTH * WIDTH * 4
+        # Three blocks, the cast of the current one, and activations.
+        assert torch.cuda.max_memory_allocated() - before < 4 * block
+        assert torch.cuda.memory_allocated() - before < block // 2
+
+
+@check
 def offloaded_models_called_by_other_methods() -> None:
     """What is called is not the model's forward, and it may fail: nothing stays on the GPU."""
 

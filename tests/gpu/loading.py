@@ -88,6 +88,33 @@ def loads_straight_to_the_gpu() -> None:
 
 
 @check
+def loads_in_every_mode() -> None:
+    """Inside of `torch.inference_mode`, and where another device than the CPU is the default."""
+    from accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
+
+    model = network()
+    plans: list[dict[str, Any]] = [{"": 0}, {"0": 0, "1": "cpu", "2": "disk", "3": 0, "4": "cpu", "5": 0}]
+    modes: list[Any] = [torch.inference_mode(), torch.device(GPU)]
+    with tempfile.TemporaryDirectory() as name:
+        folder = saved(model, Path(name))
+        for mode in modes:
+            for plan in plans:
+                for dtype in (None, torch.bfloat16):
+                    with mode:
+                        with init_empty_weights():
+                            found = network()
+                        load_checkpoint_and_dispatch(
+                            found, str(folder), device_map=plan, dtype=dtype, offload_folder=str(folder / "off")
+                        )
+                        found.eval()(torch.arange(64, device=GPU))
+                    equal(found, model, dtype)
+            with mode:
+                filled = network().to(GPU)
+                load_checkpoint_in_model(filled, folder)
+            equal(filled, model)
+
+
+@check
 def loading_needs_little_host_memory() -> None:
     from accelerate import init_empty_weights, load_checkpoint_in_model
 

@@ -109,6 +109,19 @@ def test_eight_bits_on_disk(model: Net, tmp_path: Path) -> None:
     assert distance(found, whole) == 0, "and a second time"
 
 
+def test_four_bits_beside_the_disk(model: Net, tmp_path: Path) -> None:
+    """Without a GPU only what is on disk is left alone, and a config may be used again."""
+    places = {"": "cpu", "first": "disk"}
+    config = BnbQuantizationConfig(**FOUR)
+    saved(model, tmp_path)
+    found = load_and_quantize_model(empty(), config, tmp_path, places, offload_folder=tmp_path / "disk")
+    assert type(found.first) is nn.Linear and type(found.middle[0]).__name__ == "Linear4bit"
+    assert 0 < distance(found, model) < 0.3
+    assert config == BnbQuantizationConfig(**FOUR), "as it was"
+    again = load_and_quantize_model(empty(), config, tmp_path, {"": "cpu"})
+    assert type(again.first).__name__ == "Linear4bit"
+
+
 def test_a_weight_that_is_quantized_already(model: Net) -> None:
     config = BnbQuantizationConfig(**EIGHT)
     found = load_and_quantize_model(model, config)

@@ -76,7 +76,8 @@ def _make_room(places: Places) -> dict[str, torch.Tensor]:
         if is_lazy(tensor) or not tensor.is_meta or isinstance(tensor, STAND_INS):
             continue
         if id(tensor) not in filled:
-            zeros = torch.zeros_like(tensor, device="cpu")
+            with torch.inference_mode(False):
+                zeros = torch.zeros_like(tensor, device="cpu")
             filled[id(tensor)] = like(tensor, zeros) if attribute in module._parameters else zeros
         empty[name] = tensor
         table[attribute] = filled[id(tensor)]

@@ -53,7 +53,7 @@ class CudaLane:
         torch.cuda.set_stream(self.stream)
 
     def buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def send(self, out: torch.Tensor, buffer: torch.Tensor, mark: torch.cuda.Event) -> None:
         """Only for threads that have entered: their stream is this one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,6 +57,7 @@ def infer_auto_device_map(
         planner.count_buffers = not offload_buffers
         planner.fallback = fallback_allocation
         planner.run()
+        planner.give_all_names()
         device_map = planner.device_map
         if clean_result:
             clean_device_map(device_map)
@@ -89,6 +90,7 @@ class _Planner:
         self.sizes = sizes_in(modules, dtype, special_dtypes)
         self.ties = ties_in(modules)
         self.with_buffers = _with_buffers(modules)
+        self.other_names = list(_other_names(modules))
         self.groups_of = _groups_of_modules(self.ties)
         self.no_split = no_split
         self.dtype, self.special_dtypes = dtype, special_dtypes
@@ -146,6 +148,12 @@ class _Planner:
                 self.biggest.find_again()
             else:
                 self._leave_device(name, part, needed)
+
+    def give_all_names(self) -> None:
+        """What a parent has under several names was planned under the first: the others go with it."""
+        for other, first in reversed(self.other_names):  # the innermost before what contains them
+            for name in [name for name in self.device_map if _inside(name, first)]:
+                self.device_map[f"{other}{name.removeprefix(first)}"] = self.device_map[name]
 
     def _tied_entries(self, name: str) -> list[str]:
         """The pending modules that hold a parameter of this one under another name."""
@@ -254,6 +262,17 @@ def _with_buffers(modules: Modules) -> set[str]:
                 found.add(name)
                 name = name.rpartition(".")[0]
     return found
+
+
+def _other_names(modules: Modules) -> Iterator[tuple[str, str]]:
+    """Yields every further name that a tensor or module has in the same parent, with the first one."""
+    for parent, module in modules:
+        start = f"{parent}." if parent else ""
+        for table in (module._parameters, module._buffers, module._modules):
+            first: dict[int, str] = {}
+            for name, part in table.items():
+                if part is not None and first.setdefault(id(part), name) != name:
+                    yield f"{start}{name}", f"{start}{first[id(part)]}"
 
 
 def _groups_of_modules(ties: list[list[str]]) -> dict[str, list[list[str]]]:

@@ -117,8 +117,9 @@ def _dispatch(
         state_dict = to_host(_placed(model.state_dict(), device_map, in_memory))
     if on_disk and offload_index is None:
         if offload_dir is None:
+            placed = ", ".join(name or "the whole model" for name in on_disk)
             raise ValueError(
-                f"The device map puts {', '.join(on_disk)} on disk, and there is no folder for that: give offload_dir."
+                f"The device map puts {placed} on disk, and there is no folder for that: give offload_dir."
             )
         state = state_to_offload(model, common["offload_buffers"])
         keep_on_disk(offload_dir, _placed(state, device_map, on_disk))
@@ -224,9 +225,10 @@ def load_checkpoint_and_dispatch(
     max_memory, no_split_module_classes: see `infer_auto_device_map`. The others: see `load_checkpoint_in_model` and
     `dispatch_model`.
     """
-    from accelerate.big_modeling.loading import load_checkpoint_in_model
+    from accelerate.big_modeling.loading import checked_dtype, load_checkpoint_in_model
 
     if isinstance(device_map, str):
+        dtype = checked_dtype(dtype)
         device_map = _find_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
         if offload_folder is None:
             refuse_disk(model, device_map, max_memory, dtype)

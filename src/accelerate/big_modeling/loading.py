@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from accelerate.big_modeling.by_torch import load_by_torch, loads_by_itself
-from accelerate.big_modeling.check import is_covered, refuse_devices
+from accelerate.big_modeling.check import closest_entry, refuse_devices
 from accelerate.big_modeling.eight_bit import quantize_and_offload_8bit
 from accelerate.big_modeling.parameters import is_packed, is_quantized, like
 from accelerate.big_modeling.reading import Read, read_all
@@ -41,6 +43,7 @@ from accelerate.big_modeling.ties import (
     device_of,
     find_tied_parameters,
 )
+from accelerate.errors import CheckpointError
 from accelerate.modules import model_has_dtensor
 
 logger = logging.getLogger(__name__)
@@ -104,6 +107,11 @@ def load_checkpoint_in_model(
     weights or has others, instead of a warning. full_state_dict, broadcast_from_rank0: for sharded models, without a
     device map: whether the checkpoint has whole tensors, and whether only rank 0 reads it.
     """
+    given: Any = device_map
+    if isinstance(given, str):
+        raise ValueError(
+            f"device_map is {given!r}: give a map, or use `load_checkpoint_and_dispatch`, which finds one."
+        )
     tied = find_tied_parameters(model)
     if not tied and check_tied_parameters_in_config(model):
         logger.warning("The config of this model asks for tied weights, but none are tied: call `tie_weights` first.")
@@ -130,12 +138,21 @@ def load_checkpoint_in_model(
         loader.fill()
     else:
         loader.device_map = device_map
-        loader.dtype = resolve_dtype(dtype)
+        loader.dtype = checked_dtype(dtype)
         loader.keep_in_fp32 = keep_in_fp32_modules or []
         loader.offload_buffers = offload_buffers
         loader.offload_8bit = offload_8bit_bnb
         loader.place(offload_folder)
     loader.tie()
+
+
+def checked_dtype(dtype: Any) -> torch.dtype | None:
+    """Returns a dtype, which may be given by its name; raises where it is none."""
+    with contextlib.suppress(AttributeError):
+        found = resolve_dtype(dtype)
+        if found is None or isinstance(found, torch.dtype):
+            return found
+    raise ValueError(f"dtype is {dtype!r}: give a dtype of torch, or its name.")
 
 
 class _Loader:
@@ -202,16 +219,26 @@ class _Loader:
             old = self.tensor(name)
             into = None if old.is_meta else old.detach()
             reads[name] = Read(source, _CPU if old.is_meta else old.device, old.dtype, into)
-        read_all(list(reads.values()))
+        try:
+            read_all(list(reads.values()))
+        except CheckpointError as error:
+            if all(read.into is None for read in reads.values()):
+                raise
+            raise CheckpointError(
+                f"The weights of this {type(self.model).__name__} may be loaded in part, since {error}"
+            ) from error
         for name, read in reads.items():
             if read.into is None and read.result is not None:
                 self.put(name, read.result)
 
     def place(self, folder: str | os.PathLike[str] | None) -> None:
-        """Brings every weight to its device, those of the disk first: they are only written down."""
+        """Brings every weight to its device, those of the disk first: they are only written down.
+
+        The model is left as it was until everything has been read.
+        """
         self._prefer_memory()
         devices = self._devices()
-        self._leave_on_disk({name for name, device in devices.items() if device == "disk"}, folder)
+        changes = self._leave_on_disk({name for name, device in devices.items() if device == "disk"}, folder)
         # With a GPU, what stays on the CPU is brought over again and again: from memory of its own, not from a file.
         alone = all(str(device) in ("cpu", "disk") for device in self.device_map.values())
         reads = {}
@@ -219,14 +246,17 @@ class _Loader:
             device = _device_in_memory(devices[name])
             dtype = self._wanted(name)
             if is_quantized(self.tensor(name)):
-                self._quantize(name, source, device)
+                changes.append(functools.partial(self._quantize, name, source, device))
             elif alone and device.type == "cpu" and dtype == source.dtype and isinstance(source, FileRange):
-                self.put(name, source.mapped())
+                with torch.inference_mode(False):  # as all that is read
+                    changes.append(functools.partial(self.put, name, source.mapped()))
             elif device.type == "meta":
-                set_module_tensor_to_device(self.model, name, device, dtype=dtype)
+                changes.append(functools.partial(self._empty, name, dtype))
             else:
                 reads[name] = Read(source, device, dtype)
         read_all(list(reads.values()))
+        for change in changes:
+            change()
         for name, read in reads.items():
             if read.result is not None:
                 self.put(name, read.result)
@@ -245,12 +275,14 @@ class _Loader:
 
     def _devices(self) -> dict[str, Device]:
         refuse_devices(self.device_map)
-        gaps = [name for name in self.found if not is_covered(name, self.device_map)]
+        entries = {name: closest_entry(name, self.device_map) for name in self.found}
+        devices = {name: self.device_map[entry] for name, entry in entries.items() if entry is not None}
+        gaps: list[str] = [name for name in self.found if devices.get(name) is None]
         if gaps:
             raise ValueError(
                 f"The device map has no device for {', '.join(gaps)}: add them, a module that contains them, or ''."
             )
-        return {name: device_of(name, self.device_map) for name in self.found}
+        return devices
 
     def _wanted(self, name: str) -> torch.dtype:
         if self.dtype is None or not self.found[name].dtype.is_floating_point:
@@ -258,9 +290,11 @@ class _Loader:
         kept = self.dtype == torch.float16 and any(key == name or f"{key}." in name for key in self.keep_in_fp32)
         return torch.float32 if kept else self.dtype
 
-    def _leave_on_disk(self, names: set[str], folder: str | os.PathLike[str] | None) -> None:
+    def _leave_on_disk(self, names: set[str], folder: str | os.PathLike[str] | None) -> list[Callable[[], None]]:
+        """Writes down where weights lie; returns what is then to be done with the model."""
+        changes: list[Callable[[], None]] = []
         if folder is None or not names:
-            return
+            return changes
         os.makedirs(folder, exist_ok=True)
         index: dict[str, Any] = {}
         for name in sorted(names):
@@ -282,8 +316,12 @@ class _Loader:
             else:
                 for alias in self.groups.get(name, [name]):
                     offload_weight(source.mapped().to(dtype), alias, folder, index)
-            set_module_tensor_to_device(self.model, name, "meta", dtype=dtype)
+            changes.append(functools.partial(self._empty, name, dtype))
         save_offload_index(index, folder)
+        return changes
+
+    def _empty(self, name: str, dtype: torch.dtype) -> None:
+        set_module_tensor_to_device(self.model, name, "meta", dtype=dtype)
 
     def _quantize(self, name: str, source: Source, device: torch.device) -> None:
         set_module_tensor_to_device(

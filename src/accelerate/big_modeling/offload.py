@@ -11,11 +11,14 @@ import torch
 from torch import nn
 
 from accelerate.big_modeling.placeholder import OffloadedParameter
+from accelerate.big_modeling.slot import refuse_shapes
 from accelerate.big_modeling.store import OffloadedWeightsLoader, keep_on_disk
 from accelerate.big_modeling.tensors import (
+    find_tensor,
     get_non_persistent_buffers,
     has_plain_memory,
     set_module_tensor_to_device,
+    table_of,
     with_index,
 )
 from accelerate.big_modeling.ties import find_tied_parameters
@@ -122,7 +125,10 @@ def names_to_offload(model: nn.Module, offload_buffers: bool) -> list[str]:
 def refuse_missing(
     model: nn.Module, weights: Mapping[str, torch.Tensor], names: list[str], tied: list[list[str]]
 ) -> None:
-    """Raises where there is no value for a tensor that is to be offloaded; of tied ones, one name is enough."""
+    """Raises where there is no value for a tensor that is to be offloaded, or one of another shape.
+
+    Of tied ones, one name is enough.
+    """
     held = weights.state_dict if isinstance(weights, OffloadedWeightsLoader) else weights
     known = set(weights)
     if isinstance(held, dict):  # another mapping may read its values from somewhere
@@ -134,6 +140,9 @@ def refuse_missing(
             f"There is no value for {', '.join(missing)} of this {type(model).__name__}: load its weights before it is "
             "offloaded, or give a state_dict or an offload_index that has them all."
         )
+    if isinstance(held, dict):
+        places = {name: find_tensor(model, name) for name in names}
+        refuse_shapes({name: table_of(*place)[place[1]] for name, place in places.items()}, weights)
 
 
 def to_host(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -79,6 +79,7 @@ _CASTS: dict[Any, torch.dtype] = {
 _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
 _WRITING |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_MAKES_PARAMETER = nn.Parameter.__new__.__code__
 _IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
 
 
@@ -102,7 +103,7 @@ class Offloaded:
         else:
             described = name in ("__set__", "__delete__") or function in _DESCRIPTIONS
         if described:
-            if function == _SET_DATA and not args[1].is_meta:
+            if function == _SET_DATA and not _is_cast(args[0], args[1]):
                 return _replace(args[0], args[1])
             if function == _IS_META and sys._getframe(1).f_globals is nn.init.__dict__:
                 return False  # it would leave the weight as it is
@@ -110,6 +111,8 @@ class Offloaded:
                 return function(*args, **kwargs)
         if args and isinstance(args[0], Offloaded):
             if function in _SAME:
+                if sys._getframe(1).f_code is _MAKES_PARAMETER:
+                    return args[0]._alike()  # which it insists on: see `_is_param`
                 return args[0]._again(args[0].dtype)  # type: ignore[attr-defined]
             if function is torch.Tensor.view_as:  # how nn.init writes to a weight
                 return args[0]._again(args[0].dtype, args[1].shape)  # type: ignore[attr-defined]
@@ -130,6 +133,30 @@ class Offloaded:
         made = OffloadedTensor._around(meta)
         made.slot = self.slot
         return made
+
+    def _alike(self) -> Any:
+        """Another one of the same class."""
+        made = cast(Any, type(self))._around(self)
+        made.slot = self.slot
+        return made
+
+    @property
+    def _is_param(self) -> bool:
+        return bool(self.__dict__.get("_is_param", False))
+
+    @_is_param.setter
+    def _is_param(self, value: bool) -> None:
+        """`nn.Parameter` sets it on what it has made of a placeholder: a parameter to be trained, so it gets a value.
+
+        Casts of a module may put what they have made in the place of a placeholder, and that remains one.
+        """
+        self.__dict__["_is_param"] = value
+        caller = sys._getframe(1)
+        casts = getattr(caller.f_back, "f_globals", None) is nn.modules.module.__dict__
+        if caller.f_code is _MAKES_PARAMETER and not casts:
+            tensor = cast(torch.Tensor, self)
+            made = nn.Parameter(_bring(tensor).detach().clone(), requires_grad=tensor.requires_grad)
+            torch.utils.swap_tensors(tensor, made)
 
     def attributes(self) -> dict[str, Any]:
         """What somebody has noted on the parameter."""
@@ -162,8 +189,15 @@ class OffloadedParameter(Offloaded, nn.Parameter):
     """A parameter that lies elsewhere."""
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
-        """Code that makes a parameter anew in the class of the old one has a value for it: that is a plain one."""
-        return nn.Parameter(data, requires_grad)
+        """Code that makes a parameter anew in the class of the old one has a value for it: that is a plain one.
+
+        Where that value is a placeholder, a cast one, so is what is made.
+        """
+        if not isinstance(data, Offloaded):
+            return nn.Parameter(data, requires_grad)
+        made = cls._around(cast(torch.Tensor, data)).requires_grad_(requires_grad)
+        made.slot = data.slot
+        return made
 
     @classmethod
     def _around(cls, tensor: torch.Tensor) -> Any:
@@ -197,6 +231,8 @@ def _cast_to(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
         wanted = kwargs.get("dtype", args[1] if len(args) > 1 else None)
         return wanted if isinstance(wanted, torch.dtype) else None
     if function is torch.Tensor.to:
+        if "copy" in kwargs or sum(isinstance(arg, bool) for arg in args) > 1:
+            return None  # what it gives is to be written to, say
         # torch's own types say that these are never None.
         parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args[1:], **kwargs)
         device, dtype, _, memory_format = parsed
@@ -221,6 +257,8 @@ def _write(function: Callable[..., Any], written: list[Any], args: tuple[Any, ..
     if function is torch.Tensor.copy_ and len(args) > 1 and args[1] is args[0]:
         return args[0]  # it has this value
     hosts = {id(offloaded): _writable(offloaded, function.__name__) for offloaded in written}
+    for gpu in {offloaded.slot.device for offloaded in written if offloaded.slot.device.type == "cuda"}:
+        torch.cuda.synchronize(gpu)  # copies for earlier forwards may be queued there, and read what is written to
     device = next(iter(hosts.values())).device
 
     def there(value: Any) -> Any:
@@ -246,12 +284,18 @@ def _writable(offloaded: Any, how: str) -> torch.Tensor:
     return source if source.shape == offloaded.shape else source.view(offloaded.shape)
 
 
+def _is_cast(offloaded: Any, value: Any) -> bool:
+    """Whether what is assigned is the same value, perhaps in another dtype: casts of a module do that."""
+    return value.is_meta and value.shape == offloaded.shape and getattr(value, "slot", None) in (None, offloaded.slot)
+
+
 def _replace(offloaded: Any, value: torch.Tensor) -> None:
     """What `parameter.data = value` does."""
     if value.shape != offloaded.shape or value.dtype != offloaded.dtype:
         name = full_name(offloaded.slot.weights, offloaded.slot.name)
         raise RuntimeError(
             f"The data of {name}, which is offloaded, can be exchanged for some of the same shape and dtype only, "
-            f"{tuple(offloaded.shape)} and {offloaded.dtype}: put a new parameter into its module instead."
+            f"{tuple(offloaded.shape)} and {offloaded.dtype}, not {tuple(value.shape)} and {value.dtype}: take the "
+            "hooks off the model (`remove_hook_from_submodules`) before that, or put a new parameter into its module."
         )
     offloaded.copy_(value)

@@ -5,6 +5,9 @@ as it comes. For a GPU each has two page-locked buffers: while one is copied ove
 any size passes through a few hundred megabytes of the host.
 
 Between two reads a thread holds Python's lock, for which all others wait: so it does as little there as it can.
+
+All of it happens in inference mode, where tensors of every kind can be written to. New ones are made outside of it, so
+that a model is the same wherever it was loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -83,7 +86,8 @@ class Read:
             self._memory = self.into
         else:
             dtype = self.dtype if self.casts else self.source.dtype
-            self._memory = torch.empty(self.source.shape, dtype=dtype, device=self.device)
+            with torch.inference_mode(False):
+                self._memory = torch.empty(self.source.shape, dtype=dtype, device=self.device)
         if self.casts:
             self._parts = self._memory.view(-1).split(PIECE // self.source.dtype.itemsize)
         else:
@@ -101,10 +105,14 @@ class Read:
             self._in_parts()  # of a tensor without a byte
         memory, self._memory, self._parts = self._memory, None, ()
         assert memory is not None
-        if self.into is None:
-            self.result = memory.to(self.dtype)
-        elif memory is not self.into:
-            self.into.copy_(memory)
+        if self.into is not None:
+            if memory is not self.into:
+                self.into.copy_(memory)
+        elif memory.dtype == self.dtype:
+            self.result = memory
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                self.result = memory.to(self.dtype)
 
 
 class _Piece(NamedTuple):
@@ -121,18 +129,19 @@ class _Piece(NamedTuple):
 
 
 def read_all(reads: Sequence[Read]) -> None:
-    """Reads tensors, several pieces at a time. On return all of them are there."""
-    with torch.no_grad():
+    """Reads tensors, several pieces at a time. On return all are there; after an error nothing is read any more."""
+    with torch.inference_mode():
         for read in reads:
             if read.source.nbytes == 0:
                 read.end()
         reads = [read for read in reads if read.source.nbytes]
         devices = dict.fromkeys(read.device for read in reads)
         ways = [_way_to(device, [read for read in reads if read.device == device]) for device in devices]
-    failed = threading.Event()
+    begin, failed = threading.Event(), threading.Event()
 
     def work() -> None:
-        with torch.no_grad(), contextlib.closing(_Hands()) as hands:
+        begin.wait()
+        with torch.inference_mode(), contextlib.closing(_Hands()) as hands:
             try:
                 for way in ways:
                     way.work(hands, failed)
@@ -145,7 +154,14 @@ def read_all(reads: Sequence[Read]) -> None:
     if count == 0:
         return
     with ThreadPoolExecutor(count) as pool:
-        workers = [pool.submit(work) for _ in range(count)]
+        try:
+            workers = [pool.submit(work) for _ in range(count)]
+            begin.set()  # not earlier: an interrupt leaves a thread that is being started to itself
+            wait(workers)
+        except BaseException:
+            failed.set()
+            begin.set()
+            raise
     for worker in workers:
         worker.result()
     for way in ways:
@@ -164,7 +180,7 @@ class _Hands:
     def plain(self) -> torch.Tensor:
         """Returns memory that is not locked: no GPU is woken up for what stays on the CPU."""
         if self._plain is None:
-            self._plain = torch.empty(PIECE, dtype=torch.uint8)
+            self._plain = torch.empty(PIECE, dtype=torch.uint8, device="cpu")
         return self._plain
 
     def buffer(self, device: torch.device) -> _Buffer:
@@ -185,7 +201,7 @@ class _Buffer:
 
     def __init__(self, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self.bytes = torch.empty(PIECE, dtype=torch.uint8, pin_memory=pinned)
+        self.bytes = torch.empty(PIECE, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.view = self.bytes.numpy().data
         # Who waits for it sleeps: the cores are needed to read.
         self._free: Any = torch.cuda.Event(blocking=True) if pinned else None

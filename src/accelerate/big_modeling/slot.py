@@ -10,9 +10,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from accelerate.big_modeling.parameters import has_parts, of_kind
+from accelerate.big_modeling.parameters import has_parts, is_packed, of_kind
 from accelerate.big_modeling.placeholder import Offloaded, OffloadedParameter, OffloadedTensor
-from accelerate.big_modeling.store import FileRange, find_source
+from accelerate.big_modeling.store import FileRange, find_source, full_name
 
 Device = int | str | torch.device
 
@@ -46,7 +46,8 @@ class Slot:
         # By device: tensors of others that are this one. Found now, since later something else may have its address.
         self.shared = self._find_shared(tied)
         self.is_parameter = attribute in holder._parameters
-        self.table: dict[str, Any] = holder._parameters if self.is_parameter else holder._buffers
+        table: Any = holder._parameters if self.is_parameter else holder._buffers
+        self.table: dict[str, Any] | _Scripted = table if isinstance(table, dict) else _Scripted(table)
         tensor = cast(torch.Tensor, self.table[attribute])
         # The class of a tensor that is not a plain one, and its strides where it does not lie row by row.
         self.kind: type[torch.Tensor] | None = _kind_of(tensor)
@@ -75,10 +76,14 @@ class Slot:
         # `torch.utils.swap_tensors` makes another tensor of the same object.
         if tensor is self.placeholder and type(tensor) is self.stand_in:
             return True
-        return tensor is not None and tensor.is_meta
+        if tensor is None or not tensor.is_meta:
+            return False
+        if tensor.shape != self.placeholder.shape:
+            refuse_shapes({self.name: tensor}, self.weights)
+        return True
 
-    def fill(self, value: torch.Tensor) -> torch.Tensor:
-        """Put a value into the module; returns the tensor that is there now."""
+    def fill(self, value: torch.Tensor, gradients: bool = True) -> torch.Tensor:
+        """Put a value into the module; returns the tensor that is there now. gradients: whether it may require some."""
         stand_in = self.table[self.attribute]
         if stand_in is not self.placeholder and isinstance(stand_in, Offloaded):
             self.placeholder = stand_in  # a cast of the model may have put another one there
@@ -88,7 +93,7 @@ class Slot:
             if self.strides is not None and value.stride() != self.strides:
                 value = value.new_empty_strided(value.shape, self.strides).copy_(value.detach())
             if self.is_parameter and self.kind is None:
-                value = nn.Parameter(value, requires_grad=stand_in.requires_grad)
+                value = nn.Parameter(value, requires_grad=gradients and stand_in.requires_grad)
         if self.is_parameter and (len(stand_in.__dict__) > 1 or self.kind is not None):
             # In a module that was unpickled a plain parameter stands in.
             attributes = stand_in.attributes() if isinstance(stand_in, Offloaded) else dict(stand_in.__dict__)
@@ -98,7 +103,7 @@ class Slot:
                 known = type(value) is not torch.Tensor or has_parts(self.kind) or issubclass(self.kind, nn.Parameter)
                 if not known:
                     value = value.as_subclass(self.kind)  # files know no classes
-                value = of_kind(self.kind, value, stand_in.requires_grad, attributes)
+                value = of_kind(self.kind, value, gradients and stand_in.requires_grad, attributes)
         self.table[self.attribute] = value
         return value
 
@@ -109,7 +114,8 @@ class Slot:
 
     def put_back(self, device: torch.device) -> None:
         """Give the module its value for good, on a device; where names share a placeholder, they share the value."""
-        if not self.is_empty():
+        tensor = self.table.get(self.attribute)
+        if tensor is None or tensor.shape != self.placeholder.shape or not self.is_empty():
             return
         known = self.placeholder.__dict__.get("put_back")  # a weak one, by another name of it
         shared = None if known is None else known()
@@ -155,6 +161,37 @@ class Slot:
         source = self.source()
         value = source.mapped() if isinstance(source, FileRange) else source.detach()
         return value if value.device == self.device else value.to(self.device)
+
+
+class _Scripted:
+    """The parameters or buffers of a module of TorchScript, with what else a dict has of use here."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __getitem__(self, name: str) -> Any:
+        return self._table[name]
+
+    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        self._table[name] = tensor
+
+    def get(self, name: str) -> Any:
+        return self._table[name]
+
+
+def refuse_shapes(tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> None:
+    """Raises where the value that is there for a tensor has another shape. A name without a value is left alone."""
+    wrong = []
+    for name, tensor in tensors.items():
+        try:
+            source = find_source(weights, name)
+        except KeyError:
+            continue
+        if source.shape != tensor.shape and not is_packed(tensor):
+            shapes = f"has shape {tuple(tensor.shape)} and its value {tuple(source.shape)}"
+            wrong.append(f"{full_name(weights, name)} {shapes}")
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)}: offload a model with weights of its own shapes.")
 
 
 def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor] | None:

@@ -95,9 +95,9 @@ def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
 def _indexed(index: Path) -> list[Path]:
     try:
         names = json.loads(index.read_bytes())["weight_map"].values()
-    except (ValueError, KeyError, AttributeError) as error:
+        return [index.parent / name for name in sorted(set(names))]
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is damaged ({error}): save the model again.") from error
-    return [index.parent / name for name in sorted(set(names))]
 
 
 class Contents(NamedTuple):
@@ -131,12 +131,6 @@ def _open_safetensors(path: Path) -> dict[str, FileRange]:
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: {error}): load another checkpoint."
         ) from error
-    end = max((place.offset + place.nbytes for place in ranges.values()), default=0)
-    if end > path.stat().st_size:
-        raise CheckpointError(
-            f"{path} has {path.stat().st_size} bytes and should have {end}: it was not written to its end, so load "
-            "another checkpoint."
-        )
     _check_format(path, file.metadata)
     return ranges
 
@@ -160,7 +154,9 @@ def _open_torch(path: Path) -> Contents:
     if not isinstance(weights, dict):
         raise CheckpointError(f"{path} holds a {type(weights).__name__} and no state dict: give a file of weights.")
     tensors: dict[str, Source] = {
-        name: Held(value.detach().contiguous()) for name, value in weights.items() if isinstance(value, torch.Tensor)
+        name: Held(value.detach().contiguous().resolve_conj().resolve_neg())
+        for name, value in weights.items()
+        if isinstance(value, torch.Tensor)
     }
     others = {name: value for name, value in weights.items() if name not in tensors}
     return Contents(tensors, others, dict(getattr(weights, "_metadata", None) or {}))

@@ -8,10 +8,13 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from accelerate.errors import CheckpointError
 
 INDEX = "index.json"
 _WRITERS = 8
@@ -58,7 +61,7 @@ class KeptFile:
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{path} with offloaded weights is not there: offload the model again.") from error
         self._identity = info.st_dev, info.st_ino  # not given to another file while this one is mapped
-        mapped = torch.empty(0, dtype=torch.uint8)
+        mapped = torch.empty(0, dtype=torch.uint8, device="cpu")
         if info.st_size:
             storage: Any = torch.UntypedStorage.from_file(path, False, info.st_size)
             mapped.set_(storage)
@@ -114,7 +117,7 @@ class FileRange(NamedTuple):
         """The tensor as a view of the file: read from disk as it is touched, never written back."""
         count = math.prod(self.shape)
         if count == 0:
-            return torch.empty(self.shape, dtype=self.dtype)
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         raw, offset = (self.file or KeptFile(self.path)).bytes, self.offset
         if offset + self.nbytes > len(raw):
             raise OSError(f"{self.path} ends before all of an offloaded weight: offload it again.")
@@ -128,11 +131,15 @@ class FileRange(NamedTuple):
 
     def read_into(self, address: memoryview, start: int, reader: Reader) -> None:
         """Fill `address` with the bytes from `start` on."""
-        handle = reader.open(self)
-        if handle is None:
-            address[:] = self.mapped().reshape(-1).view(torch.uint8)[start : start + len(address)].numpy().data
-        else:
-            read_fully(handle, address, self.offset + start, self.path)
+        try:
+            handle = reader.open(self)
+            if handle is None:
+                address[:] = self.mapped().reshape(-1).view(torch.uint8)[start : start + len(address)].numpy().data
+            else:
+                read_fully(handle, address, self.offset + start, self.path)
+        except OSError as error:
+            reason = error.strerror or "it has become shorter"
+            raise CheckpointError(f"{self.path} cannot be read ({reason}): load another checkpoint.") from error
 
 
 class Reader:
@@ -178,6 +185,24 @@ class SafetensorsFile:
         self._start = 8 + length
         self._file = KeptFile(self.path)
         self.metadata: dict[str, str] | None = self._entries.pop("__metadata__", None)
+        self._check_places()
+
+    def _check_places(self) -> None:
+        """In a file that is whole, tensors lie one behind the other, from the header to the end."""
+        last = 0
+        for begin, end, name in sorted((*entry["data_offsets"], name) for name, entry in self._entries.items()):
+            if begin != last:
+                raise CheckpointError(
+                    f"{self.path} is damaged, since its header has {name} begin at byte {begin} and what is before it "
+                    f"end at {last}: load another checkpoint."
+                )
+            last = end
+        size = len(self._file.bytes)
+        if self._start + last != size:
+            raise CheckpointError(
+                f"{self.path} has {size} bytes and should have {self._start + last}: it was not written to its end, or "
+                "is damaged, so load another checkpoint."
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -195,7 +220,14 @@ class SafetensorsFile:
         shape = tuple(entry["shape"])
         if entry["dtype"] == "F4":  # torch has two of them in one
             shape = (*shape[:-1], shape[-1] // 2)
-        return FileRange(self.path, self._start + entry["data_offsets"][0], shape, dtype, self._file)
+        begin, end = entry["data_offsets"]
+        place = FileRange(self.path, self._start + begin, shape, dtype, self._file)
+        if place.nbytes != end - begin or min(shape, default=0) < 0:
+            raise CheckpointError(
+                f"{self.path} is damaged, since its header gives {end - begin} bytes to {name}, which has shape "
+                f"{list(shape)} and dtype {dtype}: load another checkpoint."
+            )
+        return place
 
 
 def offload_weight(
@@ -209,16 +241,34 @@ def offload_weight(
             f"{offload_folder}: keep it in memory."
         )
     raw = weight.detach().to("cpu").contiguous().resolve_conj().resolve_neg()
-    path = os.path.join(offload_folder, f"{weight_name}.dat")
-    # Under another name first, of its own: a file that is mapped by another model must not change under it, and other
-    # processes may write the same weight.
-    draft = f"{path}.{secrets.token_hex(4)}.draft"
-    with open(draft, "wb") as file:
+    with _draft_of(os.path.join(offload_folder, f"{weight_name}.dat")) as draft, open(draft, "wb") as file:
         if raw.numel():
             file.write(raw.view(-1).view(torch.uint8).numpy().data)
-    os.replace(draft, path)
     index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
     return index
+
+
+@contextmanager
+def _draft_of(path: str) -> Iterator[str]:
+    """A name to write a file under, which gets its own when it is whole; where that fails, nothing is left.
+
+    A file that is mapped by another model must not change under it, and other processes may write the same.
+    """
+    draft = f"{path}.{secrets.token_hex(4)}.draft"
+    try:
+        yield draft
+        os.replace(draft, path)
+    except BaseException as error:
+        with suppress(OSError):
+            os.unlink(draft)
+        if not isinstance(error, OSError):
+            raise
+        reason = error.strerror or error
+        told = type(error)(
+            f"{path} cannot be written ({reason}): free some space there, or give another folder to offload to."
+        )
+        told.errno = error.errno
+        raise told from error
 
 
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> torch.Tensor:
@@ -234,17 +284,25 @@ def save_offload_index(index: Mapping[str, Any], offload_folder: str | os.PathLi
     """Add the entries of an index to that of a folder, and write it down. Nothing is done for an empty one."""
     if not index:
         return
-    path = Path(offload_folder) / INDEX
-    content = {**load_offload_index(offload_folder), **index}
-    draft = path.with_name(f".{INDEX}.{secrets.token_hex(4)}.draft")
-    draft.write_text(json.dumps(content, indent=2))
-    draft.replace(path)
+    _write_index({**load_offload_index(offload_folder), **index}, offload_folder)
+
+
+def _write_index(index: Mapping[str, Any], folder: str | os.PathLike[str]) -> None:
+    with _draft_of(os.path.join(folder, INDEX)) as draft:
+        Path(draft).write_text(json.dumps(index, indent=2))
 
 
 def load_offload_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The index of a folder; an empty one where there is none."""
     path = Path(folder) / INDEX
-    content: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        content: dict[str, Any] = json.loads(path.read_bytes())
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds a {type(content).__name__}")
+    except ValueError as error:
+        raise CheckpointError(f"{path} is damaged ({error}): remove it, and offload the model again.") from error
     return content
 
 
@@ -260,7 +318,7 @@ def keep_on_disk(folder: str | os.PathLike[str], state_dict: Mapping[str, torch.
     Weights on the meta device must be there: they have no value to be written.
     """
     os.makedirs(folder, exist_ok=True)
-    there = OffloadedWeightsLoader(save_folder=folder)
+    there = OffloadedWeightsLoader(save_folder=folder, index=load_offload_index(folder))
     lost = [name for name, weight in state_dict.items() if weight.is_meta and name not in there]
     if lost:
         raise ValueError(
@@ -268,6 +326,8 @@ def keep_on_disk(folder: str | os.PathLike[str], state_dict: Mapping[str, torch.
             f"device) and {folder} has none either: load the weights first, or give the folder that has them."
         )
     _write_all(folder, {name: weight for name, weight in state_dict.items() if not _lies_there(there, name, weight)})
+    if not os.path.exists(os.path.join(folder, INDEX)):
+        _write_index({}, folder)  # a model without weights
 
 
 def _lies_there(there: OffloadedWeightsLoader, name: str, weight: torch.Tensor) -> bool:
@@ -280,7 +340,7 @@ def _lies_there(there: OffloadedWeightsLoader, name: str, weight: torch.Tensor) 
         if kept.shape != tuple(weight.shape) or kept.dtype != weight.dtype:
             return False
         return torch.equal(kept.mapped(), weight.detach().to("cpu"))
-    except OSError:  # its file is gone, or was cut short
+    except (OSError, CheckpointError):  # its file is gone, or damaged
         return False
 
 
@@ -290,8 +350,12 @@ def _write_all(folder: str | os.PathLike[str], state_dict: Mapping[str, torch.Te
 
     index: dict[str, Any] = {}
     with ThreadPoolExecutor(min(_WRITERS, os.cpu_count() or 1)) as writers:
-        for entry in writers.map(write, state_dict.items()):
-            index.update(entry)
+        try:
+            for entry in writers.map(write, state_dict.items()):
+                index.update(entry)
+        except BaseException:
+            writers.shutdown(wait=False, cancel_futures=True)  # what is being written is waited for
+            raise
     # Last, so that a folder with an index is complete.
     save_offload_index(index, folder)
 
@@ -332,6 +396,10 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             raise ValueError("There is nothing to load weights from: give a state_dict, a save_folder or an index.")
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
+        if index is None and save_folder is not None and not os.path.isfile(os.path.join(save_folder, INDEX)):
+            raise FileNotFoundError(
+                f"{save_folder} holds no offloaded weights ({INDEX}): give the folder that has them."
+            )
         if index is None:
             index = {} if save_folder is None else load_offload_index(save_folder)
         self.index = index

@@ -21,7 +21,7 @@ class Copy(Protocol):
     """Tensors on their way to the device."""
 
     def wait(self) -> list[torch.Tensor]:
-        """The tensors, to be used by what is launched from now on."""
+        """The tensors, to be used by what is launched from now on; they may be asked for again."""
 
     def cancel(self) -> None:
         """They will not be used."""
@@ -56,7 +56,9 @@ class Block:
         return [slot for slot in self.slots if slot.is_empty()]
 
     def install(self, slots: list[Slot], tensors: list[torch.Tensor]) -> None:
-        self._installed = [(slot, slot.fill(tensor)) for slot, tensor in zip(slots, tensors, strict=True)]
+        # Autocast keeps casts of what requires gradients until it ends: of all blocks, in the end.
+        gradients = torch.is_grad_enabled()
+        self._installed = [(slot, slot.fill(tensor, gradients)) for slot, tensor in zip(slots, tensors, strict=True)]
 
     def remove(self) -> None:
         for slot, tensor in self._installed:
@@ -154,11 +156,15 @@ class Streamer:
                 self._order.use(END)
             self._next = {}
             self._drop_all()
+            if torch.is_grad_enabled() and torch._C._is_any_autocast_enabled():
+                torch.clear_autocast_cache()  # it keeps casts of weights that have left: see `Block.install`
 
     def enter(self, block: Block) -> None:
         """Put the tensors of a block into their modules."""
         with self._guard:
             if block.users:
+                if self.copier.lookahead:
+                    self._in_use[block].copy.wait()  # this caller may compute on another stream
                 block.users += 1
                 return
             coming = self._coming.pop(block, None)

@@ -45,7 +45,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
         return set(module._non_persistent_buffers_set)
     return {
         f"{prefix}.{name}" if fqns and prefix else name
-        for prefix, part in module.named_modules()
+        for prefix, part in module.named_modules(remove_duplicate=False)
         for name in part._non_persistent_buffers_set
     }
 
@@ -113,7 +113,7 @@ def names_of_shared(places: Mapping[str, tuple[nn.Module, str]]) -> list[list[st
 def find_tensor(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Returns the module that holds a tensor, and the tensor's name there."""
     path, _, attribute = name.rpartition(".")
-    holder = module.get_submodule(path)
+    holder = nn.Module.get_submodule(module, path)  # which modules of TorchScript refuse to do
     if attribute not in holder._parameters and attribute not in holder._buffers:
         raise ValueError(
             f"{type(module).__name__} has no parameter or buffer called {name}: its module there, a "
@@ -177,7 +177,7 @@ def set_module_tensor_to_device(
 
     if clear_cache and target.type not in ("cpu", "meta"):
         clear_device_cache()
-    placed = holder._parameters.get(name)
+    placed = None if name in holder._buffers else holder._parameters[name]
     for known in (old, value):
         if placed is not None and known is not None and tied_params_map and known.data_ptr() in tied_params_map:
             tied_params_map[known.data_ptr()].setdefault(device, placed)

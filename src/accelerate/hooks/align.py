@@ -15,7 +15,7 @@ from accelerate.big_modeling.copier import copier_for
 from accelerate.big_modeling.graphs import outside_graphs
 from accelerate.big_modeling.parameters import is_quantized
 from accelerate.big_modeling.placeholder import OffloadedTensor
-from accelerate.big_modeling.slot import Slot
+from accelerate.big_modeling.slot import Slot, refuse_shapes
 from accelerate.big_modeling.store import full_name, root_of
 from accelerate.big_modeling.streaming import Block, Streamer
 from accelerate.big_modeling.tensors import (
@@ -25,8 +25,8 @@ from accelerate.big_modeling.tensors import (
     set_module_tensor_to_device,
     table_of,
 )
-from accelerate.comm.tree import find_device, send_to_device
-from accelerate.hooks.base import ModelHook, add_hook_to_module
+from accelerate.comm.tree import find_device, send_arguments_to_device, send_to_device
+from accelerate.hooks.base import ModelHook, SequentialHook, add_hook_to_module
 
 Device = int | str | torch.device
 
@@ -108,11 +108,14 @@ class AlignDevicesHook(ModelHook):
         self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
         left_alone = get_non_persistent_buffers(module, recurse=self.place_submodules, fqns=True)
         if not self.offload_buffers:
-            left_alone |= {name for name, _ in module.named_buffers(recurse=self.place_submodules)}
+            buffers = module.named_buffers(recurse=self.place_submodules, remove_duplicate=False)
+            left_alone |= {name for name, _ in buffers}
         left_alone |= self.resident
         offloaded = [name for name in tensors if name not in left_alone]
         if self.weights_map is None:
             self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
+        else:
+            refuse_shapes({name: tensors[name] for name in offloaded}, self.weights_map)
         if self.execution_device is not None:
             for name in tensors:
                 if name in left_alone:
@@ -135,9 +138,10 @@ class AlignDevicesHook(ModelHook):
         self._streamer = streamer_for(self.weights_map, device)
         self._streamer.add(self._block)
         holders = dict.fromkeys(slot.holder for slot in slots)
-        self._handles = [holder.register_state_dict_post_hook(_fill_in) for holder in holders]
-        self._handles += [holder.register_load_state_dict_pre_hook(take_over) for holder in holders]
         for holder in holders:
+            # By the methods of the base class: modules of TorchScript refuse, and could do it.
+            self._handles.append(nn.Module.register_state_dict_post_hook(holder, _fill_in))
+            self._handles.append(nn.Module._register_load_state_dict_pre_hook(holder, take_over, with_module=True))
             # What `to`, `cuda` and their likes call, on this module and on those around it.
             holder._apply = functools.partial(_apply, holder)  # type: ignore[method-assign]
         self._lists = [holder for holder in holders if isinstance(holder, nn.RNNBase)]
@@ -160,9 +164,9 @@ class AlignDevicesHook(ModelHook):
             for name in self._quantized:
                 self._bring_quantized(module, name)
             if self.execution_device is not None:
-                args = send_to_device(args, self.execution_device)
+                args = send_arguments_to_device(args, self.execution_device)
                 if kwargs:
-                    kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+                    kwargs = send_arguments_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
         except BaseException:
             self.after_error(module)
             raise
@@ -289,8 +293,9 @@ def _streamers(model: nn.Module) -> list[Streamer]:
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
     """The hooks of this kind that a module has, in the order in which they run."""
-    hook: Any = getattr(module, "_hf_hook", None)
-    hooks = getattr(hook, "hooks", (hook,))
+    hooks: list[Any] = [getattr(module, "_hf_hook", None)]
+    while any(isinstance(hook, SequentialHook) for hook in hooks):
+        hooks = [part for hook in hooks for part in getattr(hook, "hooks", (hook,))]
     return [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
 
 
@@ -312,10 +317,10 @@ def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 def _fill_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """The entries of a state dict that lie elsewhere, as they lie there: in memory, or mapped from their file."""
-    for attribute in (*module._parameters, *module._buffers):
+    for attribute in (*module._parameters.keys(), *module._buffers.keys()):
         entry = state_dict.get(f"{prefix}{attribute}")
         # With keep_vars the entry is the parameter itself.
-        if type(entry) is OffloadedTensor and entry is not module._buffers.get(attribute):
+        if type(entry) is OffloadedTensor and entry is not table_of(module, attribute)[attribute]:
             state_dict[f"{prefix}{attribute}"] = entry.slot.host().detach().to(entry.dtype)
 
 

@@ -42,7 +42,10 @@ def attach_execution_device_hook(
 
 
 def _has_state(module: nn.Module) -> bool:
-    return any(part._parameters or part._buffers.keys() - part._non_persistent_buffers_set for part in module.modules())
+    return any(
+        len(part._parameters) > 0 or not part._non_persistent_buffers_set.issuperset(part._buffers.keys())
+        for part in module.modules()
+    )
 
 
 def attach_align_device_hook(
@@ -61,7 +64,9 @@ def attach_align_device_hook(
     module_name: what the keys of `weights_map` begin with. preload_module_classes: classes whose weights come in all
     at once, because their forward uses those of the modules inside.
     """
-    at_once = offload and type(module).__name__ in (preload_module_classes or ())
+    named = type(module).__name__ in (preload_module_classes or ())
+    # The hooks inside of a module of TorchScript would never run.
+    at_once = offload and (named or isinstance(module, torch.jit.ScriptModule))
     if at_once or any(True for _ in named_module_tensors(module)):
         prefix = f"{module_name}." if module_name else ""
         hook = AlignDevicesHook(

@@ -88,11 +88,10 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     A hook that is there already is replaced, or with `append=True` kept and run before the new one.
     """
     old_hook = getattr(module, "_hf_hook", None)
-    if append and old_hook is not None:
-        remove_hook_from_module(module)
-        hook = SequentialHook(old_hook, hook)
     old_forward: Any = module.forward
     hooked = hook.init_hook(module)
+    if append and old_hook is not None:
+        hook = SequentialHook(old_hook, hook)
     if getattr(hooked.forward, "__func__", None) is nn.Module.forward:  # a list of parameters, say, which never runs
         hooked._hf_hook = hook  # type: ignore[assignment]
         return hooked

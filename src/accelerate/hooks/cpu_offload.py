@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerate.big_modeling.graphs import outside_graphs
 from accelerate.big_modeling.tensors import with_index
-from accelerate.comm.tree import send_to_device
+from accelerate.comm.tree import send_arguments_to_device
 from accelerate.hooks.base import ModelHook, remove_hook_from_module
 from accelerate.memory import clear_device_cache
 from accelerate.state import PartialState
@@ -40,7 +40,8 @@ class CpuOffload(ModelHook):
             clear_device_cache()
         if not _is_on(module, with_index(self.execution_device)):
             module.to(self.execution_device)
-        return send_to_device(args, self.execution_device), send_to_device(kwargs, self.execution_device)
+        device = self.execution_device
+        return send_arguments_to_device(args, device), send_arguments_to_device(kwargs, device)
 
 
 def _is_on(module: nn.Module, device: torch.device) -> bool:

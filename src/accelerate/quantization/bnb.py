@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 import os
@@ -42,17 +43,14 @@ def load_and_quantize_model(
     model: best built under `init_empty_weights`, so that the full weights are never in memory at once.
     weights_location: its checkpoint, as in `load_checkpoint_in_model`. The others: as in
     `load_checkpoint_and_dispatch`; without a device map the model goes on one device. Modules that a map of your own
-    puts on "cpu" or "disk" beside a GPU are not quantized to 4 bits.
+    puts on "cpu" or "disk" beside a GPU, or on "disk" beside the CPU, are not quantized to 4 bits.
     """
-    config = bnb_quantization_config
+    config = copy.copy(bnb_quantization_config)  # it may be used for other models
     _require_bnb(config)
-    offloaded: list[str] = []
-    if isinstance(device_map, Mapping) and len(set(device_map.values())) > 1:
-        offloaded = [name for name, device in device_map.items() if device in _OFFLOADED]
     if config.skip_modules is None:
         config.skip_modules = get_keys_to_not_convert(model)
     if config.load_in_4bit:
-        config.skip_modules = [*config.skip_modules, *offloaded]
+        config.skip_modules = [*config.skip_modules, *_brought_in(device_map)]
     config.keep_in_fp32_modules = config.keep_in_fp32_modules or []
     left_alone = [*config.skip_modules, *config.keep_in_fp32_modules]
     device = get_parameter_device(model)
@@ -80,6 +78,14 @@ def load_and_quantize_model(
         offload_8bit_bnb=config.load_in_8bit and any(device in _OFFLOADED for device in found.values()),
     )
     return dispatch_model(_marked(model, config), device_map=found, offload_dir=offload_folder)
+
+
+def _brought_in(device_map: Mapping[str, Device] | str | None) -> list[str]:
+    """The modules that a map has run on another device than it keeps them on; without a GPU the CPU runs all."""
+    if not isinstance(device_map, Mapping) or len(set(device_map.values())) == 1:
+        return []
+    has_gpu = any(str(device) not in _OFFLOADED for device in device_map.values())
+    return [name for name, device in device_map.items() if str(device) in (_OFFLOADED if has_gpu else ("disk",))]
 
 
 def _require_bnb(config: BnbQuantizationConfig) -> None:

@@ -222,3 +222,36 @@ def test_clean_device_map() -> None:
     }
     assert modeling.clean_device_map({"a.b": 1}) == {"a.b": 1}
     assert modeling.clean_device_map({"a": 0, "a.b": 1, "a.c": 1}) == {"a": 0, "a.b": 1, "a.c": 1}
+
+
+def test_modules_and_tensors_with_two_names_in_one_parent() -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(4, 4, bias=False)  # 64 bytes
+            self.block = Block()  # 144
+            self.same = self.one
+            self.again = self.block
+            self.register_buffer("mean", torch.zeros(2))  # 8
+            self.register_buffer("average", self.mean)
+            self.last = nn.Linear(4, 4, bias=False)
+            self.end = self.last
+
+    whole = {"one": "cpu", "same": "cpu", "block": "cpu", "again": "cpu", "last": "cpu", "end": "cpu"}
+    found = infer_auto_device_map(Twice(), {"cpu": 10_000}, clean_result=False)
+    assert found == {**whole, "mean": "cpu", "average": "cpu"}
+    # 80 are kept for the biggest layer, block.first.
+    found = infer_auto_device_map(Twice(), {"cpu": 80 + 64 + 80})
+    assert found == {
+        "one": "cpu",
+        "same": "cpu",
+        "block.first": "cpu",
+        "block.second": "disk",
+        "again.first": "cpu",
+        "again.second": "disk",
+        "last": "disk",
+        "end": "disk",
+        "mean": "disk",
+        "average": "disk",
+    }
+    modeling.check_device_map(Twice(), found)

@@ -85,6 +85,8 @@ def test_no_folder() -> None:
         ValueError, match=r"puts layers, unused on disk, and there is no folder for that: give offload_dir"
     ):
         dispatch_model(model(), {**ALL_CPU, "layers": "disk", "unused": "disk"})
+    with pytest.raises(ValueError, match="puts the whole model on disk, and there is no folder"):
+        dispatch_model(model(), {"": "disk"})
 
 
 def test_gaps_in_the_map() -> None:

@@ -4,6 +4,9 @@ import contextlib
 import json
 import logging
 import os
+import signal
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +114,48 @@ def test_without_a_map_tensors_stay_what_they_are(model: Net, tmp_path: Path) ->
     assert torch.equal(strided.weight, model.blocks[0].first.weight)
 
 
+@pytest.mark.parametrize("places", [None, {"": "cpu"}, {"": "cpu", "blocks": "disk"}], ids=str)
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@pytest.mark.parametrize("safe", [True, False])
+def test_another_default_device(model: Net, tmp_path: Path, safe: bool, dtype: Any, places: Any) -> None:
+    folder = saved(model, tmp_path / "weights", safe)
+    found = empty()
+    # Stands for a GPU: what is put there by mistake cannot be used.
+    with torch.device("meta"):
+        load_checkpoint_and_dispatch(found, folder, places, dtype=dtype, offload_folder=tmp_path / "disk")
+        state = load_state_dict(next(folder.iterdir()))
+    assert all(value.device.type == "cpu" for value in state.values())
+    torch.testing.assert_close(found.eval()(TOKENS), model.eval()(TOKENS), check_dtype=False)
+
+
+@pytest.mark.parametrize("places", [None, {"": "cpu"}, {"": "cpu", "blocks": "disk"}], ids=str)
+@pytest.mark.parametrize("start", [Net, empty, lambda: Net().double(), lambda: empty().double()])
+@pytest.mark.parametrize("safe", [True, False])
+def test_inference_mode(model: Net, tmp_path: Path, safe: bool, start: Any, places: Any) -> None:
+    """What is made there is as usual, and a model that was built there can be loaded into."""
+    folder = saved(model, tmp_path / "weights", safe)
+    outside = start()
+    with torch.inference_mode():
+        inside = start()
+        for found in (outside, inside):
+            load_checkpoint_and_dispatch(found, folder, places, offload_folder=tmp_path / "disk")
+            torch.testing.assert_close(found.eval()(TOKENS), model.eval()(TOKENS), check_dtype=False)
+    assert not any(value.is_inference() for value in outside.parameters() if not value.is_meta)
+    load_checkpoint_in_model(start() if places else inside, folder)
+    torch.testing.assert_close(outside(TOKENS), model(TOKENS), check_dtype=False)
+
+
+def test_conjugated_tensors(tmp_path: Path) -> None:
+    """A file of torch keeps that a tensor is to be conjugated, or negated, when it is read."""
+    value = torch.randn(3, dtype=torch.complex64)
+    torch.save({"a": value.conj(), "b": value.clone().conj().imag}, tmp_path / "weights.bin")
+    for device_map in (None, {"": "cpu"}):
+        for device in ("cpu", "meta"):
+            found = nn.ParameterDict({"a": torch.zeros(3, dtype=torch.complex64), "b": torch.zeros(3)}).to(device)
+            load_checkpoint_in_model(found, tmp_path / "weights.bin", device_map)
+            assert torch.equal(found["a"].detach(), value.conj()) and torch.equal(found["b"].detach(), -value.imag)
+
+
 def test_dtypes(model: Net, tmp_path: Path) -> None:
     folder = saved(model, tmp_path)
     found = empty()
@@ -176,6 +221,15 @@ def test_maps_that_do_not_fit(model: Net, tmp_path: Path) -> None:
         load_checkpoint_in_model(found, folder, {"embed": "cpu", "head": "cpu", "blocks": "cpu"})
     with pytest.raises(ValueError, match="names the device 'gpu', which cannot be used here"):
         load_checkpoint_in_model(found, folder, {"": "gpu"})
+    with pytest.raises(ValueError, match=r"has no device for .*embed\.weight.*: add them"):
+        load_checkpoint_in_model(found, folder, {"": None})  # type: ignore[dict-item]
+    with pytest.raises(ValueError, match="device_map is 'auto': give a map, or use `load_checkpoint_and_dispatch`"):
+        load_checkpoint_in_model(found, folder, "auto")  # type: ignore[arg-type]
+    for dtype in ("floaty", "zeros", 3):
+        with pytest.raises(ValueError, match=f"dtype is {dtype!r}: give a dtype of torch, or its name"):
+            load_checkpoint_in_model(found, folder, {"": "cpu"}, dtype=dtype)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=f"dtype is {dtype!r}: give a dtype of torch, or its name"):
+            load_checkpoint_and_dispatch(found, folder, "auto", dtype=dtype)  # type: ignore[arg-type]
     assert all(parameter.is_meta for parameter in found.parameters())
 
 
@@ -297,23 +351,106 @@ def test_files_that_cannot_be_read(model: Net, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"gone\.safetensors is missing"):
         load_checkpoint_in_model(Net(), tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="is damaged"):
-        load_checkpoint_in_model(Net(), tmp_path)
+    for damaged_index in ("{}", "[1]", '{"weight_map": {"a": 1}}', '{"weight_map": {"a": ["b"]}}'):
+        (tmp_path / "model.safetensors.index.json").write_text(damaged_index)
+        with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+            load_checkpoint_in_model(Net(), tmp_path)
     torch.save([1, 2], tmp_path / "list.bin")
     with pytest.raises(CheckpointError, match="holds a list"):
         load_checkpoint_in_model(Net(), tmp_path / "list.bin")
 
 
-def test_an_error_while_reading_is_told(model: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved(model, tmp_path)
+def moved(entry: dict[str, Any], by: int, end: int = 0) -> None:
+    entry["data_offsets"] = [entry["data_offsets"][0] + by, entry["data_offsets"][1] + by + end]
 
-    def fail(*_: Any) -> int:
-        raise OSError("the disk is gone")
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda header: moved(header["norm.bias"], 8),
+        lambda header: moved(header["norm.bias"], 0, end=-8),
+        lambda header: moved(header["norm.bias"], -header["norm.bias"]["data_offsets"][1]),
+        lambda header: header["norm.bias"].update(data_offsets=header["norm.weight"]["data_offsets"]),
+        lambda header: header["norm.bias"].update(shape=[3]),
+        lambda header: header["norm.bias"].update(shape=[-2, -2]),
+        lambda header: header["norm.bias"].update(data_offsets=[0]),
+        lambda header: header.pop("embed.weight"),
+    ],
+    ids=["shifted", "too short", "negative", "twice", "shape", "negative shape", "no end", "a gap"],
+)
+def test_headers_that_are_damaged(model: Net, tmp_path: Path, damage: Any) -> None:
+    file = saved(model, tmp_path) / "model.safetensors"
+    raw = file.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    damage(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
+    for device_map in (None, {"": "cpu"}):
+        with pytest.raises(CheckpointError, match=r"model\.safetensors .*: .*load another checkpoint\."):
+            load_checkpoint_in_model(empty(), tmp_path, device_map)
+
+
+def test_more_than_there_should_be(model: Net, tmp_path: Path) -> None:
+    file = saved(model, tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes() + b"junk")
+    with pytest.raises(CheckpointError, match=r"has \d+ bytes and should have \d+"):
+        load_checkpoint_in_model(Net(), tmp_path)
+
+
+def without_buffers() -> Net:
+    with init_empty_weights(include_buffers=True):
+        return Net()
+
+
+@pytest.mark.parametrize("start", [Net, without_buffers])
+@pytest.mark.parametrize("places", [None, {"": "cpu"}, {"": "cpu", "blocks": "disk"}], ids=str)
+def test_an_error_while_reading_is_told(
+    model: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, start: Any, places: Any
+) -> None:
+    folder = saved(model, tmp_path / "weights")
+    read, calls = os.preadv, iter(range(1000))
+
+    def fail(*args: Any) -> int:
+        if next(calls) == 3:
+            raise OSError(5, "Input/output error")
+        return read(*args)
+
+    found = start()
+    before = {name: value.clone() for name, value in found.state_dict().items()}
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(OSError, match="the disk is gone"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read .*Input/output error") as told:
+        load_checkpoint_in_model(found, folder, places, tmp_path / "disk", dtype=torch.float16)
+    in_place = start is Net and places is None
+    assert str(told.value).startswith("The weights of this Net may be loaded in part") is in_place
+    after = found.state_dict()
+    kept = all(
+        value.is_meta == after[name].is_meta and value.dtype == after[name].dtype for name, value in before.items()
+    )
+    assert kept and (
+        in_place or all(value.is_meta or torch.equal(value, after[name]) for name, value in before.items())
+    )
+
+
+def test_an_interrupt_while_reading(model: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever presses Ctrl-C does not have a model written to behind their back, nor wait for all of it."""
+    folder = saved(model, tmp_path)
+    monkeypatch.setattr(reading, "PIECE", 4)
+    read, calls = os.preadv, []
+    before = set(threading.enumerate())
+
+    def interrupt(*args: Any) -> int:
+        calls.append(args)
+        if len(calls) == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        if len(calls) >= 20:
+            time.sleep(0.2)
+        return read(*args)
+
+    monkeypatch.setattr(os, "preadv", interrupt)
+    with pytest.raises(KeyboardInterrupt):
         load_checkpoint_in_model(Net(), folder)
+    assert set(threading.enumerate()) == before and len(calls) < 60
 
 
 def load_from_first(folder: str) -> tuple[bool, bool]:

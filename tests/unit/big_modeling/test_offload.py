@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import prune
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model, init_empty_weights
-from accelerate.hooks import AlignDevicesHook, remove_hook_from_submodules
+from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.utils import align_module_device, has_offloaded_params, offload_state_dict
-from tests.unit.big_modeling.toys import TOKENS, Model, model
+from tests.unit.big_modeling.toys import TOKENS, Layer, Model, model
 
 Way = Callable[[Model, Path], nn.Module]
 MIXED = {"scale": "cpu", "embed": "cpu", "head": "cpu", "unused": "disk"}
@@ -265,6 +268,9 @@ def test_aligned_modules(tmp_path: Path) -> None:
     with align_module_device(linear):
         assert linear.weight.device.type == "cpu" and type(linear.weight) is nn.Parameter
     assert linear.weight.is_meta
+    for _ in range(2):
+        add_hook_to_module(linear, ModelHook(), append=True)
+    assert has_offloaded_params(linear)
     plain = nn.Linear(2, 2)
     with align_module_device(plain, torch.device("cpu")):
         assert plain.weight.device.type == "cpu"
@@ -298,3 +304,112 @@ def test_a_state_dict_is_not_loaded_into_files(tmp_path: Path) -> None:
     made = disk_offload(model(), tmp_path, "cpu")
     with pytest.raises(RuntimeError, match="lies in a file and cannot be changed"):
         made.load_state_dict(model().state_dict())
+
+
+def test_weights_of_another_shape(tmp_path: Path) -> None:
+    """They are refused before anything is changed."""
+    wrong = nn.Sequential(nn.Linear(4, 3))
+    disk_offload(wrong, tmp_path / "folder", "cpu")
+    save_file({name: value.clone() for name, value in wrong.state_dict().items()}, tmp_path / "f.safetensors")
+    file = {"safetensors_file": str(tmp_path / "f.safetensors")}
+
+    def made() -> nn.Module:
+        with init_empty_weights():
+            return nn.Sequential(nn.Linear(4, 6))
+
+    def hooked(module: nn.Module) -> nn.Module:
+        hook = AlignDevicesHook("cpu", offload=True, weights_map=wrong.state_dict(), place_submodules=True)
+        return add_hook_to_module(module, hook)
+
+    ways: list[Callable[[nn.Module], nn.Module]] = [
+        lambda module: cpu_offload(module, "cpu", state_dict=wrong.state_dict()),
+        lambda module: disk_offload(module, tmp_path / "folder", "cpu"),
+        lambda module: dispatch_model(module, {"": "disk"}, offload_dir=tmp_path / "folder"),
+        lambda module: dispatch_model(module, {"": "disk"}, offload_index={"0.weight": file, "0.bias": file}),
+        hooked,
+    ]
+    for way in ways:
+        module = made()
+        with pytest.raises(
+            ValueError, match=r"0\.weight has shape \(6, 4\) and its value \(3, 4\), 0\.bias .*\(6,\).*\(3,\)"
+        ):
+            way(module)
+        assert not any(hasattr(part, "_hf_hook") for part in module.modules())
+        assert type(module[0].weight) is nn.Parameter  # type: ignore[index]
+
+
+def test_an_empty_weight_of_another_shape_in_the_place_of_an_offloaded_one() -> None:
+    made = cpu_offload(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "cpu")
+    made[1].weight = nn.Parameter(torch.empty(3, 2, device="meta"))  # type: ignore[index]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"1\.weight has shape \(3, 2\) and its value \(2, 2\)"):
+            made(torch.ones(1, 2))
+    assert all(parameter.is_meta for parameter in made.parameters())
+
+
+def test_scripted_modules(tmp_path: Path) -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), nn.Linear(2, 2))
+
+    x = torch.ones(1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is
+        expected = made()(x)
+        offloaded = [
+            cpu_offload(made(), "cpu"),
+            cpu_offload(made(), "cpu", preload_module_classes=["RecursiveScriptModule"]),
+            disk_offload(made(), tmp_path / "1", "cpu"),
+            dispatch_model(made(), {"": "cpu"}, force_hooks=True),
+            dispatch_model(made(), {"0": "cpu", "1": "disk"}, offload_dir=tmp_path / "2"),
+        ]
+    state = made().state_dict()
+    for subject in offloaded:
+        for _ in range(2):
+            assert torch.equal(subject(x), expected)
+            assert all(torch.equal(value, state[name]) for name, value in subject.state_dict().items())
+        remove_hook_from_submodules(subject)
+        assert torch.equal(subject(x), expected)
+
+
+def test_a_module_with_two_names_and_a_buffer_that_is_not_saved(tmp_path: Path) -> None:
+    def made() -> nn.Module:
+        layer = Layer(2)
+        return nn.Sequential(layer, nn.ReLU(), layer).eval()
+
+    x = torch.ones(1, 2)
+    for way in (
+        lambda module: cpu_offload(module, "cpu", offload_buffers=True),
+        lambda module: cpu_offload(module, "cpu", preload_module_classes=["Sequential"]),
+        lambda module: disk_offload(module, tmp_path / "1", "cpu", offload_buffers=True),
+        lambda module: dispatch_model(module, {"": "disk"}, offload_dir=tmp_path / "2", offload_buffers=True),
+    ):
+        plain = made()
+        expected = plain(x)
+        model = way(plain)
+        assert torch.equal(model(x), expected)
+        assert not model[2].shift.is_meta
+
+
+def test_casts_of_autocast_leave_with_their_weights() -> None:
+    """Autocast keeps casts of leaves that require gradients until its end: the whole model, in the end."""
+    casts = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = function(*args, **(kwargs or {}))
+            if function is torch.ops.aten._to_copy.default:
+                casts.append(StorageWeakRef(result.untyped_storage()))
+            return result
+
+    plain = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
+    made, x = cpu_offload(copy.deepcopy(plain), "cpu"), torch.ones(1, 4)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), Noting():
+        made(x)
+        assert len(casts) >= 3 and all(cast.expired() for cast in casts)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Noting():
+        assert made(x).requires_grad and all(weight.requires_grad for weight in made.parameters())
+        assert len(casts) >= 6 and all(cast.expired() for cast in casts)  # the graph is gone
+    with torch.no_grad():
+        remove_hook_from_submodules(made)
+    assert all(weight.requires_grad for weight in made.parameters())

@@ -15,7 +15,7 @@ from accelerate import cpu_offload, disk_offload
 from accelerate.big_modeling.placeholder import OffloadedParameter, OffloadedTensor
 from accelerate.big_modeling.slot import Slot
 from accelerate.big_modeling.store import OffloadedWeightsLoader, offload_state_dict
-from accelerate.big_modeling.tensors import has_plain_memory
+from accelerate.big_modeling.tensors import has_plain_memory, set_module_tensor_to_device
 from accelerate.hooks import remove_hook_from_submodules
 
 CPU = torch.device("cpu")
@@ -239,3 +239,51 @@ def test_swapped_tensors_stay() -> None:
     torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.zeros(2, 2)))  # type: ignore[arg-type]
     for _ in range(2):
         assert layer(torch.ones(1, 2)).tolist() == [[0.0, 0.0]]
+
+
+def test_copies_by_to() -> None:
+    layer, value = offloaded()
+    for made in (layer.weight.to("cpu", copy=True), layer.weight.data.to("cpu", torch.float32, False, True)):
+        assert type(made) is torch.Tensor and torch.equal(made, value) and made.data_ptr() != value.data_ptr()
+    assert torch.equal(layer.weight.to(torch.float16, copy=True), value.half())
+    assert torch.equal(layer.weight.to(dtype=torch.float32, copy=False), value)
+
+
+def test_a_new_parameter_has_a_value_of_its_own() -> None:
+    layer, value = offloaded()
+    before = value.clone()
+    for make, gradients in (
+        (lambda: nn.Parameter(layer.weight), True),
+        (lambda: nn.Parameter(layer.weight.data), True),
+        (lambda: nn.Parameter(layer.weight.detach(), requires_grad=False), False),
+        (lambda: nn.Parameter(layer.weight.double()), True),
+        (lambda: nn.Embedding.from_pretrained(layer.weight).weight, False),
+        (lambda: nn.Embedding.from_pretrained(layer.weight, freeze=False).weight, True),
+    ):
+        made: Any = make()
+        assert type(made) is nn.Parameter and made.is_leaf and made.requires_grad is gradients and not made.__dict__
+        assert torch.equal(made, value.to(made.dtype))
+        if gradients:
+            made.sum().backward()
+            torch.optim.SGD([made], lr=1.0).step()
+            assert torch.equal(made, value.to(made.dtype) - 1)
+    assert torch.equal(value, before) and isinstance(layer.weight, OffloadedParameter)
+
+
+def test_a_stand_in_is_cast_alone() -> None:
+    layer, value = offloaded()
+    set_module_tensor_to_device(layer, "weight", "meta", dtype=torch.float16)
+    assert type(layer.weight) is OffloadedParameter and layer.weight.dtype is torch.float16
+    assert torch.equal(layer.weight + 0, value.half())
+
+
+@pytest.mark.parametrize("way", ["overwrite", "swap"])
+def test_casts_that_make_parameters_anew(way: str) -> None:
+    layer, value = offloaded()
+    choose = getattr(torch.__future__, f"set_{way}_module_params_on_conversion")
+    choose(True)
+    try:
+        layer.double()
+    finally:
+        choose(False)
+    assert layer.weight.is_meta and torch.equal(layer.weight + 0, value.double())

@@ -1,15 +1,23 @@
 from __future__ import annotations
 
+import errno
 import json
 import os
+import resource
+import signal
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from accelerate.big_modeling.store import Reader, SafetensorsFile, find_source, keep_on_disk
+from accelerate.errors import CheckpointError
 from accelerate.utils import (
     OffloadedWeightsLoader,
     PrefixedDataset,
@@ -84,6 +92,61 @@ def test_the_index_of_a_folder(tmp_path: Path) -> None:
     save_offload_index({"a": {"dtype": "float32", "shape": [1]}}, tmp_path)
     save_offload_index({"b": {"dtype": "float16", "shape": []}}, tmp_path)
     assert list(json.loads((tmp_path / "index.json").read_text())) == ["a", "b"]
+
+
+@pytest.mark.parametrize("content", ["{x", "[1]"])
+def test_a_damaged_index(content: str, tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged .*: remove it, and offload the model again"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+
+
+def test_a_folder_without_offloaded_weights(tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(FileNotFoundError, match=f"{folder} holds no offloaded weights"):
+            OffloadedWeightsLoader(save_folder=folder)
+    keep_on_disk(tmp_path, {})
+    assert len(OffloadedWeightsLoader(save_folder=tmp_path)) == 0, "that of a model without weights"
+
+
+@contextmanager
+def small_files() -> Iterator[None]:
+    """What a full disk does: writing fails in the middle."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    with small_files(), pytest.raises(OSError, match=r"big\.dat cannot be written .*: free some space.*folder") as told:
+        offload_state_dict(tmp_path, {"small": torch.ones(2), "big": torch.ones(1000)})
+    assert told.value.errno == errno.EFBIG
+    assert set(os.listdir(tmp_path)) <= {"small.dat"}, "no draft, and no index"
+    index = {f"w{number}": {"dtype": "float32", "shape": [1]} for number in range(100)}
+    with small_files(), pytest.raises(OSError, match=r"index\.json cannot be written"):
+        save_offload_index(index, tmp_path)
+    assert set(os.listdir(tmp_path)) <= {"small.dat"}
+
+
+def test_an_interrupt_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace, calls = os.replace, []
+
+    def interrupt(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 30:
+            os.kill(os.getpid(), signal.SIGINT)
+        if len(calls) >= 30:
+            time.sleep(0.2)
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        offload_state_dict(tmp_path, {f"w{number}": torch.ones(2) for number in range(100)})
+    written = os.listdir(tmp_path)
+    assert len(written) < 60 and all(name.endswith(".dat") for name in written)
 
 
 def test_a_whole_state_dict(tmp_path: Path) -> None:

@@ -239,3 +239,23 @@ def test_a_copy_learns_for_itself() -> None:
     assert len(other._known) == 3
     assert not set(other._known) & set(model.blocks.values())
     assert list(other._order.ahead()) == []
+
+
+def test_every_user_of_a_block_waits_for_its_copy() -> None:
+    """Who comes second may be another thread, with a stream of its own."""
+    waits = []
+
+    class Waited(FakeCopy):
+        def wait(self) -> list[torch.Tensor]:
+            waits.append(self.slots[0].name)
+            return super().wait()
+
+    class Waiting(FakeCopier):
+        def start(self, slots: list[Slot]) -> FakeCopy:
+            return Waited(self, slots)
+
+    model = Model("a", Waiting())
+    model.streamer.enter(model.blocks["a"])
+    weight = model.layers["a"].weight
+    model.streamer.enter(model.blocks["a"])
+    assert waits == ["a", "a"] and model.layers["a"].weight is weight

@@ -28,6 +28,8 @@ def test_buffers_that_are_not_saved() -> None:
     assert get_non_persistent_buffers(outer) == set()
     assert get_non_persistent_buffers(outer, recurse=True) == {"scale"}
     assert get_non_persistent_buffers(outer, recurse=True, fqns=True) == {"0.scale"}
+    outer.append(outer[0])
+    assert get_non_persistent_buffers(outer, recurse=True, fqns=True) == {"0.scale", "1.scale"}
 
 
 def test_there_and_back() -> None:

@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from accelerate import cpu_offload, disk_offload
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_submodules
 from accelerate.utils.modeling import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -46,3 +50,16 @@ def test_devices_of_ties(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_other_models_have_no_config() -> None:
     assert check_tied_parameters_in_config(Net()) is False
+
+
+@pytest.mark.parametrize("way", ["memory", "disk"])
+def test_ties_of_an_offloaded_model_survive_another_hook(way: str, tmp_path: Path) -> None:
+    model: Any = Net().eval()
+    tokens = torch.tensor([1, 2, 3])
+    expected = model(tokens)
+    cpu_offload(model, "cpu") if way == "memory" else disk_offload(model, tmp_path, "cpu")
+    add_hook_to_module(model.head, ModelHook(), append=True)
+    assert model.head.weight is model.embed.weight and model.head.weight.is_meta
+    assert torch.equal(model(tokens), expected)
+    remove_hook_from_submodules(model)
+    assert model.head.weight is model.embed.weight and torch.equal(model(tokens), expected)

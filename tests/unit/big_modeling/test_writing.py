@@ -79,3 +79,21 @@ def test_data_of_another_kind_is_refused() -> None:
     for value in (torch.zeros(3), torch.zeros(3, 3, dtype=torch.float16)):
         with pytest.raises(RuntimeError, match=r"The data of 0\.weight, which is.* \(3, 3\) and torch\.float32"):
             model[0].weight.data = value  # type: ignore[index]
+
+
+def test_data_of_another_shape_and_without_values_is_refused() -> None:
+    """What `resize_token_embeddings` of transformers does: it makes the new weight on the device of the old one."""
+    model: Any = cpu_offload(nn.Sequential(nn.Embedding(4, 3)), "cpu")
+    with pytest.raises(RuntimeError, match=r"The data of 0\.weight, .* \(4, 3\) .*: take the hooks off the model"):
+        model[0].weight.data = torch.empty(6, 3, device="meta")
+    assert model(torch.tensor([3])).shape == (1, 3) and model[0].weight.shape == (4, 3)
+
+
+def test_data_of_another_offloaded_weight_is_copied() -> None:
+    model: Any = cpu_offload(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), "cpu")
+    model[0].weight.data = model[1].weight.data
+    state = model.state_dict()
+    assert torch.equal(state["0.weight"], state["1.weight"])
+    with torch.no_grad():
+        model[1].weight.zero_()
+    assert state["0.weight"].abs().sum() > 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import subprocess
 import sys
@@ -393,3 +394,29 @@ def test_weights_that_are_offloaded_and_kept_in_a_small_dtype(first: str) -> Non
         assert torch.equal(made(x), expected)
         assert made[0].weight.is_meta and made[0].weight.dtype == torch.bfloat16
         assert made.state_dict()["0.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("offloaded", [False, True])
+def test_a_module_writes_into_the_dataclass_of_its_caller(offloaded: bool) -> None:
+    @dataclasses.dataclass
+    class Memory:
+        calls: int = 0
+        last: torch.Tensor = dataclasses.field(init=False)
+
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, memory: Memory) -> torch.Tensor:
+            memory.calls += 1
+            memory.last = self.linear(x)
+            return memory.last
+
+    module = Remembering()
+    if offloaded:
+        cpu_offload(module, "cpu")
+    add_hook_to_module(module, AlignDevicesHook(execution_device="cpu", io_same_device=True), append=offloaded)
+    memory = Memory()
+    out = module(torch.ones(1, 2), memory)
+    assert memory.calls == 1 and torch.equal(memory.last, out)
