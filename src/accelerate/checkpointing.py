@@ -12,7 +12,15 @@ from accelerate.checkpoint.files import read_torch
 from accelerate.checkpoint.load import check_map_location, verify_checkpoint
 from accelerate.checkpoint.parts import write_parts
 from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.state import Run, apply_objects, apply_random_states, own_parts, read, shared_parts
+from accelerate.checkpoint.state import (
+    Run,
+    apply_loaders,
+    apply_objects,
+    apply_random_states,
+    own_parts,
+    read,
+    shared_parts,
+)
 from accelerate.checkpoint.stream import summed_up
 from accelerate.checkpoint.weights import tell_manifest
 from accelerate.constants import (
@@ -115,6 +123,7 @@ def load_accelerator_state(
         put.first(undo)
         undo.pop_all()
     put.rest()
+    apply_loaders(loaded, run)
     apply_random_states(loaded, run)
     step = (loaded.random_states or {}).get("step")
     return {} if step is None else {"step": step}

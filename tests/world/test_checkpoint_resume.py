@@ -278,10 +278,26 @@ class AtOnce(BatchSampler):
         return iter(list(super().__iter__()))
 
 
+class Sorted(BatchSampler):
+    """Makes each batch when it is asked for, though by no generator function of its own."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(sorted, super().__iter__())
+
+
 ELASTIC = ["plain", "shuffled", "seedable", "generator", "subset", "own", "dispatched", "iterable", "iterable shard"]
-ELASTIC += ["distributed", "own batches", "batches without a size", "around", "drawn shard", "lists", "at once"]
+ELASTIC += [
+    "distributed",
+    "own batches",
+    "batches without a size",
+    "around",
+    "drawn shard",
+    "lists",
+    "at once",
+    "sorted",
+]
 # Which of them have as many samples in a batch as they say themselves.
-OF_ONE_SIZE = ("own batches", "batches without a size", "at once")
+OF_ONE_SIZE = ("own batches", "batches without a size", "at once", "sorted")
 
 
 def elastic(kind: str, batch_size: int, exact: bool) -> tuple[Accelerator, Any]:
@@ -293,8 +309,9 @@ def elastic(kind: str, batch_size: int, exact: bool) -> tuple[Accelerator, Any]:
         loader, config = DataLoader(numbers, batch_size, sampler=sampler), DataLoaderConfiguration()
     elif kind in OF_ONE_SIZE:
         batches: Any = OwnBatches(BATCH if kind == "own batches" else None)
-        if kind == "at once":
-            batches = AtOnce(RandomSampler(range(SAMPLES)), BATCH, False)
+        if kind in ("at once", "sorted"):
+            of_all = {"at once": AtOnce, "sorted": Sorted}[kind]
+            batches = of_all(RandomSampler(range(SAMPLES)), BATCH, False)
         config = DataLoaderConfiguration(even_batches=kind != "batches without a size")
         loader = DataLoader(Numbers(SAMPLES), batch_sampler=batches)
     else:
@@ -490,6 +507,45 @@ def test_a_dataset_that_can_tell_its_place(tmp_path: Path, dispatched: bool) -> 
         done = [index for rank in before for index in rank[0]]
         assert sorted(done + rest) == list(range(SAMPLES)), (saved, loaded)
         assert after[0][1] == SAMPLES - len(done)  # nothing of what was seen is read again
+
+
+class Placed(IterableDataset):
+    """Has a place only when it is read, and counts its epochs."""
+
+    epochs = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for self.place in range(SAMPLES):
+            yield 100 * self.epochs + self.place
+        self.epochs += 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place, "epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epochs = state["epochs"]
+
+
+def next_epoch_of_placed(folder: str, dispatched: bool, load: bool) -> list[Any]:
+    config = DataLoaderConfiguration(exact_resume=True, dispatch_batches=dispatched)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(Placed(), BATCH))
+    if load:
+        accelerator.load_state(folder)
+    else:
+        read(loader)
+        accelerator.save_state(folder)
+    return [index for batch in read(loader) for index in batch]
+
+
+@pytest.mark.parametrize("dispatched", [False, True])
+def test_the_first_process_knows_the_dataset_between_two_epochs(tmp_path: Path, dispatched: bool) -> None:
+    """Of a dispatched loader the others have not read theirs, and it need not be dispatched again."""
+    expected = run_world(next_epoch_of_placed, 2, str(tmp_path), dispatched, False)
+    for again in (False, True):
+        found = run_world(next_epoch_of_placed, 2, str(tmp_path), again, True)
+        assert sorted({index for rank in found for index in rank}) == sorted({i for rank in expected for i in rank})
+        assert {index // 100 for rank in found for index in rank} == {1}
 
 
 STATEFUL = ["plain", "seedable", "generator", "shuffled", "workers plain"]

@@ -210,7 +210,7 @@ class Saving(AcceleratorBase):
         """Bring the loaders to where they were, and say what is different now."""
         # All must take the same way. Of a dispatched loader only the first process has read the dataset, and it is the
         # last one to run out of batches where processes have unequally many.
-        first: list[Any] = [[{name: state[name] for name in ("dataset", "inside")} for state in states]]
+        first: list[Any] = [[{name: state.get(name) for name in ("dataset", "inside", "after")} for state in states]]
         self._communicator.broadcast_objects(first)
         states = [{**state, **common} for state, common in zip(states, first[0], strict=True)]
         changes = []

@@ -129,7 +129,10 @@ def load_checkpoint_in_model(
     for path in weight_files(checkpoint):
         contents.add(open_weights(path))
     loader = _Loader(model, contents)
-    if device_map is None and loads_by_itself(model, names_fit=not loader.missing and not loader.unexpected):
+    sparse = loader.places.keys() & contents.others.keys()
+    if device_map is None and (
+        sparse or loads_by_itself(model, names_fit=not loader.missing and not loader.unexpected)
+    ):
         load_by_torch(model, loader.places, contents, loader.shared, checkpoint, strict)
         return
     loader.check_names(checkpoint, strict)

@@ -43,6 +43,7 @@ class Slot:
         self.name = name
         self.given_device = given_device
         self.device = device
+        self.home = device  # where the tensor was before it was offloaded
         # By device: tensors of others that are this one. Found now, since later something else may have its address.
         self.shared = self._find_shared(tied)
         self.is_parameter = attribute in holder._parameters
@@ -78,6 +79,8 @@ class Slot:
             return True
         if tensor is None or not tensor.is_meta:
             return False
+        if isinstance(tensor, Offloaded) and tensor.slot not in (self, getattr(self.placeholder, "slot", self)):
+            return False  # the module was offloaded again, with other weights: those count
         if tensor.shape != self.placeholder.shape:
             refuse_shapes({self.name: tensor}, self.weights)
         return True

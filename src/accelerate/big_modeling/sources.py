@@ -103,7 +103,8 @@ def _indexed(index: Path) -> list[Path]:
 class Contents(NamedTuple):
     """What is in files of weights.
 
-    others: entries that are no tensors, such as the extra state of a module. metadata: what torch has noted of modules.
+    others: entries that are no such tensors: the extra state of a module, or what is sparse. metadata: what torch has
+    noted of modules.
     """
 
     tensors: dict[str, Source]
@@ -156,7 +157,7 @@ def _open_torch(path: Path) -> Contents:
     tensors: dict[str, Source] = {
         name: Held(value.detach().contiguous().resolve_conj().resolve_neg())
         for name, value in weights.items()
-        if isinstance(value, torch.Tensor)
+        if isinstance(value, torch.Tensor) and value.layout == torch.strided
     }
     others = {name: value for name, value in weights.items() if name not in tensors}
     return Contents(tensors, others, dict(getattr(weights, "_metadata", None) or {}))

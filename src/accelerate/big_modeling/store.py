@@ -340,7 +340,7 @@ def _lies_there(there: OffloadedWeightsLoader, name: str, weight: torch.Tensor) 
         if kept.shape != tuple(weight.shape) or kept.dtype != weight.dtype:
             return False
         return torch.equal(kept.mapped(), weight.detach().to("cpu"))
-    except (OSError, CheckpointError):  # its file is gone, or damaged
+    except (OSError, CheckpointError, LookupError, ValueError, TypeError, MemoryError):  # its file is gone, or damaged
         return False
 
 

@@ -56,9 +56,13 @@ class Block:
         return [slot for slot in self.slots if slot.is_empty()]
 
     def install(self, slots: list[Slot], tensors: list[torch.Tensor]) -> None:
-        # Autocast keeps casts of what requires gradients until it ends: of all blocks, in the end.
-        gradients = torch.is_grad_enabled()
+        # Autocast keeps casts of what requires gradients until it ends: of all blocks, in the end. So nothing does,
+        # where there are no gradients.
+        gradients = torch.is_grad_enabled() or not torch._C._is_any_autocast_enabled()
         self._installed = [(slot, slot.fill(tensor, gradients)) for slot, tensor in zip(slots, tensors, strict=True)]
+
+    def requires_grad(self) -> bool:
+        return any(tensor.requires_grad for _, tensor in self._installed)
 
     def remove(self) -> None:
         for slot, tensor in self._installed:
@@ -89,6 +93,7 @@ class Streamer:
         self.copier = copier
         self.weights = weights
         self._guard = threading.Lock()  # a model may be called by several threads
+        self._trains = False  # whether weights that require gradients have been there
         self._depth = 0  # how many forwards are going on, one inside of the other
         self._outermost = (0, 0)  # which, and in which thread
         self._orders: dict[int, Order[Block]] = {}
@@ -156,7 +161,7 @@ class Streamer:
                 self._order.use(END)
             self._next = {}
             self._drop_all()
-            if torch.is_grad_enabled() and torch._C._is_any_autocast_enabled():
+            if self._trains and torch.is_grad_enabled() and torch._C._is_any_autocast_enabled():
                 torch.clear_autocast_cache()  # it keeps casts of weights that have left: see `Block.install`
 
     def enter(self, block: Block) -> None:
@@ -174,6 +179,7 @@ class Streamer:
             if coming is None:
                 coming = self._start_now(block)
             block.install(coming.slots, coming.copy.wait())
+            self._trains = self._trains or block.requires_grad()
             block.users = 1
             self._in_use[block] = coming
             if self._lookahead and self._depth:

@@ -22,8 +22,11 @@ def _give_back(item: Any, state: Any) -> None:
 
 
 def keep_optimizer(optimizer: Any, undo: ExitStack) -> None:
-    """Have `undo` give an optimizer its present groups and states: to load makes new ones, and leaves these alone."""
-    for part in (optimizer, getattr(optimizer, "optimizer", optimizer)):
+    """Have `undo` give an optimizer its present groups and states: to load makes new ones, and leaves tensors alone."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    for values in (*inner.param_groups, *inner.state.values()):
+        undo.callback(values.update, dict(values))
+    for part in (optimizer, inner):
         undo.callback(part.__dict__.update, dict(part.__dict__))
 
 

@@ -15,7 +15,7 @@ from accelerate.checkpoint.manifest import Manifest, files_since
 from accelerate.checkpoint.parts import Engine, Put
 from accelerate.checkpoint.reading import Reader
 from accelerate.checkpoint.save import agree, explained, settle
-from accelerate.checkpoint.state import Loaded, Run, apply_objects, apply_random_states, read
+from accelerate.checkpoint.state import Loaded, Run, apply_loaders, apply_objects, apply_random_states, read
 from accelerate.comm import current
 from accelerate.errors import CheckpointError
 
@@ -169,7 +169,7 @@ def load(
     try:
         for hook in hooks:
             hook(models, str(folder))
-        rest = replace(run, without_hooks=models, optimizers=[] if hooked else run.optimizers)
+        rest = replace(run, without_hooks=models, optimizers=[] if hooked else run.optimizers, to_follow=run.optimizers)
         puts.insert(0, engine.load(rest, reader, torch_load=torch_load or {}, **kwargs))
         if manifest is not None:  # what was read in another way, or by nobody
             manifest.check(folder, reader.unchecked)
@@ -192,6 +192,7 @@ def load(
     try:
         for put in puts:
             put.rest()
+        apply_loaders(loaded, run)
         apply_random_states(loaded, run)
     except Exception as error:
         failure = error

@@ -46,6 +46,7 @@ class Run:
     # When loading: how many processes wrote the checkpoint, and the models whose weights are not left to a hook.
     saved_ranks: int = 0
     without_hooks: list[torch.nn.Module] = field(default_factory=list)
+    to_follow: list[Any] = field(default_factory=list)  # the optimizers that load after these weights
 
 
 def plain(model: torch.nn.Module) -> torch.nn.Module:
@@ -163,6 +164,10 @@ def apply_objects(loaded: Loaded, run: Run, undo: ExitStack) -> None:
         fill(scheduler, state, layout.scheduler(number), getattr(scheduler, "scheduler", None))
     if run.scaler is not None and loaded.scaler is not None:
         fill(run.scaler, loaded.scaler, layout.scaler())
+
+
+def apply_loaders(loaded: Loaded, run: Run) -> None:
+    """Put what was read into stateful loaders, which take it when they are iterated."""
     places = (loaded.progress or {}).get("loaders", [])
     for number, state in loaded.loaders.items():
         loader = run.loaders[number]

@@ -43,12 +43,13 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
     torch_load: arguments for `torch.load`, which then reads by itself. kwargs: for the `load_state_dict` of models.
     """
     folder = reader.folder
-    if kwargs:
+    if kwargs.keys() - {"strict", "assign"}:
         _check_keywords(run.models, kwargs)
     assign, strict = kwargs.get("assign", False), kwargs.get("strict", True)
     # Found out now, for a hook may remove itself. An optimizer comes after the weights, which go back if it objects.
     own_optimizers = [not _loads_as_torch(_inner(optimizer)) for optimizer in run.optimizers]
-    models = [(m := plain(model), any(own_optimizers) or _has_own_code(m)) for model in run.without_hooks]
+    before_own = any(own_optimizers) or any(not _loads_as_torch(_inner(o)) for o in run.to_follow)
+    models = [(m := plain(model), before_own or _has_own_code(m)) for model in run.without_hooks]
     puts = []
     for number, (model, own) in enumerate(models):
         weights = _read_model(model, reader, number, in_place=not (assign or own))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,8 +67,9 @@ class Position:
         self._skip: dict[str, Any] | None = None
         # The same, of a stateful loader that goes there by itself.
         self._ahead: dict[str, Any] | None = None
-        # Whether the dataset was told to be where it was after the last sample of an epoch.
+        # Whether the dataset was told to be where it was after the last sample of an epoch; what it said before that.
         self._at_an_end = False
+        self._beginning: Any = None
         # While the first batch is fetched: the random states to go on with.
         self._now: dict[str, Any] | None = None
         self._same = False
@@ -116,11 +118,15 @@ class Position:
         if not self._at_an_end:
             return batches
         self._at_an_end = False
-        for first in batches:
-            return itertools.chain([first], batches)
-        # It has gone on from there, to find nothing; after that it begins anew.
-        with streams.drawing_seed(loader, False):
-            return iter(loader.base_dataloader)
+        for tries in range(2):
+            for first in batches:
+                return itertools.chain([first], batches)
+            # It has gone on from there, to find nothing. After that it begins anew, or as soon as it is told to.
+            if tries and self._beginning is not None:
+                self._ended_dataset(loader).load_state_dict(self._beginning)
+            with streams.drawing_seed(loader, False):
+                batches = iter(loader.base_dataloader)
+        return batches
 
     def reader(self, loader: Any, place: Place) -> draws.Reader:
         reader = draws.reader(loader, place, self._drawn_from)
@@ -168,12 +174,14 @@ class Position:
         if not self._places:
             between.workers = self._states_of_workers()
         place = self._places[-1] if self._places else between
-        ended = self._ended_dataset(loader) if place.finished else None
+        # An iterable dataset that was left in its middle would go on from there, where the next epoch begins anew.
+        left = not self._places and self._broken is not None and isinstance(loader.dataset, IterableDataset)
+        ended = self._ended_dataset(loader) if place.finished and not left else None
         return {
             **_told(place),
             "running": bool(self._places),
             "broken": None if self._places or self._broken is None else _told(self._broken) | {"running": True},
-            "after": None if ended is None else copy.deepcopy(ended.state_dict()),
+            "after": _state_of(ended),
             "draws_next": streams.makes_iterator(loader) if self._draws_next is None else self._draws_next,
             "generators": generators,
             "seed": sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
@@ -194,12 +202,16 @@ class Position:
         self._follow(_settled(state), loader, skip)
         ended = None if state["inside"] or state.get("after") is None else self._ended_dataset(loader)
         if ended is not None:
-            ended.load_state_dict(copy.deepcopy(state["after"]))
-            self._at_an_end = isinstance(loader.dataset, IterableDataset)
+            self._beginning = _state_of(ended)
+            with suppress(Exception):  # one that takes no such place begins anew
+                ended.load_state_dict(copy.deepcopy(state["after"]))
+                self._at_an_end = isinstance(loader.dataset, IterableDataset)
 
     def _ended_dataset(self, loader: Any) -> Any:
         """The dataset that has a state from one epoch to the next, and is read here."""
-        return _stateful_dataset(loader) if loader.use_stateful_dataloader or self.follows_dataset else None
+        if loader.use_stateful_dataloader:
+            return _stateful_dataset(loader)
+        return _telling_dataset(loader) if self.follows_dataset else None
 
     def _follow(self, state: dict[str, Any], loader: Any, skip: bool) -> None:
         self._at_an_end = False
@@ -211,7 +223,9 @@ class Position:
         if state["generators"] and not streams.generators(loader) and isinstance(sampler, RANDOM_SAMPLERS):
             sampler.generator = torch.Generator()  # several processes shuffled by one; a single one has none
         elif start is not None and not state["generators"] and isinstance(sampler, RANDOM_SAMPLERS):
-            start = {**start, "generators": [streams.state_of_one(start, sampler, sampler_owner(loader))]}
+            batches = sampler_owner(loader)
+            at_once = batches is not None and streams.makes_all_at_once(loader, batches)
+            start = {**start, "generators": [streams.state_of_one(start, sampler, at_once)]}
         streams.set_generators(loader, state["generators"])
         self._replay = start
         self._same = _same_batches(state, loader)
@@ -284,6 +298,12 @@ def takes_over(state: dict[str, Any], loader: Any) -> bool:
     """Whether it is not a stateful loader itself that can go on from where it was."""
     alike = _same_batches(state, loader) and state["workers"] == loader.num_workers
     return state["partial"] or not alike
+
+
+def _state_of(dataset: Any) -> Any:
+    with suppress(Exception):  # one that cannot tell now, before it was read or where another process reads it
+        return None if dataset is None else copy.deepcopy(dataset.state_dict())
+    return None
 
 
 def _told(place: Place) -> dict[str, Any]:

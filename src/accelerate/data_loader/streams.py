@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -134,14 +133,23 @@ def undisturbed(loader: Any) -> Iterator[None]:
         set_generators(loader, states["generators"])
 
 
-def state_of_one(start: dict[str, Any], sampler: Any, batches: Any) -> torch.Tensor:
+def makes_all_at_once(loader: Any, batches: Any) -> bool:
+    """Whether a batch sampler draws its order when it is told to iterate, and not with its first batch."""
+    with undisturbed(loader):
+        before = [torch.get_rng_state(), *generator_states(loader)]
+        iter(batches)
+        after = [torch.get_rng_state(), *generator_states(loader)]
+    return not all(map(torch.equal, before, after))
+
+
+def state_of_one(start: dict[str, Any], sampler: Any, at_once: bool) -> torch.Tensor:
     """The state of a generator that shuffles as a single process, which has none, did from the global state.
 
-    batches: the batch sampler around it, if any. One that makes all batches at once is before torch's number.
+    at_once: whether a batch sampler has drawn from it before torch's loader drew its number, and not after.
     """
     generator = torch.Generator()
     generator.set_state(start["torch"])
-    if start["draws"] and (batches is None or inspect.isgeneratorfunction(type(batches).__iter__)):
+    if start["draws"] and not at_once:
         _draw(generator)
     if isinstance(sampler, RandomSampler):
         generator.manual_seed(_draw(generator))

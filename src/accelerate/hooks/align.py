@@ -16,7 +16,7 @@ from accelerate.big_modeling.graphs import outside_graphs
 from accelerate.big_modeling.parameters import is_quantized
 from accelerate.big_modeling.placeholder import OffloadedTensor
 from accelerate.big_modeling.slot import Slot, refuse_shapes
-from accelerate.big_modeling.store import full_name, root_of
+from accelerate.big_modeling.store import OffloadedWeightsLoader, full_name, root_of
 from accelerate.big_modeling.streaming import Block, Streamer
 from accelerate.big_modeling.tensors import (
     STAND_INS,
@@ -105,7 +105,7 @@ class AlignDevicesHook(ModelHook):
 
     def _init_offload(self, module: nn.Module) -> None:
         tensors = _tensors(module, self.place_submodules)
-        self.original_devices = {name: tensor.device for name, tensor in tensors.items()}
+        self.original_devices = {name: _home_device(tensor) for name, tensor in tensors.items()}
         left_alone = get_non_persistent_buffers(module, recurse=self.place_submodules, fqns=True)
         if not self.offload_buffers:
             buffers = module.named_buffers(recurse=self.place_submodules, remove_duplicate=False)
@@ -114,7 +114,7 @@ class AlignDevicesHook(ModelHook):
         offloaded = [name for name in tensors if name not in left_alone]
         if self.weights_map is None:
             self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
-        else:
+        elif isinstance(root_of(self.weights_map), (dict, OffloadedWeightsLoader)):
             refuse_shapes({name: tensors[name] for name in offloaded}, self.weights_map)
         if self.execution_device is not None:
             for name in tensors:
@@ -134,6 +134,8 @@ class AlignDevicesHook(ModelHook):
             )
             for name in names
         ]
+        for slot in slots:
+            slot.home = self.original_devices[slot.name]
         self._block = Block(slots)
         self._streamer = streamer_for(self.weights_map, device)
         self._streamer.add(self._block)
@@ -308,6 +310,12 @@ def _tensors(module: nn.Module, recurse: bool) -> dict[str, torch.Tensor]:
         for name, tensor in (*part._parameters.items(), *part._buffers.items())
         if tensor is not None
     }
+
+
+def _home_device(tensor: Any) -> torch.device:
+    """Where a tensor is, or was before it was offloaded."""
+    device: torch.device = tensor.slot.home if isinstance(tensor, STAND_INS) else tensor.device
+    return device
 
 
 def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -195,7 +195,8 @@ class _Blocks:
 
     def _own(self, module: nn.Module, name: str, entry: str | None) -> None:
         """The modules inside have entries of their own: what is left are a module's own tensors."""
-        tensors = [key for key, _ in named_module_tensors(module)]
+        own = (*module._parameters.items(), *module._buffers.items())
+        tensors = [key for key, tensor in own if tensor is not None]
         places = {key: self._entry(_dotted(name, key), entry) for key in tensors}
         resident = {key for key, place in places.items() if place is None or not self.offload[place]}
         device: Any = self.execution_device.get("" if entry is None else entry)

@@ -658,3 +658,18 @@ def test_buffers_that_have_several_names(places: Any, start: str, of_torch: bool
         assert all(torch.equal(value, plain.state_dict()[name]) for name, value in made.state_dict().items())
         if places is None:
             assert made.shift is made.inner.shift
+
+
+def test_sparse_tensors_in_torch_files(tmp_path: Path) -> None:
+    class Sparse(nn.Linear):
+        def __init__(self, scale: float) -> None:
+            super().__init__(2, 2)
+            self.register_buffer("mask", scale * torch.eye(2).to_sparse())
+
+    loaded: Any = Sparse(0.0)
+    saved, plain = Sparse(1.0), nn.Linear(2, 2)
+    torch.save(saved.state_dict(), tmp_path / "pytorch_model.bin")
+    load_checkpoint_in_model(loaded, tmp_path)
+    assert torch.equal(loaded.mask.to_dense(), torch.eye(2)) and torch.equal(loaded.weight, saved.weight)
+    load_checkpoint_in_model(plain, tmp_path)  # which has no use for it
+    assert torch.equal(plain.weight, saved.weight)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,13 @@ from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model, init_empty_weights
-from accelerate.hooks import AlignDevicesHook, ModelHook, add_hook_to_module, remove_hook_from_submodules
+from accelerate.hooks import (
+    AlignDevicesHook,
+    ModelHook,
+    add_hook_to_module,
+    attach_align_device_hook,
+    remove_hook_from_submodules,
+)
 from accelerate.utils import align_module_device, has_offloaded_params, offload_state_dict
 from tests.unit.big_modeling.toys import TOKENS, Layer, Model, model
 
@@ -413,3 +420,84 @@ def test_casts_of_autocast_leave_with_their_weights() -> None:
     with torch.no_grad():
         remove_hook_from_submodules(made)
     assert all(weight.requires_grad for weight in made.parameters())
+
+
+def test_autocast_with_a_frozen_part_that_is_offloaded() -> None:
+    """Its casts are not kept by autocast, so there is nothing to clear, and others are not cast a second time."""
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.trained, self.frozen = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.trained(self.frozen(self.trained(x)))
+
+    torch.manual_seed(0)
+    plain = Around()
+    made = copy.deepcopy(plain)
+    cpu_offload(made.frozen, "cpu")
+    for one in (plain, made):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = one(torch.linspace(-1, 1, 32).view(4, 8)).float().square().sum()
+        loss.backward()
+    assert torch.equal(made.trained.weight.grad, plain.trained.weight.grad)  # type: ignore[arg-type]
+
+
+def test_gradients_that_a_forward_takes_by_itself() -> None:
+    class Inner(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                return torch.autograd.grad((self.weight * x).sum(), self.weight)[0]
+
+    plain, x = Inner(2, 2), torch.ones(2, 2)
+    with torch.no_grad():
+        assert torch.equal(cpu_offload(copy.deepcopy(plain), "cpu")(x), plain(x))
+
+
+def test_offloaded_again_with_other_weights(tmp_path: Path) -> None:
+    first, second, x = nn.Linear(2, 2), nn.Linear(2, 2), torch.ones(1, 2)
+
+    def again(made: nn.Module) -> nn.Module:
+        return cpu_offload(made, "cpu", state_dict=second.state_dict())
+
+    def appended(made: nn.Module) -> nn.Module:
+        hook = AlignDevicesHook("cpu", offload=True, weights_map=second.state_dict())
+        return add_hook_to_module(made, hook, append=True)
+
+    for way in (again, appended):
+        made = way(cpu_offload(copy.deepcopy(first), "cpu"))
+        assert torch.equal(made(x), second(x))
+        remove_hook_from_submodules(made)
+        assert not any(parameter.is_meta for parameter in made.parameters())
+
+
+def test_weights_that_a_mapping_reads_are_left_to_it() -> None:
+    class Reading(UserDict[str, torch.Tensor]):
+        reads = 0
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            self.reads += 1
+            return super().__getitem__(name)
+
+    plain, x = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.ones(1, 2)
+    weights = Reading(plain.state_dict())
+    made = copy.deepcopy(plain).to("meta")
+    reads = weights.reads
+    attach_align_device_hook(made, execution_device="cpu", offload=True, weights_map=weights)
+    assert weights.reads == reads
+    assert torch.equal(made(x), plain(x))
+
+
+def test_a_parameter_with_two_names_beside_one_on_disk(tmp_path: Path) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = self.two = nn.Parameter(torch.ones(2))
+            self.other = nn.Parameter(torch.full((2,), 3.0))
+
+        def forward(self) -> torch.Tensor:
+            return self.one + self.two * self.other
+
+    made = dispatch_model(Twice(), {"one": "cpu", "two": "cpu", "other": "disk"}, offload_dir=tmp_path)
+    assert torch.equal(made(), torch.full((2,), 4.0))

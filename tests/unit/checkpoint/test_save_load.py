@@ -486,7 +486,8 @@ def test_a_hook_that_removes_itself_is_called_once(tmp_path: Path) -> None:
     assert torch.equal(model.weight, expected)
 
 
-def test_an_optimizer_of_its_own_finds_the_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("hooked", [False, True])
+def test_an_optimizer_of_its_own_finds_the_weights(tmp_path: Path, hooked: bool) -> None:
     seen = []
 
     class Looks(torch.optim.SGD):
@@ -500,8 +501,27 @@ def test_an_optimizer_of_its_own_finds_the_weights(tmp_path: Path) -> None:
 
     accelerator, model = run()
     accelerator.save_state(tmp_path)
-    run()[0].load_state(tmp_path)
+    other = run()[0]
+    if hooked:
+        other.register_load_state_pre_hook(lambda models, folder: None)
+    other.load_state(tmp_path)
     assert seen == [parameter.tolist() for parameter in model.parameters()]
+
+
+def test_an_optimizer_that_objects_after_a_change_of_its_groups(tmp_path: Path) -> None:
+    class Changes(torch.optim.SGD):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.param_groups[0]["lr"] = state["param_groups"][0]["lr"]
+            raise ValueError("too old")
+
+    model = nn.Linear(2, 2)
+    accelerator = Accelerator(cpu=True)
+    optimizer: Any = accelerator.prepare(model, Changes(model.parameters(), lr=0.1))[1]
+    accelerator.save_state(tmp_path)
+    optimizer.param_groups[0]["lr"] = 0.9
+    with pytest.raises(CheckpointError, match="too old"):
+        accelerator.load_state(tmp_path)
+    assert optimizer.param_groups[0]["lr"] == 0.9
 
 
 def test_other_numbers_of_registered_objects(tmp_path: Path) -> None:

@@ -282,6 +282,29 @@ class GoingOn(Standing):
         self.start = state["place"]
 
 
+class Insisting(GoingOn):
+    """Goes to the place that it was told of at each iteration, until it is told of another."""
+
+    def __iter__(self) -> Iterator[int]:
+        start = self.start
+        for self.place in range(start + 1, SAMPLES + 1):
+            yield self.place
+
+
+class Refusing(GoingOn):
+    """Has no place behind its last sample, and none before it is read."""
+
+    def __init__(self) -> None:
+        self.start = 0
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        list(range(SAMPLES))[state["place"]]
+        super().load_state_dict(state)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+
 class Counting(Numbers):
     """A state of its own, and samples that depend on it."""
 
@@ -297,7 +320,9 @@ class Counting(Numbers):
 
 # Of the last one only a stateful loader keeps the state.
 @pytest.mark.parametrize(
-    ("kind", "stateful"), [(Standing, False), (Standing, True), (GoingOn, False), (GoingOn, True), (Counting, True)]
+    ("kind", "stateful"),
+    [(kind, stateful) for kind in (Standing, GoingOn, Insisting, Refusing) for stateful in (False, True)]
+    + [(Counting, True)],
 )
 @pytest.mark.parametrize("inside", [True, False])
 def test_datasets_with_a_state_at_the_end_of_an_epoch(tmp_path: Path, kind: Any, inside: bool, stateful: bool) -> None:
@@ -312,6 +337,8 @@ def test_datasets_with_a_state_at_the_end_of_an_epoch(tmp_path: Path, kind: Any,
         return accelerator, accelerator.prepare(DataLoader(dataset, 2, shuffle=kind is Counting))
 
     accelerator, loader = made(1)
+    if kind is not Refusing or not stateful:  # which torchdata asks at once
+        accelerator.save_state(tmp_path)
     for number, _ in enumerate(loader):
         if inside and number == SAMPLES // 2 - 1:
             accelerator.save_state(tmp_path)
@@ -321,3 +348,42 @@ def test_datasets_with_a_state_at_the_end_of_an_epoch(tmp_path: Path, kind: Any,
     accelerator, loader = made(2)
     accelerator.load_state(tmp_path)
     assert [read(loader), read(loader)] == expected
+
+
+@pytest.mark.parametrize("kind", [Standing, GoingOn, Insisting])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_datasets_with_a_state_in_a_loop_that_was_left(tmp_path: Path, kind: Any, stateful: bool) -> None:
+    def made() -> tuple[Accelerator, Any]:
+        config = DataLoaderConfiguration(exact_resume=not stateful, use_stateful_dataloader=stateful)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        return accelerator, accelerator.prepare(DataLoader(kind(), 2))
+
+    whole = read(made()[1])
+    accelerator, loader = made()
+    for number, _ in enumerate(loader):
+        if number == BREAK - 1:
+            break
+    accelerator.save_state(tmp_path)
+    accelerator, loader = made()
+    accelerator.load_state(tmp_path)
+    assert read(accelerator.skip_first_batches(loader, BREAK)) == whole[BREAK:]
+    accelerator, loader = made()
+    accelerator.load_state(tmp_path)
+    assert read(loader) == whole
+
+
+def test_a_refused_load_leaves_a_stateful_loader_alone(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+
+    class Refuses(torch.nn.Linear):
+        def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            raise ValueError("too old")
+
+    accelerator, loader = prepared(1, shuffle=False, use_stateful_dataloader=True)
+    accelerator.prepare(Refuses(2, 2))
+    for number, _ in enumerate(loader):
+        if number == BREAK - 1:
+            accelerator.save_state(tmp_path)
+    with pytest.raises(RuntimeError, match="too old"):
+        accelerator.load_state(tmp_path)
+    assert len(read(loader)) == SAMPLES // 2
