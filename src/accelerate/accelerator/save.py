@@ -17,6 +17,7 @@ from accelerate.accelerator import progress
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.checkpoint import layout, load
 from accelerate.checkpoint.callers import PATIENCE, meeting
+from accelerate.checkpoint.files import refused
 from accelerate.checkpoint.save import agree
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.checkpoint.state import Run
@@ -126,7 +127,7 @@ class Saving(AcceleratorBase):
         if self.scaler is not None:
             self.scaler.state_dict()  # on every process: an update that is due changes the gradients, too
         state, gradients = progress.capture(self._models, self._accumulation, self._items, inside)
-        state["loaders"] = [loader.position.state_dict(loader) for loader in self._dataloaders]
+        state["loaders"] = [self._place_in(number) for number in range(len(self._dataloaders))]
         save_checkpoint(
             self._run(state, gradients),
             target,
@@ -141,6 +142,24 @@ class Saving(AcceleratorBase):
             **kwargs,
         )
         return target
+
+    def _place_in(self, number: int) -> dict[str, Any]:
+        """Where a loop over a loader stands, without a state of its dataset that would be refused with all else."""
+        loader = self._dataloaders[number]
+        place: dict[str, Any] = loader.position.state_dict(loader)
+        states = {name: place.get(name) for name in ("dataset", "after", "broken")}
+        kind = None if not any(states.values()) else refused(states)
+        if kind is None:
+            return place
+        mark = f"dataset of loader {number}"
+        if mark not in self._files_looked_at:
+            self._files_looked_at.add(mark)
+            logger.warning(
+                f"The state of the {type(loader.dataset).__name__} of loader {number} holds {kind}, which load_state "
+                "would refuse, so it is not saved, and the dataset is read again up to its place after a load: have "
+                "`state_dict` return tensors and plain values."
+            )
+        return place | dict.fromkeys(states)
 
     def wait_for_checkpoint(self) -> None:
         """Return when the last `save_state(async_save=True)` is on the disk; raise what it failed with."""

@@ -387,3 +387,33 @@ def test_a_refused_load_leaves_a_stateful_loader_alone(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="too old"):
         accelerator.load_state(tmp_path)
     assert len(read(loader)) == SAMPLES // 2
+
+
+class Holding(Standing):
+    """Its state holds an object that nothing in a file may make."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "by": Path("."), "made": Numbers(1)}
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_state_that_would_be_refused_is_not_saved(
+    tmp_path: Path, inside: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def made() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(exact_resume=True))
+        return accelerator, accelerator.prepare(DataLoader(Holding(), 2))
+
+    accelerator, loader = made()
+    whole = []
+    for number, batch in enumerate(loader):
+        whole.append(batch.tolist())
+        if inside and number == BREAK - 1:
+            accelerator.save_state(tmp_path)
+    if not inside:
+        accelerator.save_state(tmp_path)
+    accelerator.save_state(tmp_path / "again")
+    assert len([text for text in caplog.messages if "Holding of loader 0 holds" in text and "Numbers" in text]) == 1
+    accelerator, loader = made()
+    accelerator.load_state(tmp_path)
+    assert read(loader) == (whole[BREAK:] if inside else whole)
