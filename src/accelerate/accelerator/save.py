@@ -148,7 +148,7 @@ class Saving(AcceleratorBase):
         loader = self._dataloaders[number]
         place: dict[str, Any] = loader.position.state_dict(loader)
         states = {name: place.get(name) for name in ("dataset", "after", "broken")}
-        kind = None if not any(states.values()) else refused(states)
+        kind = None if all(state is None for state in states.values()) else refused(states)
         if kind is None:
             return place
         mark = f"dataset of loader {number}"

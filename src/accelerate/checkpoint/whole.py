@@ -48,7 +48,7 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
     assign, strict = kwargs.get("assign", False), kwargs.get("strict", True)
     # Found out now, for a hook may remove itself. An optimizer comes after the weights, which go back if it objects.
     own_optimizers = [not _loads_as_torch(_inner(optimizer)) for optimizer in run.optimizers]
-    before_own = any(own_optimizers) or any(not _loads_as_torch(_inner(o)) for o in run.to_follow)
+    before_own = not all(_loads_as_torch(_inner(optimizer)) for optimizer in run.to_follow or run.optimizers)
     models = [(m := plain(model), before_own or _has_own_code(m)) for model in run.without_hooks]
     puts = []
     for number, (model, own) in enumerate(models):

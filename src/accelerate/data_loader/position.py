@@ -170,17 +170,18 @@ class Position:
             alike = len(generators) == len(self._loaded["generators"])
             return self._loaded | ({"generators": generators} if alike else {})
         sampler = _sampler(loader)
-        between = Place(loader.iteration, {}, 0, 0, 0, False, finished=True, workers=self._workers)
-        if not self._places:
-            between.workers = self._states_of_workers()
-        place = self._places[-1] if self._places else between
+        if self._places:
+            place, broken = self._places[-1], None
+        else:
+            workers = self._states_of_workers()
+            place, broken = Place(loader.iteration, {}, 0, 0, 0, False, finished=True, workers=workers), self._broken
         # An iterable dataset that was left in its middle would go on from there, where the next epoch begins anew.
-        left = not self._places and self._broken is not None and isinstance(loader.dataset, IterableDataset)
+        left = broken is not None and isinstance(loader.dataset, IterableDataset)
         ended = self._ended_dataset(loader) if place.finished and not left else None
         return {
             **_told(place),
             "running": bool(self._places),
-            "broken": None if self._places or self._broken is None else _told(self._broken) | {"running": True},
+            "broken": None if broken is None else _told(broken) | {"running": True},
             "after": _state_of(ended),
             "draws_next": streams.makes_iterator(loader) if self._draws_next is None else self._draws_next,
             "generators": generators,
@@ -262,8 +263,10 @@ class Position:
     def _ended(self) -> dict[str, Any] | None:
         """The epoch that was over, or had been left by a `break`, when the loaded checkpoint was saved."""
         saved = self._loaded
-        if saved is None or saved["running"]:
-            return None if saved is None or saved["inside"] else saved
+        if saved is None:
+            return None
+        if saved["running"]:
+            return None if saved["inside"] else saved
         broken = saved.get("broken")  # not in folders of before there was one
         return None if broken is None else saved | broken
 

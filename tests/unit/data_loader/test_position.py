@@ -417,3 +417,25 @@ def test_a_state_that_would_be_refused_is_not_saved(
     accelerator, loader = made()
     accelerator.load_state(tmp_path)
     assert read(loader) == (whole[BREAK:] if inside else whole)
+
+
+class InATensor(Standing):
+    def state_dict(self) -> Any:
+        return torch.tensor([self.place, self.epochs])
+
+    def load_state_dict(self, state: Any) -> None:
+        self.place, self.epochs = state.tolist()
+
+
+def test_a_state_that_is_a_tensor(tmp_path: Path) -> None:
+    def made() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(exact_resume=True))
+        return accelerator, accelerator.prepare(DataLoader(InATensor(), 2))
+
+    accelerator, loader = made()
+    read(loader)
+    accelerator.save_state(tmp_path)
+    expected = read(loader)
+    accelerator, loader = made()
+    accelerator.load_state(tmp_path)
+    assert read(loader) == expected
