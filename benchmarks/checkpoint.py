@@ -6,11 +6,11 @@
 
 This file is also the script of its subjects: `--worker` runs with the package that its Python imports. Subjects take
 turns; a save, a plain write, a load and a plain copy in memory, by every process at once, follow each other in every
-round. The first load of a process is that of a run which resumes: its optimizer has not stepped, so the memory for what
-it loads comes from the system. Later ones find memory in the process: ours that of the optimizer, the peer some that
-was freed. Host memory is what a save or a load took at most beyond what the process had before, without mapped files
-(Linux). The parts of the time are of a save and a load of their own, and add up to more than it lasted, because they go
-on at the same time.
+round. The first load of a process is that of a run which resumes, in a process of its own: its optimizer has not
+stepped, so the memory for what it loads comes from the system, as that of the copy which is timed beside it. Later ones
+find memory in the process: ours that of the optimizer, the peer some that was freed. Host memory is what a save or a
+load took at most beyond what the process had before, without mapped files (Linux). The parts of the time are of a save
+and a load of their own, and add up to more than it lasted, because they go on at the same time.
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ from typing import Any
 from harness import interpreter
 
 ROOT = Path(__file__).resolve().parents[1]
+CHECKPOINT = "checkpoint"
 SAVE, LOAD, STALL, BEHIND = "save", "load", "asynchronous save: stall", "asynchronous save: until it is on the disk"
 PLAIN = "plain write of the same bytes, flushed"
 COPY = "copy of the same bytes in memory"
 FIRST = "the first load of a process"
+NEW = "copy of the same bytes to new memory"
 
 
 def memory_peak(function: Callable[[], Any]) -> int:
@@ -79,6 +81,7 @@ class Stages:
             (stream, "_sum", "checksums"),
             (host, "copy", "copies in host memory"),
             (disk, "bring_in", "mapping"),
+            (disk, "get_pages", "memory from the system"),
             (disk, "write", "writing"),
             (disk, "start_flush", "starting to flush"),
             (disk, "sync", "flushing"),
@@ -106,39 +109,76 @@ class Stages:
         return dict(self.seconds)
 
 
+class Training:
+    """A model with AdamW in the package that this Python imports, and the times of what it does."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        import torch
+
+        from accelerate import Accelerator
+
+        # The peer forms no group on CPUs unless it is told to use them.
+        self.accelerator = Accelerator(cpu=not torch.cuda.is_available())
+        assert self.accelerator.num_processes == int(os.environ.get("WORLD_SIZE", "1"))
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
+        self.model, self.optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        self.width = width
+        self.times: defaultdict[str, list[float]] = defaultdict(list)
+        self.processor: defaultdict[str, list[float]] = defaultdict(list)
+
+    def step(self) -> None:
+        import torch
+
+        batch = torch.ones(1, self.width, device=self.accelerator.device)
+        self.accelerator.backward(self.model(batch).sum())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def measured(self, name: str, function: Callable[[], Any]) -> None:
+        import torch
+
+        if self.accelerator.is_main_process:
+            os.sync()  # from a quiet disk
+        time.sleep(0.3)  # our save frees what it has replaced behind the training
+        self.accelerator.wait_for_everyone()
+        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
+        function()
+        if self.accelerator.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.accelerator.wait_for_everyone()
+        self.times[name].append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        self.processor[name].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+
+    def tell(self, **facts: Any) -> None:
+        if self.accelerator.is_main_process:
+            print(json.dumps(facts | {"times": self.times, "processor": self.processor}))
+
+
+def resume(width: int, depth: int, target: str) -> None:
+    import torch
+
+    training = Training(width, depth)
+    training.measured(FIRST, lambda: training.accelerator.load_state(target))
+    size = _size(target)
+    memory = torch.ones(1 << 26, dtype=torch.uint8)
+    new = torch.empty(size // len(memory), len(memory), dtype=torch.uint8)
+    training.measured(NEW, lambda: new.copy_(memory))
+    training.tell()
+
+
+def _size(folder: str) -> int:
+    return sum(path.stat().st_size for path in Path(folder).iterdir())
+
+
 def worker(width: int, depth: int, rounds: int, folder: str) -> None:
     import torch
 
-    from accelerate import Accelerator
-
-    # The peer forms no group on CPUs unless it is told to use them.
-    accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    assert accelerator.num_processes == int(os.environ.get("WORLD_SIZE", "1"))
-    cuda = accelerator.device.type == "cuda"
-    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(depth)))
-    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-    accelerator.backward(model(torch.ones(1, width, device=accelerator.device)).sum())
-    optimizer.step()
-    optimizer.zero_grad()
+    training = Training(width, depth)
+    training.step()
+    accelerator, measured = training.accelerator, training.measured
     ours = hasattr(accelerator, "wait_for_checkpoint")
-    times: defaultdict[str, list[float]] = defaultdict(list)
-    processor: defaultdict[str, list[float]] = defaultdict(list)
-    target = os.path.join(folder, "checkpoint")
-
-    def measured(name: str, function: Callable[[], Any]) -> None:
-        if accelerator.is_main_process:
-            os.sync()  # from a quiet disk
-        time.sleep(0.3)  # our save frees what it has replaced behind the training
-        accelerator.wait_for_everyone()
-        start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF)
-        function()
-        if cuda:
-            torch.cuda.synchronize()
-        accelerator.wait_for_everyone()
-        times[name].append(time.perf_counter() - start)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-        processor[name].append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-
+    target = os.path.join(folder, CHECKPOINT)
     content = memoryview(bytearray(os.urandom(1 << 24)))
 
     def plain() -> None:
@@ -163,17 +203,13 @@ def worker(width: int, depth: int, rounds: int, folder: str) -> None:
 
     for number in range(rounds + 1):  # the first one warms up, and is not counted
         if number == 1:
-            first = times[LOAD]
-            times.clear()
-            times[FIRST] = first
-            processor.clear()
+            training.times.clear()
+            training.processor.clear()
         measured(SAVE, lambda: accelerator.save_state(target))
-        size = sum(path.stat().st_size for path in Path(target).iterdir())
+        size = _size(target)
         measured(PLAIN, plain)
         if accelerator.is_main_process:
             os.remove(os.path.join(folder, "plain"))
-        if number == 0:
-            getattr(optimizer, "optimizer", optimizer).state.clear()
         measured(LOAD, lambda: accelerator.load_state(target))
         measured(COPY, copy)
         if ours:
@@ -181,7 +217,7 @@ def worker(width: int, depth: int, rounds: int, folder: str) -> None:
             start = time.perf_counter()
             accelerator.wait_for_checkpoint()
             accelerator.wait_for_everyone()
-            times[BEHIND].append(times[STALL][-1] + time.perf_counter() - start)
+            training.times[BEHIND].append(training.times[STALL][-1] + time.perf_counter() - start)
     if ours:
         accelerator._background.memory = type(accelerator._background.memory)()  # as before the first one
     peaks = {SAVE: memory_peak(lambda: accelerator.save_state(target))}
@@ -199,9 +235,7 @@ def worker(width: int, depth: int, rounds: int, folder: str) -> None:
             watch = Stages()
             work(target)
             stages[name] = watch.taken()
-    if accelerator.is_main_process:
-        facts = {"bytes": size, "times": times, "processor": processor, "memory": peaks, "stages": stages}
-        print(json.dumps(facts | {"device": str(accelerator.device), "torch": torch.__version__}))
+    training.tell(bytes=size, memory=peaks, stages=stages, device=str(accelerator.device), torch=torch.__version__)
 
 
 def subject(python: str, source: str | None, processes: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -211,15 +245,24 @@ def subject(python: str, source: str | None, processes: int, options: argparse.N
     command = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command = command if processes > 1 else [python]
     folder = tempfile.mkdtemp(dir=options.folder)
-    try:
-        arguments = ["--worker", folder, "--width", options.width, "--depth", options.depth, "--rounds", options.rounds]
+
+    def run(*arguments: Any) -> dict[str, Any]:
+        arguments = (*arguments, "--width", options.width, "--depth", options.depth, "--rounds", options.rounds)
         done = subprocess.run(
             [*command, __file__, *map(str, arguments)], env=environ, cwd=folder, stdout=subprocess.PIPE, check=True
         )
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+    try:
+        facts = run("--worker", folder)
+        resumed = [run("--resume", os.path.join(folder, CHECKPOINT)) for _ in range(options.rounds)]
     finally:
         shutil.rmtree(folder)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    for part in ("times", "processor"):
+        for name in (FIRST, NEW):
+            facts[part][name] = [value for one in resumed for value in one[part][name]]
+    return facts
 
 
 def together(runs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -235,7 +278,7 @@ def show(processes: int, ours: dict[str, Any], peer: dict[str, Any]) -> None:
     print(
         f"\n{processes} processes on {ours['device']}, {size / 2**20:.0f} MiB in a checkpoint: median (least) seconds"
     )
-    for name in (SAVE, LOAD, FIRST, STALL, BEHIND, PLAIN, COPY):
+    for name in (SAVE, LOAD, FIRST, STALL, BEHIND, PLAIN, COPY, NEW):
         cells = []
         for subject in (ours, peer):
             values = subject["times"].get(name)
@@ -270,9 +313,13 @@ def main() -> None:
     parser.add_argument("--folder", default=None, help="where to write; by default the folder for temporary files")
     parser.add_argument("--json", default=None)
     parser.add_argument("--worker", default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--resume", default=None, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
         worker(options.width, options.depth, options.rounds, options.worker)
+        return
+    if options.resume is not None:
+        resume(options.width, options.depth, options.resume)
         return
     rows = {}
     for processes in options.processes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import shutil
 import sys
@@ -63,8 +64,20 @@ def start_flush(descriptor: int, offset: int, size: int) -> None:
 
 def bring_in(address: int, size: int) -> bool:
     """Have a part of a mapped file read; where it is not, a look at it might end the process (a broken disk)."""
+    return _advise(address, size, 22)  # MADV_POPULATE_READ
+
+
+def get_pages(address: int, size: int) -> None:
+    """Have the system give all of this memory now: one by one, as it is written to, pages take longer. A hint."""
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = (address + size - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if whole > 0:
+        _advise(first, whole, 23)  # MADV_POPULATE_WRITE
+
+
+def _advise(address: int, size: int, advice: int) -> bool:
     advise = _of_linux("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    return advise is not None and advise(address, size, 22) == 0  # MADV_POPULATE_READ
+    return advise is not None and advise(address, size, advice) == 0
 
 
 @cache

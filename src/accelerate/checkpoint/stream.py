@@ -3,7 +3,7 @@
 A thread takes one block: it copies it from the device or reads it from the disk, sums it up, and passes it on. So the
 bus, the checksums and the disk work at the same time, and no more than one block per thread is in memory besides the
 tensors themselves. In host memory a block goes step by step: what was summed up is still in the processor's cache when
-it is written. What is only to be compared is summed up where the system has it, without a copy.
+it is written. What is compared, or stays in host memory, is taken from where the system has it, without a copy between.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from accelerate.checkpoint import disk, layout
@@ -108,7 +109,7 @@ def read_file(
         # What stays on the host is read to its place, the rest of the block to a buffer.
         away = [(at, tensor) for at, tensor in wanted if tensor.device.type != "cpu"]
         here = [(at, tensor) for at, tensor in wanted if tensor.device.type == "cpu"]
-        total = None if wanted else _sum_in_place(content[start:end])
+        total = None if away else _from_map(content[start:end], [(at - start, tensor) for at, tensor in here], checked)
         if total is None:
             # All of what is to be copied to a device has to be there at once, and is read so: between two steps the
             # threads, as many as there are processors, wait for each other. What is only summed up has not.
@@ -232,11 +233,24 @@ def _sum(content: Sequence[Any], total: int = 0) -> int:
     return total
 
 
-def _sum_in_place(block: torch.Tensor) -> int | None:
-    """The checksum of a part of a mapped file; None where it has to be read to be known."""
+def _from_map(block: torch.Tensor, places: Sequence[tuple[int, torch.Tensor]], checked: bool) -> int | None:
+    """Fill memory with what a part of a mapped file has at a place; None where it has to be read.
+
+    Returns its checksum, where it is to be checked.
+    """
     if not len(block) or not disk.bring_in(block.data_ptr(), len(block)):
         return None
-    return _sum([_view(block)])
+    for _, tensor in places:
+        disk.get_pages(tensor.data_ptr(), len(tensor))
+    total = 0
+    for start in range(0, len(block), STEP):
+        step = block[start : start + STEP]
+        total = _sum([_view(step)], total) if checked else 0
+        for at, tensor in places:
+            first, last = max(start, at), min(start + len(step), at + len(tensor))
+            if first < last:  # by NumPy: see `host.copy`
+                np.copyto(tensor[first - at : last - at].numpy(), block[first:last].numpy())
+    return total
 
 
 def _read_into(descriptor: int, steps: Iterable[list[memoryview]], offset: int, path: Path, checked: bool) -> int:
