@@ -33,6 +33,8 @@ _DEAD_AFTER = 24 * 3600.0
 _SILENT_AFTER = 10 * _BEAT
 # In bytes; most file systems take 255, encrypted ones less.
 _LONGEST_NAME = 140
+# What a run leaves that dies while it saves or deletes: the name ends with whose it was.
+_LEFT_BEHIND = re.compile(rf"(?:{re.escape(layout.STAGING)}|^{re.escape(layout.DELETING)}.*-)([^-]+)$")
 
 
 def staging_for(target: Path) -> Path:
@@ -181,11 +183,11 @@ def _clean(parent: Path, now: float) -> None:
     None of that is of this save: what cannot be removed, or is being removed by another run, is left.
     """
     with suppress(OSError):
-        for path in list(parent.iterdir()):
-            mark = re.search(rf"(?:{re.escape(layout.STAGING)}|^{re.escape(layout.DELETING)}.*-)([^-]+)$", path.name)
+        for name in os.listdir(parent):  # by names alone: there may be many thousands of others
+            mark = _LEFT_BEHIND.search(name)
             if mark is not None and mark.group(1) != _identity():
                 with suppress(OSError):
-                    _clean_one(path, mark.group(1), now)
+                    _clean_one(parent / name, mark.group(1), now)
 
 
 def _clean_one(path: Path, identity: str, now: float) -> None:
