@@ -113,7 +113,7 @@ def copy(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 
 _PART = 1 << 23
-_THREADS = min(4, os.cpu_count() or 1)
+_THREADS = min(8, os.cpu_count() or 1)
 
 
 def _key(tensor: torch.Tensor) -> Any:

@@ -35,9 +35,10 @@ BLOCK = 1 << 22
 STEP = 1 << 20  # which the cache of a processor has room for
 # How many files are written at once. A file system lets one writer into a file at a time, and all readers.
 FILES = 3
-# No more threads than there are processors: more of them would only take turns.
+# No more threads than there are processors: more of them would only take turns. And no more than eight: between two
+# blocks each needs the interpreter, for which they then wait longer than they gain.
 WRITERS = min(6, -(-(os.cpu_count() or 1) // FILES))
-READERS = min(16, os.cpu_count() or 1)
+READERS = min(8, os.cpu_count() or 1)
 
 # A piece of a file: bytes, or a flat tensor of uint8 on any device.
 Piece = bytes | torch.Tensor
@@ -240,16 +241,18 @@ def _from_map(block: torch.Tensor, places: Sequence[tuple[int, torch.Tensor]], c
     """
     if not len(block) or not disk.bring_in(block.data_ptr(), len(block)):
         return None
-    for _, tensor in places:
-        disk.get_pages(tensor.data_ptr(), len(tensor))
+    source, targets = block.numpy(), [(at, tensor.numpy()) for at, tensor in places]
+    for _, target in targets:
+        disk.get_pages(target.ctypes.data, len(target))
     total = 0
-    for start in range(0, len(block), STEP):
-        step = block[start : start + STEP]
-        total = _sum([_view(step)], total) if checked else 0
-        for at, tensor in places:
-            first, last = max(start, at), min(start + len(step), at + len(tensor))
+    size = STEP if targets else len(source)
+    for start in range(0, len(source), size):
+        step = source[start : start + size]
+        total = _sum([step], total) if checked else 0
+        for at, target in targets:
+            first, last = max(start, at), min(start + len(step), at + len(target))
             if first < last:  # by NumPy: see `host.copy`
-                np.copyto(tensor[first - at : last - at].numpy(), block[first:last].numpy())
+                np.copyto(target[first - at : last - at], source[first:last])
     return total
 
 
