@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 # How the processes exchange something: the value of each, by rank.
 Gather = Callable[[Any], list[Any]]
 
+# Those of all Accelerators of this process: a notebook may make a second one while the first still writes.
+_writing: set[threading.Thread] = set()
+
 
 class Background:
     """One save at a time. What went wrong is raised by `wait`."""
@@ -43,9 +46,12 @@ class Background:
                 self._error = error
                 if first:  # a script that ends now would never hear of it
                     logger.error("The last checkpoint was not saved: %s", error)
+            finally:
+                _writing.discard(threading.current_thread())
 
         # No daemon: a checkpoint that was begun is finished, also at the end of the program.
         self._thread = threading.Thread(target=run, name="accelerate-checkpoint")
+        _writing.add(self._thread)
         self._thread.start()
         if not self._waited_for:
             # Python waits for threads at its end, but lets them start no others by then, which a save needs to do.
@@ -54,10 +60,10 @@ class Background:
             self._waited_for = True
 
     def wait(self) -> None:
-        """Return when the last save is on the disk; raise what it failed with, once."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        """Return when the last save of this process is on the disk; raise what our own failed with, once."""
+        for thread in (*_writing, *([] if self._thread is None else [self._thread])):
+            thread.join()
+        self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error

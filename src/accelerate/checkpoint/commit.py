@@ -5,6 +5,9 @@ renamed to `.accelerate-committed` inside the old one: from that moment the new 
 into place; whoever comes across a half-finished move (a load, the next save) finishes it. Nothing else in the folder
 is touched, so it may be anything: the working folder, a mounted disk, a folder with files of the user's own.
 
+One process at a time moves files in a folder (`_alone_in`): an evaluation may load what a training saves again and
+again, and whichever of them comes across a half-finished move finishes it.
+
 Machines that share no disk each have a folder of their own. The new one counts when it is there on all of them: until
 then none moves its files or deletes an older checkpoint, and what is not there on all is taken back (`settle`).
 """
@@ -17,7 +20,9 @@ import os
 import re
 import socket
 import threading
-from contextlib import suppress
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accelerate.checkpoint import disk, layout
@@ -33,6 +38,8 @@ _DEAD_AFTER = 24 * 3600.0
 _SILENT_AFTER = 10 * _BEAT
 # In bytes; most file systems take 255, encrypted ones less.
 _LONGEST_NAME = 140
+# How long one process waits for another that moves files in the same folder, which takes moments.
+_PATIENCE = 60.0
 # What a run leaves that dies while it saves or deletes: the name ends with whose it was.
 _LEFT_BEHIND = re.compile(rf"(?:{re.escape(layout.STAGING)}|^{re.escape(layout.DELETING)}.*-)([^-]+)$")
 
@@ -63,8 +70,9 @@ def begin(staging: Path) -> None:
     _clean(staging.parent, now)
     if staging.name.startswith(layout.STAGING):  # inside of what it will replace
         _clean(staging.parent.parent, now)  # where the first save of it may have died
-        if pending(staging.parent) is None:
-            disk.remove_tree(staging.parent / layout.COMMITTED)  # all of it is in place, but for empty folders
+        with _alone_in(staging.parent):
+            if pending(staging.parent) is None:
+                disk.remove_tree(staging.parent / layout.COMMITTED)  # all of it is in place, but for empty folders
 
 
 class Alive:
@@ -92,8 +100,11 @@ def publish(staging: Path, target: Path, manifest: Manifest) -> None:
     manifest.write(staging)
     disk.sync_folder(staging)
     if target.is_dir():
-        disk.rename(staging, target / layout.COMMITTED)
-        disk.sync_folder(target)
+        with _alone_in(target):
+            if pending(target) is not None:  # of another run that saves to the same folder
+                _move_in(target)
+            disk.rename(staging, target / layout.COMMITTED)
+            disk.sync_folder(target)
     else:
         disk.rename(staging, target)
         disk.sync_folder(target.parent)
@@ -101,10 +112,11 @@ def publish(staging: Path, target: Path, manifest: Manifest) -> None:
 
 def withdraw(target: Path, save: str) -> None:
     """Take back what `publish` has done, when it has failed on another machine."""
-    if pending(target) == save:
-        _discard(target / layout.COMMITTED)
-    elif current(target) == save:
-        _discard(target)
+    with _alone_in(target):
+        if pending(target) == save:
+            _discard(target / layout.COMMITTED)
+        elif current(target) == save:
+            _discard(target)
 
 
 def current(target: Path) -> str | None:
@@ -132,11 +144,17 @@ def settle(target: Path, everywhere: bool) -> None:
     committed = target / layout.COMMITTED
     if not committed.is_dir():
         return
-    new = Manifest.read(committed)
-    if new is None or not everywhere:
-        _discard(committed)
-        return
-    old = _to_be_replaced(target)
+    with _alone_in(target):
+        if pending(target) is not None and everywhere:
+            _move_in(target)
+        elif committed.is_dir():
+            _discard(committed)
+
+
+def _move_in(target: Path) -> None:
+    committed = target / layout.COMMITTED
+    new, old = Manifest.read(committed), _to_be_replaced(target)
+    assert new is not None
     for parent in {(target / name).parent for name in (*new.files, *(old.files if old is not None else ()))}:
         if not parent.resolve().is_relative_to(target.resolve()):
             raise CheckpointError(
@@ -158,10 +176,56 @@ def settle(target: Path, everywhere: bool) -> None:
     disk.remove_tree(committed)
 
 
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """A context in which no other process of this machine moves files in a folder. A killed one holds nobody up."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):  # another system, or it is not there
+        yield
+        return
+    try:
+        end = time.monotonic() + _PATIENCE
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise CheckpointError(
+                        f"Another process has been replacing the checkpoint in {folder} for {_PATIENCE:.0f} s: see "
+                        "whether it was stopped, end it, or choose another folder."
+                    ) from None
+                time.sleep(0.01)
+            except OSError:  # some network disks know no locks
+                break
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def mark(folder: Path) -> tuple[int, ...] | None:
+    """What tells the checkpoint in a folder from the next one there; None if there is none with a manifest."""
+    try:
+        about = (folder / layout.MANIFEST).stat()
+    except OSError:
+        return None
+    return about.st_ino, about.st_mtime_ns, about.st_ctime_ns
+
+
+def is_being_replaced(folder: Path) -> bool:
+    return (folder / layout.COMMITTED / layout.MANIFEST).exists()
+
+
 def prune(folders: list[Path], keep: int) -> None:
     """Delete all but the last `keep` of these checkpoints."""
     for folder in folders[: max(len(folders) - max(keep, 0), 0)]:
-        _discard(folder)
+        try:
+            _discard(folder)
+        except OSError as error:  # the new one is there all the same
+            logger.warning(f"{folder} is an older checkpoint than `total_limit` keeps and was not deleted: {error}.")
 
 
 def _discard(folder: Path) -> None:
@@ -241,7 +305,7 @@ def _is_dead(identity: str, silent: float) -> bool:
     minutes: another machine may have the same name.
     """
     parts = identity.rsplit("~", 4)
-    if len(parts) != 5 or not parts[3].isdigit():
+    if len(parts) != 5 or not (parts[3].isascii() and parts[3].isdigit()):
         return False
     host, boot, space, pid, started = parts
     my_host, my_boot, my_space = _place().rsplit("~", 2)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import layout
+from accelerate.checkpoint import commit, layout
 from accelerate.checkpoint.manifest import Manifest, files_since
 from accelerate.checkpoint.parts import Engine, Put
 from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.save import agree, explained, settle
+from accelerate.checkpoint.save import agree, explained, one_at_a_time, settle
 from accelerate.checkpoint.state import Loaded, Run, apply_loaders, apply_objects, apply_random_states, read
 from accelerate.comm import current
 from accelerate.errors import CheckpointError
@@ -112,14 +112,11 @@ def _apart(folder: Path, local: tuple[int, int]) -> bool:
     communicator = current()
     if communicator.size == local[1]:
         return False
-    mark = None
-    with suppress(OSError):
-        about = (folder / layout.MANIFEST).stat()
-        mark = about.st_ino, about.st_mtime_ns, about.st_ctime_ns
-    marks = agree(None, communicator.rank, mark)
+    marks = agree(None, communicator.rank, commit.mark(folder))
     return bool(marks[communicator.rank] is None or marks[communicator.rank] != marks[0])
 
 
+@one_at_a_time()
 def load(
     run: Run,
     folder: Path,
@@ -136,47 +133,16 @@ def load(
     hooks: called with the models and the folder; models that a hook takes out of the list are left to it.
     verified: whether the checksums were compared already.
     """
-    failure: Exception | None = None
-    loaded: Loaded | None = None
-    puts: list[Put] = []
-    undo = ExitStack()
-    manifest: Manifest | None = None
-    settle(folder, run.local)
-    apart = _apart(folder, run.local)
-    models, hooks = list(run.models), list(hooks)
-    reader = Reader(folder, share=run.local)
-    try:
-        manifest = _check(folder, run, reader, verified, at_once=bool(hooks), apart=apart)
-        _check_custom(run, reader)
-        loaded = read(run, reader, **(torch_load or {}))
-    except Exception as error:
-        failure = error
-    answers = agree(failure, run.rank, (None if manifest is None else manifest.save, bool(hooks)))
-    saves, hooked = [save for save, _ in answers], any(has_hooks for _, has_hooks in answers)
-    if len(set(saves)) > 1:
-        raise CheckpointError(
-            f"{folder} holds another checkpoint for rank {saves.index(next(s for s in saves if s != saves[0]))} than "
-            "for rank 0: load one that all machines have, or copy it to all of them."
-        )
-    run = replace(run, saved_ranks=_saved_ranks(reader, manifest))
-    if hooked:
-        # Optimizers are left to no hook: where they do not fit, none is called, which might change a model.
+    hooks = list(hooks)
+    for attempt in itertools.count(1):
         try:
-            puts.append(engine.load(run, reader, torch_load=torch_load or {}, **kwargs))
-        except Exception as error:
-            failure = error
-        agree(failure, run.rank)
-    try:
-        for hook in hooks:
-            hook(models, str(folder))
-        rest = replace(run, without_hooks=models, optimizers=[] if hooked else run.optimizers, to_follow=run.optimizers)
-        puts.insert(0, engine.load(rest, reader, torch_load=torch_load or {}, **kwargs))
-        if manifest is not None:  # what was read in another way, or by nobody
-            manifest.check(folder, reader.unchecked)
-    except Exception as error:
-        failure = error
-    agree(failure, run.rank)
-    assert loaded is not None
+            loaded, puts = _read(run, folder, engine, hooks, verified, torch_load or {}, kwargs)
+            break
+        except _Replaced as error:
+            if attempt == _ATTEMPTS:
+                raise CheckpointError(str(error)) from None
+    failure: Exception | None = None
+    undo = ExitStack()
     try:
         apply_objects(loaded, run, undo)
     except Exception as error:
@@ -198,6 +164,80 @@ def load(
         failure = error
     agree(failure, run.rank)
     return loaded
+
+
+def _read(
+    run: Run,
+    folder: Path,
+    engine: Engine,
+    hooks: list[Callable[[list[Any], str], Any]],
+    verified: bool,
+    torch_load: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> tuple[Loaded, list[Put]]:
+    """Read and check everything; nothing of the run is changed but what hooks change."""
+    failure: Exception | None = None
+    loaded: Loaded | None = None
+    puts: list[Put] = []
+    manifest: Manifest | None = None
+    settle(folder, run.local)
+    began = commit.mark(folder)
+    apart = _apart(folder, run.local)
+    models = list(run.models)
+    reader = Reader(folder, share=run.local)
+    try:
+        manifest = _check(folder, run, reader, verified, at_once=bool(hooks), apart=apart)
+        _check_custom(run, reader)
+        loaded = read(run, reader, **torch_load)
+    except Exception as error:
+        failure = error
+    _see_that_it_is_the_same(folder, began, run.rank, _Replaced)
+    answers = agree(failure, run.rank, (None if manifest is None else manifest.save, bool(hooks)))
+    saves, hooked = [save for save, _ in answers], any(has_hooks for _, has_hooks in answers)
+    if len(set(saves)) > 1:
+        raise CheckpointError(
+            f"{folder} holds another checkpoint for rank {saves.index(next(s for s in saves if s != saves[0]))} than "
+            "for rank 0: load one that all machines have, or copy it to all of them."
+        )
+    run = replace(run, saved_ranks=_saved_ranks(reader, manifest))
+    if hooked:
+        # Optimizers are left to no hook: where they do not fit, none is called, which might change a model.
+        try:
+            puts.append(engine.load(run, reader, torch_load=torch_load, **kwargs))
+        except Exception as error:
+            failure = error
+        agree(failure, run.rank)
+    try:
+        for hook in hooks:
+            hook(models, str(folder))
+        rest = replace(run, without_hooks=models, optimizers=[] if hooked else run.optimizers, to_follow=run.optimizers)
+        puts.insert(0, engine.load(rest, reader, torch_load=torch_load, **kwargs))
+        if manifest is not None:  # what was read in another way, or by nobody
+            manifest.check(folder, reader.unchecked)
+    except Exception as error:
+        failure = error
+    _see_that_it_is_the_same(folder, began, run.rank, CheckpointError if hooked else _Replaced)
+    agree(failure, run.rank)
+    assert loaded is not None
+    return loaded, puts
+
+
+class _Replaced(CheckpointError):
+    """Another run has saved to the folder meanwhile; what is there now can be read."""
+
+
+# Who saves all the time to a folder that is read all the time gets to know it.
+_ATTEMPTS = 10
+
+
+def _see_that_it_is_the_same(folder: Path, began: Any, rank: int, kind: type[CheckpointError]) -> None:
+    """Raise, on all processes, if another run has saved to the folder since its files began to be read.
+
+    A file that was replaced meanwhile looks damaged, and small ones are read after they were checked.
+    """
+    changed = commit.mark(folder) != began or commit.is_being_replaced(folder)
+    if any(agree(None, rank, changed)):
+        raise kind(f"{folder} was replaced by another run while it was read, and nothing was loaded: load it again.")
 
 
 def _check(folder: Path, run: Run, reader: Reader, verified: bool, at_once: bool, apart: bool) -> Manifest | None:

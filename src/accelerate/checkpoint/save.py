@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -23,6 +25,28 @@ from accelerate.errors import CheckpointError
 Hook = Callable[[list[Any], list[dict[str, Any]], str], Any]
 
 
+_one = threading.RLock()
+_under_way = False
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """A context for a save or a load: other threads wait, and a handler of signals that comes between is told so."""
+    global _under_way
+    with _one:
+        if _under_way:
+            raise CheckpointError(
+                "A checkpoint is being saved or loaded, and another save or load came between in the same thread, as "
+                "from a signal handler: set a flag in the handler, and save in the loop."
+            )
+        _under_way = True
+        try:
+            yield
+        finally:
+            _under_way = False
+
+
+@one_at_a_time()
 def save(
     run: Run,
     target: Path,
