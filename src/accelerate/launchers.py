@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import operator
 import os
 import pickle
+import reprlib
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +22,17 @@ from accelerate.available import has_package, is_cuda_available
 from accelerate.config.enums import DistributedType, PrecisionType
 from accelerate.config.environment import parse_flag_from_env, patch_environment
 from accelerate.devices import cuda_start
-from accelerate.machine import get_free_port, is_port_in_use
+from accelerate.launch.meeting import meeting_point
+from accelerate.machine import get_free_port
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
 
 # These two report the failure of a worker with its traceback, which is then raised here anyway.
 _ECHOES = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+
+# What tells the state that a run of one process has made in this notebook from one that the notebook has made itself.
+_trial: Any = None
 
 cuda_start.remember()
 
@@ -106,7 +112,7 @@ def notebook_launcher(
 
     function, args: what to call on each process. The function makes the `Accelerator`, and whatever touches a GPU.
     num_processes: on this machine; by default one per GPU, or one.
-    mixed_precision: "no", "fp16", "bf16" or "fp8", for the `Accelerator` in the function.
+    mixed_precision: "no", "fp16" or "bf16", for the `Accelerator` in the function.
     use_port, master_addr: where the processes meet. On one machine a free port is taken where this one is in use.
     node_rank, num_nodes: which machine this is, of how many; call it on each of them.
     rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id: torch elastic's rendezvous.
@@ -118,10 +124,11 @@ def notebook_launcher(
     """
     if num_processes is None:
         num_processes = _gpus() or 1
+    _check_arguments(args, num_processes=num_processes, node_rank=node_rank, num_nodes=num_nodes)
     _check(num_processes, mixed_precision, node_rank, num_nodes, start_method)
     if num_processes * num_nodes == 1:
         print(f"Running {_name(function)} in this process.")
-        with patch_environment(accelerate_mixed_precision=mixed_precision):
+        with _trial_run(str(mixed_precision).lower()):
             function(*args)
         return
 
@@ -129,23 +136,26 @@ def notebook_launcher(
     _check_ready(function, start_method)
     if 0 < _gpus() < num_processes:
         warnings.warn(f"{num_processes} processes will share {_gpus()} GPU(s), which NCCL refuses.", stacklevel=2)
-    use_port = _port(str(use_port), num_nodes)
     if rdzv_backend == "static":
         rdzv_conf = {"rank": node_rank, **(rdzv_conf or {})}
-        rdzv_endpoint = rdzv_endpoint or f"{master_addr}:{use_port}"
 
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     where = f" on each of {num_nodes} machines" if num_nodes > 1 else ""
     print(f"Running {_name(function)} on {num_processes} processes{where}.")
-    with _environment(mixed_precision, start_method, num_nodes), _without_echoes(), _without_collecting():
+    with (
+        _endpoint(rdzv_endpoint, rdzv_backend, master_addr, int(use_port), node_rank, num_nodes) as endpoint,
+        _environment(mixed_precision, start_method, num_nodes),
+        _without_echoes(),
+        _without_collecting(),
+    ):
         config = LaunchConfig(
             min_nodes=num_nodes,
             max_nodes=num_nodes,
             nproc_per_node=num_processes,
             run_id=rdzv_id,
             rdzv_backend=rdzv_backend,
-            rdzv_endpoint=rdzv_endpoint,
+            rdzv_endpoint=endpoint,
             rdzv_configs=rdzv_conf or {},
             max_restarts=max_restarts,
             monitor_interval=monitor_interval,
@@ -166,6 +176,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """
     from torch.multiprocessing.spawn import start_processes
 
+    _check_arguments(args, num_processes=num_processes)
     world = {
         "world_size": num_processes,
         "local_world_size": num_processes,
@@ -187,11 +198,42 @@ def test_launch() -> None:
 test_launch.__test__ = False  # type: ignore[attr-defined]
 
 
+def _check_arguments(args: Any, **numbers: Any) -> None:
+    if isinstance(args, (str, Mapping)) or not isinstance(args, Iterable):
+        shown = reprlib.repr(args)
+        raise ValueError(f"args is {shown}, but should be a tuple or a list: one argument is written `({shown},)`.")
+    for name, value in numbers.items():
+        try:
+            operator.index(value)
+        except TypeError:
+            raise ValueError(f"{name} is {value!r}, but should be a whole number.") from None
+
+
+@contextlib.contextmanager
+def _trial_run(mixed_precision: str) -> Iterator[None]:
+    """A run in this process, after which others may follow; what it makes may still be used until then."""
+    global _trial
+    if _made_by_trial() and AcceleratorState._shared_state.get("_mixed_precision") != mixed_precision:
+        AcceleratorState._reset_state()  # the precision is that of the first `Accelerator` otherwise
+    fresh = PartialState._shared_state == {}
+    try:
+        with patch_environment(accelerate_mixed_precision=mixed_precision):
+            yield
+    finally:
+        if fresh:
+            _trial = PartialState._shared_state.get("world")
+
+
+def _made_by_trial() -> bool:
+    """Whether the state of this process was made by a function that `notebook_launcher` ran in it."""
+    return _trial is not None and PartialState._shared_state.get("world") is _trial
+
+
 def _check(num_processes: int, mixed_precision: str, node_rank: int, num_nodes: int, start_method: str | None) -> None:
     if num_processes < 1:
         raise ValueError(f"num_processes is {num_processes}: at least one is needed.")
     if str(mixed_precision).lower() not in PrecisionType.list():
-        raise ValueError(f"mixed_precision is {mixed_precision!r}: choose one of {', '.join(PrecisionType.list())}.")
+        raise ValueError(f"mixed_precision is {mixed_precision!r}: choose one of no, fp16, bf16.")
     if not 0 <= node_rank < num_nodes:
         raise ValueError(f"node_rank is {node_rank} and num_nodes {num_nodes}: machines count from 0 to num_nodes - 1.")
     if start_method not in (None, "fork", "spawn"):
@@ -200,7 +242,8 @@ def _check(num_processes: int, mixed_precision: str, node_rank: int, num_nodes: 
 
 def _check_ready(function: Callable[..., Any], start_method: str) -> None:
     """Refuse what would fail in the new processes, where the error would be far from its cause."""
-    if PartialState._shared_state != {}:
+    # The processes forget the state of a trial, and the function makes its own.
+    if PartialState._shared_state != {} and not _made_by_trial():
         raise ValueError(
             "An Accelerator or PartialState has already been made in this notebook, so the function could use that one "
             "instead of its own: restart the kernel, and make it inside the function only."
@@ -230,11 +273,17 @@ def _is_of_notebook(function: Callable[..., Any]) -> bool:
     return function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
 
 
-def _port(port: str, num_nodes: int) -> str:
-    """On one machine nobody else needs to know the port, so a free one will do."""
-    if num_nodes == 1 and (port == "0" or is_port_in_use(int(port))):
-        return str(get_free_port())
-    return port
+@contextlib.contextmanager
+def _endpoint(given: str, backend: str, address: str, port: int, node_rank: int, num_nodes: int) -> Iterator[str]:
+    """Where the processes meet; the first machine listens there."""
+    if given or backend != "static":
+        yield given
+    elif node_rank > 0:
+        yield f"{address}:{port}"
+    else:
+        # On one machine nobody else needs to know the port, so a free one will do.
+        with meeting_point(port, num_nodes == 1, "`use_port`") as taken:
+            yield f"{address}:{taken}"
 
 
 def _gpus() -> int:

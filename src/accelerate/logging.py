@@ -57,6 +57,10 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     logger = logging.getLogger(name)
     level = os.environ.get("ACCELERATE_LOG_LEVEL") if log_level is None else log_level
     if level is not None:
-        logger.setLevel(level.upper())
+        try:
+            logger.setLevel(level.upper())
+        except ValueError:
+            name = "ACCELERATE_LOG_LEVEL" if log_level is None else "log_level"
+            raise ValueError(f"{name} is {level!r}: choose one of DEBUG, INFO, WARNING, ERROR, CRITICAL.") from None
         logger.root.setLevel(level.upper())
     return MultiProcessAdapter(logger, {})

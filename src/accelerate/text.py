@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from functools import reduce
 from typing import Any
 
@@ -32,6 +32,14 @@ def convert_file_size_to_int(size: int | str) -> int:
     amount = int(float(match.group(1)) * _UNITS[unit.upper()])
     bits = unit.endswith("b") and not unit.upper().endswith("IB")
     return amount // 8 if bits else amount
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Returns what to add to an error about a word that is not known: the one it nearly is, if there is one."""
+    from difflib import get_close_matches
+
+    near = get_close_matches(word, list(known), n=1, cutoff=0.75)
+    return f" (did you mean `{near[0]}`?)" if near else ""
 
 
 def get_pretty_name(obj: Any) -> str:

@@ -17,7 +17,7 @@ from torch.multiprocessing.spawn import ProcessRaisedException
 
 from accelerate import Accelerator, debug_launcher, notebook_launcher
 from accelerate.devices import cuda_start
-from accelerate.launchers import LaunchFailed, PrepareForLaunch, _Entry, _port
+from accelerate.launchers import LaunchFailed, PrepareForLaunch, _Entry
 from accelerate.state import PartialState
 from tests.harness import run_world
 from tests.harness.world import free_port
@@ -85,12 +85,14 @@ def test_notebook_launcher_on_two_machines(tmp_path: Path) -> None:
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["[0, 3] cpu bf16"] * 2
 
 
-def test_on_one_machine_a_port_in_use_is_replaced() -> None:
-    port = str(free_port())
-    assert _port(port, num_nodes=1) == port
-    with socket.create_server(("localhost", int(port))):
-        assert _port(port, num_nodes=1) != port
-        assert _port(port, num_nodes=2) == port  # where the other machine looks for it
+def test_on_one_machine_a_port_in_use_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    with socket.create_server(("localhost", 0)) as other:
+        port = str(other.getsockname()[1])
+        notebook_launcher(_write_what_i_see, (str(tmp_path), 3), num_processes=2, use_port=port)
+        assert (tmp_path / "1").read_text() == "[0, 3] cpu no"
+        with pytest.raises(ConnectionError, match=f"already listens on port {port}.*another `use_port`"):
+            notebook_launcher(print, num_processes=1, num_nodes=2, use_port=port)  # the other looks for it there
 
 
 def test_one_process_is_this_one(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +109,11 @@ def test_one_process_is_this_one(capsys: pytest.CaptureFixture[str], monkeypatch
         ({"mixed_precision": "fp64"}, "mixed_precision is 'fp64'"),
         ({"node_rank": 2, "num_nodes": 2}, "node_rank is 2 and num_nodes 2"),
         ({"start_method": "thread"}, "start_method is 'thread'"),
+        ({"num_processes": "2"}, "num_processes is '2', but should be a whole number"),
+        ({"num_processes": 2.0}, "num_processes is 2.0, but should be a whole number"),
+        ({"num_nodes": "1"}, "num_nodes is '1', but should be a whole number"),
+        ({"args": 0.1}, r"args is 0\.1, but should be a tuple or a list: one argument is written `\(0\.1,\)`"),
+        ({"args": "ab"}, "args is 'ab', but should be a tuple or a list"),
     ],
 )
 def test_what_cannot_be_is_refused(arguments: dict[str, object], words: str) -> None:
@@ -118,6 +125,37 @@ def test_an_accelerator_that_exists_already_is_refused() -> None:
     Accelerator(cpu=True)
     with pytest.raises(ValueError, match="already been made in this notebook"):
         notebook_launcher(print, num_processes=2)
+
+
+def test_a_trial_on_one_process_does_not_stand_in_the_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    kept = []
+
+    def train(folder: str) -> None:
+        kept.append(Accelerator())
+        _write_what_i_see(folder, 3)
+
+    notebook_launcher(train, (str(tmp_path),), num_processes=1)
+    assert (tmp_path / "0").read_text() == "[0] cpu no"
+    notebook_launcher(train, (str(tmp_path),), num_processes=2, mixed_precision="bf16", use_port="0")
+    assert (tmp_path / "1").read_text() == "[0, 3] cpu bf16"
+    # So it does for another trial, with another precision.
+    notebook_launcher(train, (str(tmp_path),), num_processes=1, mixed_precision="bf16")
+    assert (tmp_path / "0").read_text() == "[0] cpu bf16"
+    # What the trial has made still works here.
+    assert kept[0].num_processes == 1
+    # One that the notebook itself made does stand in the way.
+    PartialState._reset_state()
+    PartialState(cpu=True)
+    with pytest.raises(ValueError, match="already been made in this notebook"):
+        notebook_launcher(print, num_processes=2)
+
+
+def test_debug_launcher_wants_a_list_of_arguments() -> None:
+    with pytest.raises(ValueError, match="args is 5, but should be a tuple or a list"):
+        debug_launcher(print, 5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_processes is '2', but should be a whole number"):
+        debug_launcher(print, (), "2")  # type: ignore[arg-type]
 
 
 def test_the_line_that_starts_cuda_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:

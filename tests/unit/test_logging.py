@@ -50,8 +50,11 @@ def test_levels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "ERROR")
     assert get_logger("e").logger.level == logging.ERROR
     assert get_logger("f", log_level="debug").logger.level == logging.DEBUG
-    with pytest.raises(ValueError, match="BOGUS"):
+    with pytest.raises(ValueError, match="log_level is 'bogus': choose one of DEBUG, INFO"):
         get_logger("g", log_level="bogus")
+    monkeypatch.setenv("ACCELERATE_LOG_LEVEL", "FOO")
+    with pytest.raises(ValueError, match="ACCELERATE_LOG_LEVEL is 'FOO': choose one of DEBUG, INFO"):
+        get_logger("h")
 
 
 def speak(path: str) -> None:

@@ -220,6 +220,27 @@ def test_restarts_and_files_of_output(tmp_path: Path) -> None:
     assert sorted(written) == ["attempt 0\n"] * 2 + ["attempt 1\n"] * 2
 
 
+@pytest.mark.parametrize(("backend", "asked"), [("static", False), ("c10d", False), ("static", True)])
+def test_a_port_that_is_taken_after_it_was_chosen(tmp_path: Path, backend: str, asked: bool) -> None:
+    """Of two launches that start together, both find 29500 free; here the other one is already there."""
+    train = script(tmp_path, "print('RESULT', json.dumps([rank, os.environ['WORLD_SIZE']]))")
+    with socket.create_server(("localhost", 0)) as other:
+        port = other.getsockname()[1]
+        here = f"--master_port={port}" if backend == "static" else f"--rdzv_endpoint=127.0.0.1:{port}"
+        words = ["--nnodes=1", "--nproc_per_node=2", f"--rdzv_backend={backend}", here, train]
+        done = subprocess.run(
+            [sys.executable, "-m", "accelerate.launch.elastic", *([] if asked else ["--any_port"]), *words],
+            capture_output=True, text=True, timeout=200, env=environment(tmp_path), cwd=tmp_path,
+        )  # fmt: skip
+    if asked:
+        assert done.returncode == 1
+        assert done.stderr.strip().count("\n") == 0
+        assert f"already listens on port {port}" in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert results(done.stdout) == [[0, "2"], [1, "2"]]
+
+
 ABOUT = """
 main = sys.modules["__main__"]
 import multiprocessing

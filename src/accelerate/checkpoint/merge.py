@@ -53,6 +53,8 @@ def _merge(source: Path, target: Path, safe: bool, remove: bool) -> None:
 
 
 def _folder_of_shards(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise CheckpointError(f"There is no folder {folder}: correct its name or path.")
     if (folder / ".metadata").is_file():
         return folder
     inside = sorted(path.parent for path in folder.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))

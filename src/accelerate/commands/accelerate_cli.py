@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 
 from accelerate.commands.utils import CustomArgumentParser
+from accelerate.text import did_you_mean
 
 # Name -> the function `f(subparsers=None)` that makes the subcommand's parser, whose default `func` runs it; and one
 # line of help. A new command is its file and its line here.
@@ -60,7 +61,8 @@ def main() -> None:
         print(f"accelerate {__version__}")
         return
     if words[0] not in COMMANDS:
-        sys.exit(f"accelerate: there is no command {words[0]!r}; choose one of {', '.join(COMMANDS)}.")
+        near = did_you_mean(words[0], COMMANDS)
+        sys.exit(f"accelerate: there is no command {words[0]!r}{near}; choose one of {', '.join(COMMANDS)}.")
     args = _maker(COMMANDS[words[0]][0])(None).parse_args(words[1:])
     args.func(args)
 

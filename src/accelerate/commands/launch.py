@@ -15,7 +15,7 @@ from accelerate.config.options import FAMILIES, FLAG, Option
 from accelerate.config.options.base import WORDS
 from accelerate.config.options.compiling import LEGACY_DYNAMO_BACKENDS as DYNAMO_BACKENDS
 from accelerate.constants import DEEPSPEED_MULTINODE_LAUNCHERS, TORCH_DYNAMO_MODES
-from accelerate.errors import CommandFailed, NotYetSupported
+from accelerate.errors import NotYetSupported
 
 if TYPE_CHECKING:
     # What help and a wrong flag do not need is imported when something is launched.
@@ -184,12 +184,7 @@ def _ready(planned: LaunchPlan, settings: Settings) -> None:
     if planned.refused is not None:
         raise NotYetSupported(*planned.refused)
     if settings.mixed_precision == "fp8":
-        from accelerate.available import is_fp8_available
-
-        if not is_fp8_available():
-            raise CommandFailed(
-                "`--mixed_precision fp8` needs a library for it: install torchao, transformer_engine or MS-AMP."
-            )
+        raise NotYetSupported("mixed precision in fp8", "use bf16, which every current GPU supports.")
     if settings.mpirun_hostfile is None and not settings.module:
         _check_script(settings.script, settings.no_python)
     if not settings.quiet:
@@ -200,6 +195,8 @@ def _ready(planned: LaunchPlan, settings: Settings) -> None:
 def _check_script(script: str, program: bool) -> None:
     if program and shutil.which(script) is not None:
         return
+    if os.path.isdir(script) and not program and not os.path.exists(os.path.join(script, "__main__.py")):
+        raise IsADirectoryError(f"{script} is a folder without a `__main__.py`: name the script to run.")
     if not os.path.exists(script):
         what = "program" if program else "script"
         raise FileNotFoundError(f"There is no {what} {script} (in {os.getcwd()}): correct its name or path.")

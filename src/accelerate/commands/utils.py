@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from accelerate.errors import CheckpointError, CommandFailed
+from accelerate.text import did_you_mean
 
 
 @contextmanager
@@ -89,6 +90,13 @@ class CustomArgumentParser(argparse.ArgumentParser):
         if not hasattr(namespace, "nondefault"):
             namespace.nondefault = set()
         return super().parse_known_args(args, namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            words = [word + did_you_mean(word.partition("=")[0], self._option_string_actions) for word in unknown]
+            self.error(f"unrecognized arguments: {' '.join(words)}")
+        return found
 
     def error(self, message: str) -> NoReturn:
         # The usage of `launch` fills two screens and would hide the sentence that matters.

@@ -15,6 +15,7 @@ from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMak
 from accelerate.config.migrate import migrate
 from accelerate.config.options import FAMILIES, FILE_ONLY, OPTIONS, SECTIONS
 from accelerate.constants import SAGEMAKER_PYTHON_VERSION, SAGEMAKER_PYTORCH_VERSION, SAGEMAKER_TRANSFORMERS_VERSION
+from accelerate.text import did_you_mean
 
 
 def folder(environ: Mapping[str, str] | None = None) -> Path:
@@ -83,10 +84,12 @@ class BaseConfig:
     @classmethod
     def _from_file(cls, path: Path) -> BaseConfig:
         content, fields = read(path), dataclasses.fields(cls)
-        unknown = sorted(set(migrate(content)[0]) - {field.name for field in fields})
+        known = {field.name for field in fields}
+        unknown = sorted(set(migrate(content)[0]) - known)
         if unknown:
+            words = ", ".join(f"{key}{did_you_mean(key, known)}" for key in map(str, unknown))
             raise ValueError(
-                f"The config file {path} has keys that nothing knows: {', '.join(unknown)}; "
+                f"The config file {path} has keys that nothing knows: {words}; "
                 "correct or remove them, or update accelerate."
             )
         required = {field.name for field in fields if field.default is dataclasses.MISSING}
@@ -226,6 +229,11 @@ def read(path: Path) -> dict[str, Any]:
         if type(error).__module__.partition(".")[0] != "yaml":
             raise
         raise ValueError(f"The config file {path} is not YAML: {' '.join(str(error).split())}.") from None
+    if content is None:
+        raise ValueError(
+            f"The config file {path} is empty: make one with `accelerate config`, or give another one with "
+            "`--config_file`."
+        )
     if not isinstance(content, dict):
         raise ValueError(f"The config file {path} should hold names and values, but holds {type(content).__name__}.")
     for section in SECTIONS:

@@ -13,20 +13,27 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.launch import processes, program
 from accelerate.launch.engines.single import PROGRAM, WORKER
 from accelerate.launch.failure import details, say
+from accelerate.launch.meeting import PortTaken, meeting_point
 
 _STAND_IN = "\0--"
+# Words for this module, before those for torchrun.
+_OWN = ("--quiet", "--any_port")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the processes to their end; returns the exit code of the first that failed."""
     words = sys.argv[1:] if argv is None else argv
-    quiet = words[:1] == ["--quiet"]
+    own = list(takewhile(_OWN.__contains__, words))
+    quiet = "--quiet" in own
     program.adopt_orphans()
     _limit_interrupts()
     kills = processes.out_of_memory_kills()
@@ -41,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         # Its report of a failure says less than ours, and hides it.
         logging.disable(logging.CRITICAL)
     # Its parser would take a `--` that belongs to the script for its own.
-    shielded = [_STAND_IN if word == "--" else word for word in (words[1:] if quiet else words)]
+    shielded = [_STAND_IN if word == "--" else word for word in words[len(own) :]]
     arguments = torchrun.get_args_parser().parse_args(shielded)
     if arguments.master_port is None:
         arguments.master_port = 29500
@@ -49,8 +56,12 @@ def main(argv: list[str] | None = None) -> int:
     command_args = ["--" if word == _STAND_IN else word for word in command_args]
     command, command_args = _through_worker(arguments, str(command), command_args)
     try:
-        elastic_launch(config=config, entrypoint=command)(*command_args)
+        with _listening(config, "--any_port" in own):
+            elastic_launch(config=config, entrypoint=command)(*command_args)
         return 0
+    except PortTaken as problem:
+        print(f"accelerate launch: {problem}", file=sys.stderr, flush=True)
+        return 1
     except ChildFailedError as failure:
         return _report(failure, quiet, processes.out_of_memory_kills() - kills)
     except SignalException as stopped:
@@ -62,6 +73,19 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     finally:
         program.signal_descendants()
+
+
+@contextmanager
+def _listening(config: Any, any_port: bool) -> Iterator[None]:
+    """Takes the port where the processes meet, on the machine that has to listen there."""
+    one_machine = config.max_nodes == 1 and config.rdzv_backend in ("static", "c10d")
+    if one_machine or (config.rdzv_backend == "static" and config.rdzv_configs["rank"] == 0):
+        host, port = config.rdzv_endpoint.rsplit(":", 1)
+        with meeting_point(int(port), any_port) as taken:
+            config.rdzv_endpoint = f"{host}:{taken}"
+            yield
+    else:
+        yield
 
 
 def _through_worker(arguments: Any, command: str, words: list[str]) -> tuple[str, list[str]]:

@@ -24,7 +24,7 @@ def resolve(
     read_flags(settings, args)
     read_file(settings, environ)
     settings.devices = machine.accelerators(environ) if devices is None else devices
-    for detect in (_engine, _precision, _cluster, _machines, _processes, _threads):
+    for detect in (_engine, _precision, _cluster, _machines, _processes, _missing_gpus, _threads):
         detect(settings, environ)
     _port(settings, port_in_use)
     return settings
@@ -130,6 +130,26 @@ def _processes(settings: Settings, environ: Mapping[str, str]) -> None:
         )
 
 
+def _missing_gpus(settings: Settings, environ: Mapping[str, str]) -> None:
+    """A run on the CPU is easily taken for one on a GPU."""
+    first = settings.world is None or settings.world.rank == 0
+    asked = _gpus_asked_for(settings)
+    if first and asked and settings.on_cpu and not settings.cpu:
+        settings.notes.append(f"{asked}, but no GPU was found ({settings.devices.reason}): this will run on the CPU.")
+
+
+def _gpus_asked_for(settings: Settings) -> str:
+    """In words, who asks for GPUs, if somebody does."""
+    multi, ids = settings.of["multi_gpu"], settings.of["gpu_ids"]
+    if multi.value:
+        return "`--multi_gpu` was given" if multi.source == "flag" else f"{multi.reason} in {settings.config_file}"
+    if ids.value not in (None, "all"):
+        if ids.source == "flag":
+            return f"`--gpu_ids {ids.value}` was given"
+        return f"`gpu_ids` is {ids.value} in {settings.config_file}"
+    return ""
+
+
 def _chosen_devices(settings: Settings) -> int:
     if settings.devices.count and settings.gpu_ids not in (None, "all"):
         return len(str(settings.gpu_ids).split(","))
@@ -153,6 +173,7 @@ def _port(settings: Settings, port_in_use: Callable[[int], bool] | None) -> None
     mpi = settings.mpirun_hostfile is not None
     if not settings.elastic and not mpi:
         return
+    from accelerate.launch.meeting import in_use
     from accelerate.machine import get_free_port, is_port_in_use
 
     port_in_use = port_in_use or is_port_in_use
@@ -161,10 +182,7 @@ def _port(settings: Settings, port_in_use: Callable[[int], bool] | None) -> None
     if port:
         listens_here = not several or (settings.machine_rank == 0 and not mpi)
         if listens_here and port_in_use(port):
-            raise ConnectionError(
-                f"Something on this machine already listens on port {port}, where the processes should meet: "
-                "end it, or give another `--main_process_port` (0 for any free one)."
-            )
+            raise in_use(port)
     elif port is None and not port_in_use(DEFAULT_PORT):
         settings.put("main_process_port", DEFAULT_PORT, "default")
     else:

@@ -10,9 +10,10 @@ from typing import Any
 
 from accelerate.config import file as config_file
 from accelerate.config.migrate import migrate
-from accelerate.config.options import FAMILIES, OPTIONS
+from accelerate.config.options import FAMILIES, OPTIONS, SECTIONS
 from accelerate.environments import World
 from accelerate.launch import machine
+from accelerate.text import did_you_mean
 
 # At most one of each line may be asked for.
 _ONE_OF = (("multi_gpu", "tpu", "cpu"), ("use_deepspeed", "use_fsdp", "use_megatron_lm", "multi_gpu", "tpu"))
@@ -65,7 +66,7 @@ class Settings:
     @property
     def on_cpu(self) -> bool:
         """Whether the processes compute on the CPU."""
-        return bool(self.cpu) or not (self.devices.count or self.multi_gpu or self.tpu)
+        return bool(self.cpu) or not (self.devices.count or self.tpu)
 
     @property
     def elastic(self) -> bool:
@@ -119,7 +120,8 @@ def read_file(settings: Settings, environ: Mapping[str, str]) -> None:
         settings.notes.append(f"{path} is of an earlier release: `accelerate config update` brings it up to date.")
     unknown = settings.file.unknown_in_sections()
     if unknown:
-        settings.notes.append(f"{path} has keys that nothing reads: {', '.join(unknown)}.")
+        words = ", ".join(f"{key}{_known_key_near(key)}" for key in unknown)
+        settings.notes.append(f"{path} has keys that nothing reads: {words}.")
     top_level = {option.name for family in FAMILIES if not family.section for option in family.options}
     for name, value in settings.file.values().items():
         option = OPTIONS.get(name)
@@ -129,13 +131,21 @@ def read_file(settings: Settings, environ: Mapping[str, str]) -> None:
                 settings.put(name, option.read(value), "file")
             except ValueError as error:
                 raise ValueError(f"`{option.file_key}` in {path} {error}.") from None
-    _read_distributed_type(settings, str(settings.file.distributed_type.value))
+    _read_distributed_type(settings, str(settings.file.distributed_type.value), "distributed_type" in written)
 
 
-def _read_distributed_type(settings: Settings, kind: str) -> None:
+def _known_key_near(unknown: str) -> str:
+    section, _, key = unknown.partition(".")
+    family = SECTIONS[section]
+    names = [option.name for option in family.options]
+    return did_you_mean(key, [*names, *(name.removeprefix(family.prefix) for name in names)])
+
+
+def _read_distributed_type(settings: Settings, kind: str, written: bool) -> None:
     flags = {name for group in _ONE_OF for name in group}
     if any(settings.of[name].source == "flag" and settings.of[name].value for name in flags):
         return
     name = _FILE_TYPES.get(kind, "multi_gpu" if kind.startswith("MULTI_") else "")
-    if name:
+    # A file that only says how many processes there are does not ask for GPUs.
+    if name and (written or name != "multi_gpu"):
         settings.put(name, True, "file", f"distributed_type is {kind}")

@@ -54,7 +54,7 @@ def test_every_command_has_a_parser_that_knows_what_to_call() -> None:
     [
         (["nonsense"], "there is no command 'nonsense'; choose one of config"),
         (["launch"], "the following arguments are required: script"),
-        (["launch", "--nonsense", "x.py"], "accelerate launch: unrecognized arguments: --nonsense"),
+        (["launch", "--nonsense", "x.py"], "accelerate launch: unrecognized arguments: --nonsense; "),
         (["launch", "--num_processes", "two", "x.py"], "should be a whole number, not 'two'"),
         (["launch", "--cpu", "--multi_gpu", "x.py"], "`--multi_gpu` and `--cpu` exclude each other"),
         (["launch", "-m", "--no_python", "x.py"], "`--module` and `--no_python` exclude each other"),
@@ -62,6 +62,13 @@ def test_every_command_has_a_parser_that_knows_what_to_call() -> None:
         (["launch", "--tpu", "x.py"], "starting a run on a TPU is not part of this version"),
         (["launch", "nowhere.py"], "There is no script nowhere.py"),
         (["launch", "--num_processes", "0", "x.py"], "at least one is needed"),
+        (["launch", "--mixed_precision", "fp8", "x.py"], "fp8 is not part of this version of accelerate: use bf16"),
+        (["launch", "--cpu", "--num_processes", "2", "/"], "/ is a folder without a `__main__.py`: name the script"),
+        (["launch", "--num_proceses", "2", "x.py"], "--num_proceses (did you mean `--num_processes`?);"),
+        (["launch", "--num-proceses=2", "x.py"], "--num-proceses=2 (did you mean `--num-processes`?);"),
+        (["env", "--jsno"], "--jsno (did you mean `--json`?);"),
+        (["lanch", "x.py"], "there is no command 'lanch' (did you mean `launch`?);"),
+        (["merge-weights", "/nowhere", "/tmp"], "There is no folder /nowhere"),
         (["launch", "--no_python", "/nowhere/program"], "There is no program /nowhere/program"),
     ],
 )

@@ -150,6 +150,12 @@ def test_all_unknown_keys_are_named_in_one_error(tmp_path: Path) -> None:
         load_config_from_file(path)
 
 
+def test_a_key_that_is_nearly_right_is_corrected(tmp_path: Path) -> None:
+    path = write(tmp_path, {"distributed_type": "NO", "num_proceses": 1, "nonsense": 2})
+    with pytest.raises(ValueError, match=r"knows: nonsense, num_proceses \(did you mean `num_processes`\?\);"):
+        load_config_from_file(path)
+
+
 def test_unknown_keys_of_sections_are_found(tmp_path: Path) -> None:
     path = write(tmp_path, {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "typo": 1}})
     assert load(path).unknown_in_sections() == ["fsdp_config.typo"]
@@ -165,6 +171,14 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path, name: str, text: str
     path = tmp_path / name
     path.write_text(text)
     with pytest.raises(ValueError, match=name):
+        load_config_from_file(path)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing yet\n"])
+def test_an_empty_file_is_called_so(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"The config file .*config\.yaml is empty: make one with `accelerate config`"):
         load_config_from_file(path)
 
 

@@ -79,10 +79,13 @@ def test_a_namespace_made_by_hand_counts_as_flags() -> None:
 
 
 def test_old_and_unknown_keys_are_mentioned(tmp_path: Path) -> None:
-    file = {"distributed_type": "FSDP", "num_processes": 2, "fp16": True, "fsdp_config": {"typo": 1}}
+    section = {"typo": 1, "fsdp_versoin": 2, "offload_parms": True}
+    file = {"distributed_type": "FSDP", "num_processes": 2, "fp16": True, "fsdp_config": section}
     notes = settings(file=file, folder=tmp_path).notes
     assert any("accelerate config update" in note for note in notes)
-    assert any("fsdp_config.typo" in note for note in notes)
+    assert any("fsdp_config.typo, " in note for note in notes)
+    assert any("fsdp_config.fsdp_versoin (did you mean `fsdp_version`?), " in note for note in notes)
+    assert any("fsdp_config.offload_parms (did you mean `offload_params`?)." in note for note in notes)
 
 
 def test_threads_share_the_cores_on_the_cpu() -> None:
@@ -99,6 +102,18 @@ def test_the_port_is_any_free_one_for_0_or_when_the_default_is_busy() -> None:
     for found in (settings(*several, "--main_process_port", "0"), settings(*several, busy=(29500,))):
         assert found.main_process_port not in (0, 29500)
         assert found.of["main_process_port"].source == "detected"
+
+
+def test_only_a_port_that_was_asked_for_has_to_be_that_one(tmp_path: Path) -> None:
+    several = ("--cpu", "--num_processes", "2")
+    for words, any_port in (
+        ((), True),
+        (("--main_process_port", "0"), True),
+        (("--main_process_port", "29500"), False),
+        (("--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "h"), False),
+    ):
+        assert ("--any_port" in plan(settings(*several, *words)).argv) is any_port
+    assert "--any_port" not in plan(settings(*several, file={"main_process_port": 29500}, folder=tmp_path)).argv
 
 
 def test_a_busy_port_that_was_asked_for_is_an_error() -> None:
@@ -202,6 +217,34 @@ def test_values_that_the_engine_would_choke_on_are_refused(
     with pytest.raises(SystemExit):
         settings(flag, value)
     assert f"not '{value}'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "file", "asked"),
+    [
+        (["--multi_gpu", "--num_processes", "2"], None, "`--multi_gpu`"),
+        (["--gpu_ids", "0,1"], None, "`--gpu_ids 0,1`"),
+        ([], {"distributed_type": "MULTI_GPU", "num_processes": 2}, "distributed_type is MULTI_GPU"),
+        ([], {"distributed_type": "NO", "gpu_ids": "1"}, "`gpu_ids` is 1"),
+    ],
+)
+def test_a_gpu_that_was_asked_for_and_is_not_there_is_mentioned(
+    tmp_path: Path, words: list[str], file: dict[str, Any] | None, asked: str
+) -> None:
+    found = settings(*words, file=file, folder=tmp_path)
+    assert found.on_cpu
+    [note] = found.notes
+    assert asked in note and "will run on the CPU" in note and NONE.reason in note
+    assert not settings(*words, folder=tmp_path, devices=FOUR).notes
+    assert not settings("--cpu", "--gpu_ids", "0,1", folder=tmp_path).notes
+    if found.num_processes == 2:
+        assert plan(found).notes == ["starting 2 processes, on the CPU, talking through gloo"]
+
+
+def test_a_number_of_processes_asks_for_no_gpu(tmp_path: Path) -> None:
+    found = settings(file={"num_processes": 2}, folder=tmp_path)
+    assert found.notes == []
+    assert plan(found).notes == ["starting 2 processes, on the CPU, talking through gloo"]
 
 
 def test_ids_of_gpus_that_are_not_there_start_nothing_on_the_cpu() -> None:

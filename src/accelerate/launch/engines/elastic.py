@@ -57,9 +57,17 @@ def _meeting_point(settings: Settings) -> list[str]:
     return [*backend, rank, f"--rdzv_endpoint={settings.main_process_ip}:{port}"]
 
 
+def _own_arguments(settings: Settings) -> list[str]:
+    """What our own module is told, before the words for torchrun."""
+    words = ["--quiet"] if settings.quiet else []
+    asked = settings.of["main_process_port"].source in ("flag", "file")
+    # Between this look at the port and its use, another run may take it.
+    return words if asked or settings.num_machines > 1 else [*words, "--any_port"]
+
+
 def _plan(settings: Settings) -> LaunchPlan:
-    quiet = ["--quiet"] if settings.quiet else []
-    argv = [sys.executable, "-m", MODULE, *quiet, *torchrun_arguments(settings), settings.script, *settings.script_args]
+    told = [*_own_arguments(settings), *torchrun_arguments(settings)]
+    argv = [sys.executable, "-m", MODULE, *told, settings.script, *settings.script_args]
     words = _in_words(settings)
     # Said aloud, because a run on the CPU is easily taken for one on a GPU.
     notes = [f"starting {words}"] if settings.on_cpu else []
