@@ -94,6 +94,9 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> Non
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         return
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if not names:
+        name = getattr(function, "__name__", repr(function))
+        raise TypeError(f"There is no place for the batch size: give `{name}` a first parameter for it.")
     if len(args) + 1 > len(names):
         call = ", ".join(f"{name}={value!r}" for name, value in zip(names[1:], args[1:], strict=False))
         name = getattr(function, "__name__", repr(function))

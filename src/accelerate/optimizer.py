@@ -58,7 +58,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._backwards_seen = 0
         self._warned = False
         self._found_inf: list[torch.Tensor] = []
-        self._prepared_parameters: Callable[[], set[int]] | None = None
+        self._prepared_parameters: Callable[[], tuple[set[int], set[int]]] | None = None
         self._watch_steps()
         if device_placement and optimizer.state:
             device = self.accelerator_state.device
@@ -218,15 +218,24 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         )
 
     def _check_ownership(self) -> None:
-        """Once, at the first step: an optimizer whose parameters nobody prepared trains something else."""
+        """Once, at the first step: parameters that nobody prepared, or whose model was not called as prepared."""
         assert self._prepared_parameters is not None
-        known = self._prepared_parameters()
+        known, bypassed = self._prepared_parameters()
         self._prepared_parameters = None
-        mine = [id(parameter) for group in self.param_groups for parameter in group["params"]]
-        if known and mine and known.isdisjoint(mine):
+        mine = [parameter for group in self.param_groups for parameter in group["params"]]
+        if known and mine and known.isdisjoint(map(id, mine)):
             warnings.warn(
                 f"None of the {len(mine)} parameters of this {type(self.optimizer).__name__} belongs to a model that "
                 "was passed to `accelerator.prepare()`: their gradients are not synchronised, and the prepared model "
                 "is not trained by it; create the optimizer from the parameters of the model you prepare.",
+                stacklevel=3,
+            )
+        alone = sum(parameter.grad is not None and id(parameter) in bypassed for parameter in mine)
+        if alone:
+            warnings.warn(
+                f"The gradients of {alone} of the {len(mine)} parameters of this {type(self.optimizer).__name__} were "
+                f"not averaged over the {self.accelerator_state.num_processes} processes, so each process trains a "
+                "model of its own: their model was called as it was before `accelerator.prepare()`; call the one that "
+                "`prepare` returned.",
                 stacklevel=3,
             )

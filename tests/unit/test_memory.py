@@ -83,6 +83,14 @@ def test_the_batch_size_is_not_the_callers_to_give() -> None:
         train()
 
 
+def test_a_function_that_has_no_place_for_the_batch_size() -> None:
+    @find_executable_batch_size
+    def train() -> None: ...
+
+    with pytest.raises(TypeError, match="give `train` a first parameter for it"):
+        train()
+
+
 def test_no_state_comes_to_be() -> None:
     assert fits(200, [])() == (128, "m")
     assert not PartialState._shared_state

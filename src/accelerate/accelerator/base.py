@@ -14,7 +14,7 @@ from accelerate.checkpoint.background import Background
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.data import DataLoaderConfiguration
 from accelerate.config.dynamo import TorchDynamoPlugin
-from accelerate.config.enums import DistributedType, DynamoBackend
+from accelerate.config.enums import DistributedType, DynamoBackend, RNGType
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -79,6 +79,7 @@ class AcceleratorBase(ProcessControl):
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
     ) -> None:
+        _check_settings(kwargs_handlers, project_config, rng_types)
         self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(project_dir)
@@ -99,6 +100,8 @@ class AcceleratorBase(ProcessControl):
         )
         self.log_with = filter_trackers(log_with, self.logging_dir)
         self._running = RunningTrackers()
+        # Until the trackers are started, what is logged is lost. Scripts may start them on the main process alone.
+        self._logs_are_lost = bool(self.log_with) and self.is_main_process
         self.device_placement = device_placement
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         if split_batches is not _NOT_GIVEN:
@@ -322,6 +325,26 @@ class AcceleratorBase(ProcessControl):
     @sync_gradients.setter
     def sync_gradients(self, sync: bool) -> None:
         self.gradient_state._set_sync_gradients(sync)
+
+
+# The name that Python says when arguments do not fit.
+AcceleratorBase.__init__.__qualname__ = "Accelerator.__init__"
+
+
+def _check_settings(kwargs_handlers: Any, project_config: Any, rng_types: Any) -> None:
+    """Say what is of the wrong kind here, before it fails somewhere else."""
+    if isinstance(kwargs_handlers, KwargsHandler):
+        name = type(kwargs_handlers).__name__
+        raise TypeError(f"kwargs_handlers is a {name}: pass a list, `kwargs_handlers=[{name}(...)]`.")
+    if project_config is not None and not isinstance(project_config, ProjectConfiguration):
+        raise TypeError(
+            f"project_config is {project_config!r}: pass a ProjectConfiguration, or only a folder as `project_dir`."
+        )
+    if isinstance(rng_types, str):
+        raise TypeError(f"rng_types is {rng_types!r}: pass a list, `rng_types=[{rng_types!r}]`.")
+    for name in rng_types or ():
+        if name not in RNGType:
+            raise ValueError(f"rng_types contains {name!r}: choose from {', '.join(map(repr, RNGType.list()))}.")
 
 
 def _accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:

@@ -21,6 +21,7 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_d
 from accelerate.memory import release_memory
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler, horizon
+from accelerate.strategies import Strategy
 
 
 class Preparing(AcceleratorBase):
@@ -36,6 +37,9 @@ class Preparing(AcceleratorBase):
             raise ValueError(
                 f"device_placement has {len(device_placement)} entries for {len(args)} objects: give one for each."
             )
+        for item in args:
+            if isinstance(item, (list, tuple)):
+                _warn_of_list(item)
         prepared = [self._prepare_one(item, placement) for item, placement in zip(args, device_placement, strict=True)]
         # Schedulers last: they follow the optimizers, wherever these stood.
         prepared = [self.prepare_scheduler(item) if _is_scheduler(item) else item for item in prepared]
@@ -77,7 +81,7 @@ class Preparing(AcceleratorBase):
             )
         placed = device_placement and not spread and not _is_quantized(model)
         if placed and (evaluation_mode or not self._strategy.places_models):
-            model = model.to(self.device)
+            model = _moved(model, self.device)
         if self.native_amp and self._precision.casts:
             model = self._precision.wrap_forward(model)
         if not evaluation_mode:
@@ -117,7 +121,9 @@ class Preparing(AcceleratorBase):
         prepared.gradient_state = self.gradient_state
         # Neither knows this Accelerator, which knows the optimizer: so it ends, with its loaders, when it is dropped.
         prepared.on_sync = functools.partial(self._items.begin, len(self._optimizers))
-        prepared._prepared_parameters = functools.partial(_prepared_parameters, self._models, self.num_processes)
+        prepared._prepared_parameters = functools.partial(
+            _prepared_parameters, self._models, self._strategy, self.num_processes
+        )
         if self._precision.scaler is not None:
             self._precision.scaler.optimizers.append(optimizer)
         _mark(prepared)
@@ -245,11 +251,46 @@ class Preparing(AcceleratorBase):
         return self.free_memory(*objects)
 
 
-def _prepared_parameters(models: list[torch.nn.Module], processes: int) -> set[int]:
-    """The identities of all parameters of prepared models, or nothing where it makes no difference."""
+def _prepared_parameters(
+    models: list[torch.nn.Module], strategy: Strategy, processes: int
+) -> tuple[set[int], set[int]]:
+    """The identities of all parameters of prepared models, and of those whose model was not called as prepared.
+
+    Nothing where it makes no difference.
+    """
     if not models and processes == 1:
-        return set()
-    return {id(parameter) for model in models for parameter in model.parameters()} or {0}
+        return set(), set()
+    known = {id(parameter) for model in models for parameter in model.parameters()} or {0}
+    return known, strategy.bypassed(models) if processes > 1 else set()
+
+
+def _warn_of_list(items: list[Any] | tuple[Any, ...]) -> None:
+    """`prepare` hands lists back, and what is in them is then trained as it was."""
+    missed = [
+        f"a {type(item).__name__}" for item in items if isinstance(item, (torch.nn.Module, torch.optim.Optimizer))
+    ]
+    if missed:
+        kind = type(items).__name__
+        warnings.warn(
+            f"`prepare` was given a {kind} that holds {' and '.join(missed)} and hands it back as it is: pass the "
+            f"objects one by one, as in `prepare(*{kind}_of_objects)`.",
+            stacklevel=3,
+        )
+
+
+def _moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    try:
+        return model.to(device)
+    except NotImplementedError:
+        # torch advises `to_empty` here, after which whatever was in memory would be trained.
+        parameters = list(model.parameters())
+        empty = sum(parameter.is_meta for parameter in parameters)
+        if not empty:
+            raise
+    raise ValueError(
+        f"{empty} of the {len(parameters)} parameters of this {type(model).__name__} have no values (they are on the "
+        "meta device): load its weights first, or build it outside of `init_empty_weights`."
+    )
 
 
 def _warn_of_offloaded(optimizer: torch.optim.Optimizer) -> None:

@@ -31,6 +31,7 @@ class Reporting(AcceleratorBase):
         init_kwargs: by the name of a tracker, what else its library is started with.
         An error in starting a tracker is raised: training has not begun.
         """
+        self._logs_are_lost = False
         self._running.forget_ended()
         for asked in self.log_with:
             kind: Any = type(asked) if isinstance(asked, GeneralTracker) else LOGGER_TYPE_TO_CLASS[str(asked)]
@@ -60,6 +61,7 @@ class Reporting(AcceleratorBase):
 
     @trackers.setter
     def trackers(self, trackers: list[GeneralTracker]) -> None:
+        self._logs_are_lost = False
         self._running.all = trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
@@ -84,7 +86,7 @@ class Reporting(AcceleratorBase):
         values: numbers, strings, tensors with one element, and what else the trackers take. step: of the training.
         log_kwargs: by the name of a tracker, more arguments for its `log`.
         """
-        self._running.send("log", log_kwargs, values, step=step)
+        self._send("log", log_kwargs, values, step=step)
 
     def log_images(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
@@ -94,7 +96,7 @@ class Reporting(AcceleratorBase):
         values: by name, what the tracker's `log_images` takes (mostly a batch or list of images).
         log_kwargs: by the name of a tracker, more arguments for its `log_images`.
         """
-        self._running.send("log_images", log_kwargs, values, step=step)
+        self._send("log_images", log_kwargs, values, step=step)
 
     def log_table(
         self,
@@ -107,7 +109,16 @@ class Reporting(AcceleratorBase):
     ) -> None:
         """Send a table, as columns and rows or as a dataframe, to every tracker that shows tables."""
         table = {"columns": columns, "data": data, "dataframe": dataframe}
-        self._running.send("log_table", log_kwargs, table_name, **table, step=step)
+        self._send("log_table", log_kwargs, table_name, **table, step=step)
+
+    def _send(self, method: str, /, *args: Any, **kwargs: Any) -> None:
+        if self._logs_are_lost:
+            self._logs_are_lost = False
+            warn(
+                f"`{method}` was called before the trackers of `log_with` were started, so its values are lost: call "
+                "`accelerator.init_trackers(project_name)` first."
+            )
+        self._running.send(method, *args, **kwargs)
 
     def end_training(self) -> None:
         """Say that training is over: trackers write what they still hold and end, the process group is taken down.

@@ -19,6 +19,7 @@ from accelerate.data_loader import BatchSamplerShard
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.context import sharded_sequences
 from accelerate.strategies import sync_in_backward
+from accelerate.tracking.base import warn
 
 
 class Stepping(AcceleratorBase):
@@ -32,19 +33,37 @@ class Stepping(AcceleratorBase):
         kwargs: passed on to `Tensor.backward`; but `learning_rate` makes it a `lomo_backward`.
         """
         state = self.gradient_state
-        if num_items is not None or (kwargs and "learning_rate" in kwargs):
-            self._special_backward(loss, num_items, kwargs)
-            state.backwards += 1
-            return
-        if self._items.used:
-            self._items.refuse_others()
-        steps = state.num_steps
-        if steps != 1:
-            loss = loss / steps
-        if self.scaler is not None:
-            loss = self.scaler.scale(loss)
-        loss.backward(**kwargs)
+        try:
+            if num_items is not None or (kwargs and "learning_rate" in kwargs):
+                self._special_backward(loss, num_items, kwargs)
+                state.backwards += 1
+                return
+            if self._items.used:
+                self._items.refuse_others()
+            steps = state.num_steps
+            share = loss if steps == 1 else loss / steps
+            if self.scaler is not None:
+                if not self._optimizers:
+                    self._check_scaled(self.scaler)
+                share = self.scaler.scale(share)
+            share.backward(**kwargs)
+        except (AttributeError, TypeError, ValueError):
+            # Asked only now, so that a good loss is not asked for what it is.
+            if hasattr(loss, "backward"):
+                raise
+            raise TypeError(
+                f"`backward` needs the loss as a tensor, and was given a {type(loss).__name__}: pass what the loss "
+                "function returned, without `.item()`."
+            ) from None
         state.backwards += 1
+
+    def _check_scaled(self, scaler: torch.amp.GradScaler) -> None:
+        """Nothing has been prepared that would divide the gradients again."""
+        if scaler.is_enabled() and scaler._scale is None:  # until the first loss: said once
+            warn(
+                f"fp16 multiplies gradients by {scaler.get_scale():g}, and no optimizer was prepared that would divide "
+                "them again before it steps: pass it to `accelerator.prepare()`."
+            )
 
     def _special_backward(self, loss: torch.Tensor, num_items: Any, kwargs: dict[str, Any]) -> None:
         if "learning_rate" in kwargs:
@@ -59,6 +78,8 @@ class Stepping(AcceleratorBase):
         groups = self._window_parameters()
         loss = loss * self._items.open(groups)
         if self.scaler is not None:
+            if not self._optimizers:
+                self._check_scaled(self.scaler)
             loss = self.scaler.scale(loss)
         loss.backward(**kwargs)
         last = self.gradient_state.sync_gradients

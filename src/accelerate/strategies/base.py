@@ -50,6 +50,10 @@ class Strategy:
         """A context in which backward passes keep their gradients to this process."""
         return nullcontext()
 
+    def bypassed(self, models: list[torch.nn.Module]) -> set[int]:
+        """The identities of parameters whose gradients, where there are any, cannot have come through the engine."""
+        return set()
+
     def joinable(self, model: torch.nn.Module) -> bool:
         """Whether the engine can stand in for a process that has run out of data."""
         return False

@@ -33,6 +33,15 @@ class DDP(Strategy):
             return super().no_sync(model)
         return _NoSync(wrapped)
 
+    def bypassed(self, models: list[torch.nn.Module]) -> set[int]:
+        idle: set[int] = set()
+        called: set[int] = set()
+        for wrapped in filter(None, map(_find, models)):
+            # torch sets it in the first forward, so that no hook is needed. Its Python reducer needs no forward.
+            ran = getattr(wrapped, "_lazy_init_ran", True) or getattr(wrapped, "_use_python_reducer", False)
+            (called if ran else idle).update(map(id, wrapped.parameters()))
+        return idle - called  # what two wrappers share may have come through either
+
     def joinable(self, model: torch.nn.Module) -> bool:
         return _find(model) is not None
 

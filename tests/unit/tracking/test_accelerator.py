@@ -43,7 +43,8 @@ def test_a_run() -> None:
     tracker = ListTracker()
     accelerator = Accelerator(cpu=True, log_with=tracker)
     assert accelerator.trackers == []
-    accelerator.log({"too": "early"})
+    with pytest.warns(UserWarning, match="`log` was called before the trackers"):
+        accelerator.log({"too": "early"})
     accelerator.init_trackers("project", config={"lr": 1})
     assert accelerator.trackers == [tracker]
     accelerator.log({"loss": 0.5}, step=3, log_kwargs={"list": {"more": 1}, "another": {"x": 2}})

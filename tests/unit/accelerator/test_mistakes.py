@@ -1,0 +1,253 @@
+"""Mistakes of scripts that would go unnoticed, or that somebody else's error would hide: each is said in a sentence."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator, init_empty_weights
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import GradScalerKwargs, RNGType
+from tests.harness import run_world
+from tests.unit.accelerator.toys import Net
+
+X = torch.linspace(-1, 1, 12).reshape(3, 4)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.1)
+
+
+# --- the prepared model is not the one that is trained ------------------------------------------------------------
+
+
+def _bypassed() -> None:
+    accelerator = Accelerator()
+    net = Net()
+    _, optimizer = accelerator.prepare(net, sgd(net))
+    accelerator.backward(net(X).sum())
+    with pytest.warns(UserWarning, match="4 of the 4 parameters .* not averaged over the 2 processes") as caught:
+        optimizer.step()
+    assert len(caught) == 1 and caught[0].filename == __file__
+    accelerator.backward(net(X).sum())
+    with silent():
+        optimizer.step()
+
+
+def test_a_model_that_is_called_without_its_wrapper() -> None:
+    run_world(_bypassed, 2)
+
+
+class Pair(nn.Module):
+    def __init__(self, one: nn.Module, two: nn.Module) -> None:
+        super().__init__()
+        self.one, self.two = one, two
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.one(x) + self.two(x)
+
+
+def _used() -> None:
+    accelerator = Accelerator()
+
+    def step(optimizer: Any, loss: torch.Tensor) -> None:
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with silent():
+        # One of two models of an optimizer has not had its turn; the other has been looked at without its wrapper.
+        first, second = Net(), Net()
+        one, _two, both = accelerator.prepare(first, second, sgd(first, second))
+        with torch.no_grad():
+            second(X)
+        step(both, one(X).sum())
+
+        # A part of a model that is prepared by itself, too.
+        pair = Pair(Net(), Net())
+        whole, _part, optimizer, partly = accelerator.prepare(pair, pair.one, sgd(pair), sgd(pair.one))
+        loss = whole(X).sum()
+        step(optimizer, loss)
+        accelerator.backward(whole(X).sum())
+        partly.step()
+
+        # Gradients that stay here for a while, as those of local SGD do.
+        net = Net()
+        model, optimizer = accelerator.prepare(net, sgd(net))
+        with accelerator.no_sync(model):
+            accelerator.backward(model(X).sum())
+        optimizer.step()
+
+        # Compiled after it was prepared.
+        net = Net()
+        model, optimizer = accelerator.prepare(net, sgd(net))
+        step(optimizer, torch.compile(model, backend="eager")(X).sum())
+        net = Net()
+        model, optimizer = accelerator.prepare(net, sgd(net))
+        model.compile(backend="eager")
+        step(optimizer, model(X).sum())
+
+        # Nothing to train: no wrapper; and nothing that has gradients.
+        net = Net().requires_grad_(False)
+        _, optimizer = accelerator.prepare(net, sgd(net))
+        optimizer.step()
+        net = Net()
+        _, optimizer = accelerator.prepare(net, sgd(net))
+        optimizer.step()
+
+
+def test_models_that_are_called_through_their_wrappers_are_silent() -> None:
+    run_world(_used, 2)
+
+
+# --- backward -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "fp16"}])
+@pytest.mark.parametrize("items", [None, 3])
+@pytest.mark.parametrize(("loss", "kind"), [(0.5, "float"), (None, "NoneType"), ({"loss": X.sum()}, "dict")])
+def test_a_loss_that_is_no_tensor(settings: dict[str, Any], items: int | None, loss: Any, kind: str) -> None:
+    accelerator = Accelerator(cpu=True, **settings)
+    accelerator.prepare(sgd(Net()))
+    with pytest.raises(TypeError, match=rf"needs the loss as a tensor, .* a {kind}: .* `\.item\(\)`") as caught:
+        accelerator.backward(loss, num_items=items)
+    assert caught.value.__suppress_context__
+
+
+def test_other_errors_of_a_backward_are_left_as_they_are() -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise AttributeError("of a hook")
+
+    loss = Net()(X).sum()
+    loss.register_hook(fail)
+    with pytest.raises(AttributeError, match="of a hook"):
+        Accelerator(cpu=True).backward(loss)
+
+
+@pytest.mark.parametrize("items", [None, 3])
+def test_scaled_gradients_that_no_optimizer_divides_are_said_once(items: int | None) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = accelerator.prepare(Net())
+    with pytest.warns(UserWarning, match="multiplies gradients by 65536, .* pass it to `accelerator.prepare") as caught:
+        accelerator.backward(model(X).sum(), num_items=items)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with silent():
+        accelerator.backward(model(X).sum(), num_items=items)
+
+
+def test_gradients_that_are_not_scaled_need_no_prepared_optimizer() -> None:
+    unscaled = GradScalerKwargs(enabled=False)
+    with silent():
+        for settings in ({}, {"mixed_precision": "bf16"}):
+            accelerator = Accelerator(cpu=True, **settings)
+            accelerator.backward(accelerator.prepare(Net())(X).sum())
+            AcceleratorState._reset_state()
+        accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[unscaled])
+        accelerator.backward(accelerator.prepare(Net())(X).sum())
+
+
+# --- prepare ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_comes_back_as_it_is_and_that_is_said(kind: Any) -> None:
+    net = Net()
+    accelerator = Accelerator(cpu=True)
+    objects = kind([net, sgd(net)])
+    with pytest.warns(UserWarning, match=rf"a {kind.__name__} that holds a Net and a SGD .* `prepare\(\*") as caught:
+        assert accelerator.prepare(objects) is objects
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with silent():
+        assert accelerator.prepare([1, "a"], (None,)) == ([1, "a"], (None,))
+        accelerator.prepare(nn.ModuleList([Net()]))
+
+
+def test_a_model_without_values() -> None:
+    with init_empty_weights():
+        net = Net()
+    with pytest.raises(ValueError, match=r"4 of the 4 parameters .* no values .* load its weights") as caught:
+        Accelerator(cpu=True).prepare(net)
+    assert "to_empty" not in str(caught.value) and caught.value.__context__ is None
+
+
+# --- settings -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"wrong": 1}, r"^Accelerator\.__init__\(\) got an unexpected keyword argument 'wrong'"),
+        (
+            {"kwargs_handlers": GradScalerKwargs()},
+            r"kwargs_handlers is a GradScalerKwargs: .* `kwargs_handlers=\[GradScalerKwargs\(\.\.\.\)\]`",
+        ),
+        ({"project_config": "dir"}, "project_config is 'dir': pass .*`project_dir`"),
+        ({"rng_types": ["generator", "numpyy"]}, "rng_types contains 'numpyy': choose from 'torch', .*, 'generator'"),
+        ({"rng_types": "generator"}, r"rng_types is 'generator': pass a list, `rng_types=\['generator'\]`"),
+    ],
+)
+def test_settings_of_the_wrong_kind(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=sentence):
+        Accelerator(cpu=True, **settings)
+    assert not PartialState._shared_state  # said before anything was set up
+
+
+def test_random_states_by_name_or_by_member() -> None:
+    assert Accelerator(cpu=True, rng_types=["torch", RNGType.GENERATOR]).rng_types == ["torch", RNGType.GENERATOR]
+
+
+# --- trackers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["log", "log_images", "log_table"])
+def test_values_that_no_tracker_gets(method: str, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    send: Any = getattr(accelerator, method)
+    values: Any = "table" if method == "log_table" else {"loss": 1.0}
+    with pytest.warns(UserWarning, match=r"`accelerator.init_trackers\(") as caught:
+        send(values)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with silent():
+        send(values)
+
+
+class Silent(GeneralTracker):
+    name = "silent"
+    requires_logging_directory = False
+    tracker = None
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None: ...
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None: ...
+
+
+def _tracked() -> None:
+    with silent():
+        Accelerator().log({"loss": 1.0})  # nobody has asked for a tracker
+        accelerator = Accelerator(log_with=Silent())
+        if accelerator.is_main_process:
+            accelerator.init_trackers("run")  # and nowhere else, as scripts do
+        accelerator.log({"loss": 1.0})
+        accelerator = Accelerator(log_with=Silent())
+        accelerator.trackers = [Silent()]
+        accelerator.log({"loss": 1.0})
+        accelerator.end_training()
+
+
+def test_logging_by_the_rules_is_silent() -> None:
+    run_world(_tracked, 2)
