@@ -444,3 +444,37 @@ def a_large_checkpoint_goes_through_blocks() -> None:
                 found = state(*other[1:])
                 assert [value.device for value in found] == [value.device for value in expected]
                 assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))
+
+
+@check
+def what_is_in_another_order_is_saved_from_the_device() -> None:
+    """Models in `channels_last`, brought in order block by block, and a conjugate; at once and behind."""
+    import tempfile
+
+    from accelerate import Accelerator
+
+    for behind in (False, True):
+        with tempfile.TemporaryDirectory() as folder:
+            reset()
+            accelerator = Accelerator()
+            nets = [torch.nn.Conv2d(513, 512, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+            for net in nets:
+                net.register_buffer("x", torch.randn(1000, dtype=torch.complex64, device=accelerator.device))
+                net.register_buffer("y", net.x.conj())
+            models = accelerator.prepare(*nets)
+            assert not models[0].weight.is_contiguous()
+            expected = [value.clone() for model in models for value in model.state_dict().values()]
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            accelerator.save_state(folder, async_save=behind)
+            grown = torch.cuda.max_memory_allocated() - before
+            assert behind or grown < 8 * 2**20, grown  # some blocks, and not a model of 9 MiB
+            accelerator.wait_for_checkpoint()
+            with torch.no_grad():
+                for model in models:
+                    model.weight.zero_()
+                    model.x.zero_()
+            accelerator.load_state(folder)
+            found = [value for model in models for value in model.state_dict().values()]
+            assert all(torch.equal(one, two) for one, two in zip(found, expected, strict=True))

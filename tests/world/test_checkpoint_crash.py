@@ -165,10 +165,11 @@ def test_killed_at_every_moment(tmp_path: Path, automatic: bool, behind: bool, a
         assert old + new == moments - 1 and old > 5 and new >= (2 if who.startswith("rank 0") else 0), (who, old, new)
 
 
-def _random_moments(folder: str, automatic: bool, behind: bool, times: int) -> tuple[int, int]:
+def _random_moments(folder: str, automatic: bool, behind: bool, times: int) -> tuple[int, int, int]:
+    """How often three saves were over before the kill, were killed, and were killed with a part of them done."""
     run = Version(folder, automatic)
     run.save()
-    value, finished, killed = 0, 0, 0
+    value, finished, killed, midway = 0, 0, 0, 0
     choose = random.Random(5)
     longest = 0.0
     for _ in range(times):
@@ -190,8 +191,12 @@ def _random_moments(folder: str, automatic: bool, behind: bool, times: int) -> t
         os.kill(pid, signal.SIGKILL)
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         finished, killed = finished + (status == 0), killed + (status < 0)
-        assert value <= run.loaded() <= value + 3
-    return finished, killed
+        # A machine on which others work is faster or slower than a moment ago.
+        longest *= 0.8 if status == 0 else 1.05
+        done = run.loaded() - value
+        assert done == 3 if status == 0 else 0 <= done <= 3
+        midway += done in (1, 2)
+    return finished, killed, midway
 
 
 @pytest.mark.parametrize("behind", [False, True], ids=["at once", "behind"])
@@ -199,8 +204,8 @@ def _random_moments(folder: str, automatic: bool, behind: bool, times: int) -> t
 def test_killed_at_random_moments(tmp_path: Path, automatic: bool, behind: bool) -> None:
     times = 53 * SOAK
     world = run_world(_random_moments, 1, str(tmp_path), automatic, behind, times, env=ALONE, timeout=100 * SOAK)
-    [(finished, killed)] = world
-    assert finished + killed == times - 1 and killed > times // 3
+    [(finished, killed, midway)] = world
+    assert finished + killed == times - 1 and killed > times // 3 and midway > 0
 
 
 def _two_ranks(folder: str, automatic: bool, victim: int, number: int) -> int:

@@ -150,6 +150,25 @@ def test_a_script_that_skips_by_itself(kind: str, tmp_path: Path) -> None:
     assert resumed == [seen[8:] for seen in whole]
 
 
+def left_out_by_hand(kind: str, folder: str, done: int) -> list[Any]:
+    accelerator, loader = prepared(kind, exact=False)
+    accelerator.load_state(folder)
+    seen = []
+    for number, batch in enumerate(loader):
+        if number >= done:
+            seen.append([batch.tolist(), draws()])
+    return seen
+
+
+@pytest.mark.parametrize("kind", ["here", "here, a stream", "here, dispatched", "three workers", "workers that stay"])
+def test_a_script_that_leaves_batches_out_by_itself(kind: str, tmp_path: Path) -> None:
+    """What the dataset draws for those is not drawn from the random states that were loaded."""
+    steps = SAMPLES // BATCH // 2
+    whole = run_world(trained, 2, kind, str(tmp_path), 0, [steps + 3], False)
+    resumed = run_world(left_out_by_hand, 2, kind, str(tmp_path / str(steps + 3)), 3)
+    assert resumed == [seen[steps + 3 : 2 * steps] for seen in whole]
+
+
 class NoisyLater(Noisy):
     """Draws from the middle of the epoch on."""
 

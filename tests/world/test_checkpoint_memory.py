@@ -52,7 +52,10 @@ def _growths(folder: str) -> dict[str, int]:
     return found
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the most memory there was")
+told = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the most memory there was")
+
+
+@told
 @pytest.mark.parametrize("processes", [1, 2])
 def test_one_copy_at_most(tmp_path: Path, processes: int) -> None:
     env = ALONE if processes == 1 else None
@@ -65,3 +68,29 @@ def test_one_copy_at_most(tmp_path: Path, processes: int) -> None:
             assert sizes["behind"] < TENSOR  # it writes next to nothing
         assert sizes["behind again"] < TENSOR  # the same memory
         assert sizes["load"] < STATE + TENSOR, sizes  # files are mapped, and go into the memory that is there
+
+
+def _in_other_order(folder: str) -> dict[str, int]:
+    """Models whose values are in memory in another order than in a file."""
+    accelerator = Accelerator(cpu=True)
+    nets = [nn.Sequential(*(nn.Conv2d(512, 256, 3, bias=False) for _ in range(4))) for _ in range(3)]  # 4.5 MiB each
+    models = accelerator.prepare(*(net.to(memory_format=torch.channels_last) for net in nets))
+    accelerator.save_state(folder)
+
+    def behind() -> None:
+        accelerator.save_state(folder, async_save=True)
+        accelerator.wait_for_checkpoint()
+
+    found = {"save": growth(lambda: accelerator.save_state(folder))}
+    found["one model"] = growth(lambda: accelerator.save_model(models[0], folder + "-model"))
+    found["behind"] = growth(behind)
+    return found
+
+
+@told
+def test_what_is_in_another_order(tmp_path: Path) -> None:
+    [sizes] = run_world(_in_other_order, 1, str(tmp_path / "x"), env=ALONE)
+    model = 18 * MIB
+    # Some blocks at a time.
+    assert sizes["save"] < model and sizes["one model"] < model, sizes
+    assert sizes["behind"] < 3 * model + 2 * TENSOR, sizes

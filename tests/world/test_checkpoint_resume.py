@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,7 +28,7 @@ from torch.utils.data import (
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import PartialState
-from accelerate.utils import GradientAccumulationPlugin
+from accelerate.utils import GradientAccumulationPlugin, set_seed
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net, data, optimizer_values, weights
 from tests.unit.data_loader.toys import Numbers
@@ -399,6 +401,45 @@ class OwnDistributed(DistributedSampler):
         return super().__iter__()
 
 
+class ByPython(BatchSampler):
+    """Shuffles with `random`, which is seeded alike on all processes."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order = random.sample(range(SAMPLES), SAMPLES)
+        return iter([order[start : start + BATCH] for start in range(0, SAMPLES, BATCH)])
+
+
+def by_python(folder: str, alike: bool, load: bool) -> tuple[list[list[int]], list[float]]:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(exact_resume=True))
+    set_seed(4, device_specific=not alike)
+    loader = accelerator.prepare(DataLoader(Numbers(SAMPLES), batch_sampler=ByPython(range(SAMPLES), BATCH, False)))
+    if load:
+        accelerator.load_state(folder)
+    epochs: list[list[int]] = []
+    for epoch in range(2):
+        epochs.append([])
+        for number, batch in enumerate(loader):
+            epochs[-1] += batch.tolist()[: loader.gradient_state.active_dataloader.real_samples]
+            if not load and epoch == number == 0:
+                accelerator.save_state(folder)
+    return epochs, [random.random(), float(np.random.rand()), float(torch.rand(()))]
+
+
+@pytest.mark.parametrize("saved", [1, 2])
+def test_new_processes_shuffle_with_python_as_the_others(tmp_path: Path, saved: int) -> None:
+    run_world(by_python, saved, str(tmp_path), True, False)
+    found = run_world(by_python, 3, str(tmp_path), True, True)
+    assert sorted(index for epochs, _ in found for index in epochs[1]) == list(range(SAMPLES))
+    assert len({draws[2] for _, draws in found}) == 4 - saved  # those of torch are their own
+
+
+def test_new_processes_have_random_states_of_their_own_where_all_had(tmp_path: Path) -> None:
+    run_world(by_python, 2, str(tmp_path), False, False)
+    found = run_world(by_python, 4, str(tmp_path), False, True)
+    for draws in zip(*(draws for _, draws in found), strict=True):
+        assert len(set(draws)) == 4
+
+
 def test_where_it_cannot_be_exact_it_says_so() -> None:
     from accelerate.data_loader.position import change
 
@@ -548,7 +589,7 @@ def test_the_first_process_knows_the_dataset_between_two_epochs(tmp_path: Path, 
         assert {index // 100 for rank in found for index in rank} == {1}
 
 
-STATEFUL = ["plain", "seedable", "generator", "shuffled", "workers plain"]
+STATEFUL = ["plain", "seedable", "generator", "shuffled", "workers plain", "at once", "of torchdata"]
 
 
 def stateful(kind: str, exact: bool) -> tuple[Accelerator, Any]:
@@ -557,6 +598,12 @@ def stateful(kind: str, exact: bool) -> tuple[Accelerator, Any]:
     config.use_stateful_dataloader, config.exact_resume, config.data_seed = True, exact, 3
     if kind == "workers plain":
         loader = DataLoader(Numbers(SAMPLES), BATCH, num_workers=1)
+    elif kind == "at once":
+        loader = DataLoader(Numbers(SAMPLES), batch_sampler=AtOnce(RandomSampler(range(SAMPLES)), BATCH, False))
+    elif kind == "of torchdata":
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        loader = StatefulDataLoader(Numbers(SAMPLES), BATCH, shuffle=True)
     accelerator = Accelerator(cpu=True, dataloader_config=config)
     return accelerator, accelerator.prepare(loader)
 

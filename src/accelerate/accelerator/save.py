@@ -232,6 +232,13 @@ class Saving(AcceleratorBase):
         first: list[Any] = [[{name: state.get(name) for name in ("dataset", "inside", "after")} for state in states]]
         self._communicator.broadcast_objects(first)
         states = [{**state, **common} for state, common in zip(states, first[0], strict=True)]
+        lost = [number for number, state in enumerate(states) if number >= len(self._dataloaders) and state["inside"]]
+        if lost and self.is_main_process:
+            logger.warning(
+                f"The checkpoint holds the places of {len(states)} loaders and there are {len(self._dataloaders)} "
+                f"prepared ones, so that of loader {lost[0]}, inside an epoch, is lost: prepare each loader once, in "
+                "the order of then, before `load_state`."
+            )
         changes = []
         for number, (loader, state) in enumerate(zip(self._dataloaders, states, strict=False)):
             if (text := change(state, loader)) is not None:

@@ -49,6 +49,9 @@ class Background:
             finally:
                 _writing.discard(threading.current_thread())
 
+        if not threading.main_thread().is_alive():  # the end has come, which waits for nothing that begins now
+            run()
+            return
         # No daemon: a checkpoint that was begun is finished, also at the end of the program.
         self._thread = threading.Thread(target=run, name="accelerate-checkpoint")
         _writing.add(self._thread)

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from accelerate.checkpoint import disk, layout
 from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.threads import started
 from accelerate.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class Alive:
     def __init__(self, staging: Path) -> None:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(staging,), name="accelerate-alive", daemon=True)
-        self._thread.start()
+        self._started = started(self._thread)  # the last save of a program may do without
 
     def _run(self, staging: Path) -> None:
         while not self._over.wait(_BEAT):
@@ -90,7 +91,8 @@ class Alive:
 
     def stop(self) -> None:
         self._over.set()
-        self._thread.join()
+        if self._started:
+            self._thread.join()
 
 
 def publish(staging: Path, target: Path, manifest: Manifest) -> None:

@@ -14,6 +14,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accelerate.checkpoint.threads import started
+
 
 class Entry(NamedTuple):
     """What a manifest says of a file: its size, and the checksum of each of its blocks."""
@@ -135,10 +137,10 @@ def freed_behind(paths: Iterable[Path]) -> Iterator[None]:
         yield
     finally:
         # Network file systems give an open file another name, which would stay in the folder for as long.
-        if held and not any(os.fstat(descriptor).st_nlink for descriptor in held):
-            thread = threading.Thread(target=_close, args=(held,), name="accelerate-free")
+        gone = held and not any(os.fstat(descriptor).st_nlink for descriptor in held)
+        thread = threading.Thread(target=_close, args=(held,), name="accelerate-free")
+        if gone and started(thread):
             _freeing.append(thread)
-            thread.start()
         else:
             _close(held)
 

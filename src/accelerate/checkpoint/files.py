@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._utils import IMPORT_MAPPING
 from torch._weights_only_unpickler import _get_allowed_globals
 
 from accelerate import files
@@ -44,7 +45,7 @@ def naming(name: str) -> Iterator[None]:
 
 def write_safetensors(tensors: dict[str, Any], path: Path) -> Entry:
     order, header = safetensors_header(tensors)
-    return stream.write_file(path, [header, *[stream.flat(tensors[name]) for name in order]])
+    return stream.write_file(path, [header, *[stream.piece(tensors[name]) for name in order]])
 
 
 def safetensors_header(tensors: dict[str, Any]) -> tuple[list[str], bytes]:
@@ -120,7 +121,7 @@ def _asked_for(path: Path, error: Exception) -> str | None:
     if _REFUSED not in str(error):
         return None
     # An older or newer kind of pickle, which is refused without a look at its names.
-    taken = {*_get_allowed_globals(), *(f"{kind.__module__}.{kind.__qualname__}" for kind in files.TORCH_SAFE_GLOBALS)}
+    taken = {*_get_allowed_globals(), *map(files.name_of, files.TORCH_SAFE_GLOBALS)}
     with suppress(Exception):  # a damaged one
         return next(name for name in _names_in(path) if name not in taken)
     return None
@@ -139,7 +140,8 @@ def _names_in(path: Path) -> Iterator[str]:
         memo: dict[int, str] = {}
         for operation, argument, _ in pickletools.genops(file):
             if operation.name in ("GLOBAL", "INST"):
-                yield str(argument).replace(" ", ".")
+                module, _, name = str(argument).partition(" ")
+                yield f"{IMPORT_MAPPING.get(module, module)}.{name}"  # protocol 2 has the names of Python 2
             elif operation.name == "STACK_GLOBAL":
                 yield ".".join(words[-2:])
             elif operation.name == "MEMOIZE":
@@ -173,7 +175,8 @@ def explaining(path: Path) -> Iterator[None]:
         asked = _asked_for(path, error)
         if asked is not None:
             way = "allow it with `torch.serialization.add_safe_globals`"
-            if re.search("Can only (append|extend|SETITEM)", str(error)):  # which torch never allows, as 1.x wrote it
+            # What torch never allows, as 1.x wrote it, and arrays of objects.
+            if re.search("Can only (append|extend|SETITEM|read)", str(error)):
                 way = "load it with `load_kwargs={'weights_only': False}`, and save it again"
             raise CheckpointError(
                 f"{path} asks for {asked}, which is neither a tensor nor a plain value and is not run: "

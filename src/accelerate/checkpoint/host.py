@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from copy import copy as shallow_copy
 from copy import deepcopy
@@ -15,6 +14,8 @@ import numpy as np
 import torch
 
 from accelerate.checkpoint.stream import flat
+from accelerate.checkpoint.threads import threads
+from accelerate.files import view_of
 
 _ALIGNMENT = 64
 
@@ -107,9 +108,10 @@ def copy(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
                 np.copyto(*parts.popleft())
 
     count = min(_THREADS, len(parts))
-    with ThreadPoolExecutor(max(count, 1)) as threads:
-        for part in [threads.submit(work) for _ in range(count)]:
-            part.result()
+    if count:
+        with threads(count) as pool:
+            for part in [pool.submit(work) for _ in range(count)]:
+                part.result()
 
 
 _PART = 1 << 23
@@ -118,9 +120,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 def _key(tensor: torch.Tensor) -> Any:
     """The same tensor under two names stays one."""
-    if tensor.numel() == 0:
-        return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return view_of(tensor) or id(tensor)
 
 
 def _is_mapping(value: Any) -> bool:

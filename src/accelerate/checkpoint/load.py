@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import re
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -18,6 +19,8 @@ from accelerate.checkpoint.save import agree, explained, one_at_a_time, settle
 from accelerate.checkpoint.state import Loaded, Run, apply_loaders, apply_objects, apply_random_states, read
 from accelerate.comm import current
 from accelerate.errors import CheckpointError
+
+logger = logging.getLogger(__name__)
 
 # What each rank has written by itself, also into folders that all of them write together.
 _OF_ONE_RANK = re.compile(r"(?:random_states_|progress_|gradients_|\w+/__)(\d+)(?:_\d+)?\.\w+")
@@ -199,6 +202,8 @@ def _read(
             f"{folder} holds another checkpoint for rank {saves.index(next(s for s in saves if s != saves[0]))} than "
             "for rank 0: load one that all machines have, or copy it to all of them."
         )
+    if run.rank == 0 and not run.models and (reader.has(layout.model(0, True)) or reader.has(layout.model(0, False))):
+        logger.warning(f"{folder} holds weights, which nobody takes: call `load_state` after `prepare`.")
     run = replace(run, saved_ranks=_saved_ranks(reader, manifest))
     if hooked:
         # Optimizers are left to no hook: where they do not fit, none is called, which might change a model.

@@ -66,15 +66,15 @@ class Manifest:
             if content.pop("crc32") != _sum(content):
                 raise ValueError("its checksum is not the one it was written with")
             files = {str(name): Entry(int(e["size"]), list(e["crc32"])) for name, e in content["files"].items()}
-            if outside := [name for name in files if PurePath(name).is_absolute() or ".." in PurePath(name).parts]:
-                raise ValueError(f"{outside[0]} is not in its folder")
+            if outside := [name for name in files if not _is_inside(PurePath(name))]:
+                raise ValueError(f"{outside[0]!r} is not in its folder")
             save = str(content.get("save", ""))
             return cls(files, int(content["world_size"]), str(content["strategy"]), save, dict(content["versions"]))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read ({error.strerror}): load another checkpoint.") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise CheckpointError(
                 f"{path} is damaged ({type(error).__name__}: {error}): load another checkpoint."
             ) from error
@@ -99,6 +99,11 @@ class Manifest:
             if contents:
                 with explaining(path):
                     stream.read_file(path, entry=expected)
+
+
+def _is_inside(name: PurePath) -> bool:
+    """Whether a name is that of a file in the folder; no system has one with a NUL in it."""
+    return bool(name.parts) and not name.is_absolute() and ".." not in name.parts and "\0" not in str(name)
 
 
 def _sum(content: dict[str, Any]) -> int:

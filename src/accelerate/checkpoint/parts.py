@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from accelerate.checkpoint.disk import Entry
 from accelerate.checkpoint.files import naming, write_safetensors, write_torch
 from accelerate.checkpoint.host import HostMemory
 from accelerate.checkpoint.reading import Reader
+from accelerate.checkpoint.threads import threads
 
 
 class Part(Protocol):
@@ -72,11 +72,11 @@ class Engine(Protocol):
 def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, Entry]:
     """Write parts: files side by side, since a file system lets one writer into each; others in their order."""
     entries: dict[str, Entry] = {}
-    with ThreadPoolExecutor(stream.FILES) as threads:
+    with threads(stream.FILES) as pool:
         files = []
         for part in parts:
             if isinstance(part, File):
-                files.append(threads.submit(part.write, folder))
+                files.append(pool.submit(part.write, folder))
             else:
                 entries |= part.write(folder, group)
         for file in files:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accelerate.checkpoint import files, host, stream, torchfile
+from accelerate.checkpoint import disk, files, host, stream, torchfile
 from accelerate.checkpoint.disk import Entry
 
 CPU = torch.device("cpu")
@@ -39,8 +42,10 @@ class Reader:
     unchecked: dict[str, Entry] = field(default_factory=dict)
     share: tuple[int, int] = (0, 1)
     names: frozenset[str] | None = None
-    # Tensors of the run, by the address of their memory, with what they take.
-    _later: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    # Tensors of the run, by the address of their memory, with what they take and the file that it is in.
+    _later: dict[int, tuple[torch.Tensor, torch.Tensor, Path]] = field(default_factory=dict)
+    # What the files were when they were mapped.
+    _about: dict[Path, os.stat_result] = field(default_factory=dict)
 
     def has(self, name: str) -> bool:
         """Whether there is a file, or a folder, of that name in the checkpoint."""
@@ -72,7 +77,7 @@ class Reader:
             return files.read_torch(path)  # as torch did before 1.6; it is compared later on
         with files.explaining(path):
             opened = torchfile.Opened(path)
-        mapped = stream.mapped(path)
+        mapped = self._mapped(path)
         places = dict(opened.places)
         for address, users in _users(opened.content).items():
             if address not in places:
@@ -84,7 +89,7 @@ class Reader:
                 continue
             stored, target = users[0][2], targets.pop()
             if isinstance(target, torch.Tensor):
-                if not self._takes(target, stored, mapped[offset : offset + len(memory)]):
+                if not self._takes(target, stored, mapped[offset : offset + len(memory)], path):
                     continue
                 moved = target
                 del places[address]
@@ -99,7 +104,7 @@ class Reader:
     def _safetensors(self, name: str, place: Places) -> dict[str, torch.Tensor]:
         path = self.path(name)
         found = files.read_safetensors(path)
-        mapped = stream.mapped(path)
+        mapped = self._mapped(path)
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
@@ -107,7 +112,7 @@ class Reader:
         for key, stored in found.items():
             target, offset = place((key,)), 8 + length + header[key]["data_offsets"][0]
             if isinstance(target, torch.Tensor):
-                if self._takes(target, stored, mapped[offset : offset + stored.nbytes]):
+                if self._takes(target, stored, mapped[offset : offset + stored.nbytes], path):
                     found[key] = target
             elif target != CPU:
                 found[key] = torch.empty_like(stored, device=target)
@@ -117,23 +122,56 @@ class Reader:
 
     def fill(self) -> None:
         """Have the tensors of the run take what is for them."""
+        self.bring_in()
         copies, self._later = list(self._later.values()), {}
-        host.copy(copies)
+        host.copy([(tensor, content) for tensor, content, _ in copies])
 
-    def _takes(self, tensor: torch.Tensor, stored: torch.Tensor, content: torch.Tensor) -> bool:
+    def bring_in(self) -> None:
+        """Raise if some of what `fill` copies is not there any more: a look at it would end the process."""
+        for path in {path for _, _, path in self._later.values()}:
+            self._check_length(path)
+        for _, content, path in self._later.values():
+            if not _brought_in(content):
+                raise stream.damaged(path)
+
+    def _mapped(self, path: Path) -> torch.Tensor:
+        self._about[path] = path.stat()
+        return stream.mapped(path)
+
+    def _check_length(self, path: Path) -> None:
+        """Raise for a file that was cut short since it was mapped; one that was replaced is still there for us."""
+        with suppress(FileNotFoundError):
+            now, before = path.stat(), self._about[path]
+            if os.path.samestat(now, before) and now.st_size < before.st_size:
+                raise stream.damaged(path)
+
+    def _takes(self, tensor: torch.Tensor, stored: torch.Tensor, content: torch.Tensor, path: Path) -> bool:
         """Have a tensor of the run take a stored one, if it is just like it, and does not take another one already."""
         if not _in_plain_memory(tensor) or _kind(tensor) != _kind(stored) or content.nbytes != tensor.nbytes:
             return False
         address = tensor.untyped_storage().data_ptr()
         if address in self._later:
             return False
-        self._later[address] = (tensor, content)
+        self._later[address] = (tensor, content, path)
         return True
 
     def _read(self, name: str, places: list[tuple[int, torch.Tensor]], mapped: torch.Tensor) -> None:
         places = sorted((place for place in places if len(place[1])), key=lambda place: place[0])
         with files.explaining(self.folder / name):
             stream.read_file(self.folder / name, places, self.unchecked.pop(name, None), self.share, mapped)
+
+
+def _brought_in(content: torch.Tensor) -> bool:
+    """Whether a part of a mapped file is there; taken for true where the system cannot tell."""
+    if not len(content):
+        return True
+    first = content.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    return disk.bring_in(first, content.data_ptr() + len(content) - first) or not _can_bring_in()
+
+
+def _can_bring_in() -> bool:
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    return disk.bring_in(torch.frombuffer(page, dtype=torch.uint8).data_ptr(), mmap.PAGESIZE)
 
 
 def _in_plain_memory(tensor: torch.Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from typing import Any
 
@@ -58,8 +59,12 @@ def restore(states: dict[str, Any], device: Device | None = None) -> None:
             device.set_rng_state(saved[0].cpu())
 
 
-def derive(states: dict[str, Any], rank: int, device: Device | None = None) -> None:
-    """Random states for a rank that has none of its own: they follow from those of rank 0, and differ by rank."""
+def derive(states: dict[str, Any], last: dict[str, Any], rank: int, device: Device | None = None) -> None:
+    """Random states for a rank that has none of its own: they follow from those of rank 0, and differ by rank.
+
+    last: those of the last rank that has some. If python's or numpy's are the same there, they are on all ranks, as
+    `set_seed` leaves them, and become so on this one: samplers may shuffle with them, and all must give one order.
+    """
     first = int(states[_TORCH].cpu().to(torch.int64).mul(torch.arange(1, states[_TORCH].numel() + 1)).sum())
     seed = int(np.random.SeedSequence([abs(first), rank]).generate_state(1)[0])
     random.seed(seed)
@@ -67,3 +72,9 @@ def derive(states: dict[str, Any], rank: int, device: Device | None = None) -> N
     torch.manual_seed(seed)
     if device is not None:
         device.seed(seed)
+    shared = {
+        name: states[name]
+        for name in (_PYTHON, _NUMPY)
+        if name in states and pickle.dumps(states[name]) == pickle.dumps(last.get(name))
+    }
+    _restore_into(shared, random, np.random, torch.default_generator)

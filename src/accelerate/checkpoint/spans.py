@@ -69,3 +69,50 @@ def in_steps(content: Iterable[Any], size: int) -> Iterator[list[memoryview]]:
                 group, room = [], size
     if group:
         yield group
+
+
+class Scattered:
+    """The bytes of a tensor that is not contiguous, in their order; a part is brought together when it is written.
+
+    It is cut between elements: in a file, blocks and tensors begin at multiples of their width.
+    """
+
+    def __init__(self, tensor: torch.Tensor, first: int = 0, last: int | None = None) -> None:
+        self._words = tensor.view(_WORDS[tensor.element_size()])  # NumPy does not know all dtypes
+        self._first, self._last = first, tensor.numel() if last is None else last
+        self.device = tensor.device
+
+    def __len__(self) -> int:
+        return (self._last - self._first) * self._words.element_size()
+
+    def __getitem__(self, part: slice) -> Scattered:
+        width = self._words.element_size()
+        return Scattered(self._words, self._first + part.start // width, self._first + part.stop // width)
+
+    def onto(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """What is to be copied, each with its place in this memory of as many bytes."""
+        words, at = memory.view(self._words.dtype), 0
+        for source in _between(self._words, self._first, self._last):
+            yield words[at : at + source.numel()].view(source.shape), source
+            at += source.numel()
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _between(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
+    """What of a tensor lies between two of its elements, which are counted in their order: rows, and parts of rows."""
+    if tensor.dim() == 1:
+        yield tensor[first:last]
+        return
+    row = tensor.numel() // len(tensor)
+    start, end = -(-first // row), last // row
+    if start > end:  # in the midst of one
+        yield from _between(tensor[end], first - end * row, last - end * row)
+        return
+    if first < start * row:
+        yield from _between(tensor[start - 1], first - (start - 1) * row, row)
+    if start < end:
+        yield tensor[start:end]
+    if end * row < last:
+        yield from _between(tensor[end], 0, last - end * row)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -96,8 +97,9 @@ def _look_at(file: File, item: Any, looked_at: set[str]) -> None:
     if (kind := refused(file.content)) is not None:
         logger.warning(
             f"{file.name}: the state of {type(item).__name__} holds {kind}, which load_state is going to refuse, since "
-            "it runs nothing that is in a file: have `state_dict` return tensors and plain values, or call "
-            "`torch.serialization.add_safe_globals` with the class before it is loaded."
+            "it runs nothing that is in a file: have `state_dict` return tensors and plain values, call "
+            "`torch.serialization.add_safe_globals` with the class before it is loaded, or load it with "
+            "`load_kwargs={'weights_only': False}`."
         )
 
 
@@ -110,42 +112,46 @@ def own_parts(run: Run, step: int = 0) -> Iterator[File]:
 
 @dataclass
 class Loaded:
-    """Everything that was read for a run beside models and optimizers, and not applied yet."""
+    """Everything that was read for a run beside models and optimizers, and not applied yet.
+
+    derived: where the random states are those of rank 0, since this one has none: those of the last rank that has some.
+    """
 
     schedulers: list[dict[str, Any]]
     loaders: dict[int, Any]
     scaler: dict[str, Any] | None
     custom: list[Any]
     random_states: dict[str, Any] | None
-    derived: bool
+    derived: dict[str, Any] | None
     progress: dict[str, Any] | None
 
 
 def read(run: Run, reader: Reader, **kwargs: Any) -> Loaded:
     """Read what there is. kwargs: for `torch.load`."""
+
+    def there(name: str) -> Any:
+        return read_torch(reader.path(name), **kwargs) if reader.has(name) else None
+
     own = run.rank if reader.has(layout.random_states(run.rank)) else 0
+    others = range(run.rank) if own != run.rank else ()
+    saved = [name for name in map(layout.random_states, others) if reader.has(name)]
     return Loaded(
         [read_torch(reader.path(layout.scheduler(i)), **kwargs) for i in range(len(run.schedulers))],
-        {i: s for i in range(len(run.loaders)) if (s := _if_there(reader, layout.stateful_loader(i))) is not None},
-        _if_there(reader, layout.scaler()) if run.scaler is not None else None,
+        {i: s for i in range(len(run.loaders)) if (s := there(layout.stateful_loader(i))) is not None},
+        there(layout.scaler()) if run.scaler is not None else None,
         [read_torch(reader.path(layout.custom(i)), **kwargs) for i in range(len(run.custom))],
-        _random_states(reader, layout.random_states(own)),
-        own != run.rank,
-        _if_there(reader, layout.progress(own)),
+        _random_states(there(layout.random_states(own)), reader.folder / layout.random_states(own)),
+        there(saved[-1]) if saved else None,
+        there(layout.progress(own)),
     )
 
 
-def _if_there(reader: Reader, name: str) -> Any:
-    return read_torch(reader.path(name)) if reader.has(name) else None
-
-
-def _random_states(reader: Reader, name: str) -> Any:
-    states = _if_there(reader, name)
+def _random_states(states: Any, path: Path) -> Any:
     try:
         rng.check(states or {})
     except Exception as error:
         raise CheckpointError(
-            f"{reader.folder / name} holds no random states ({type(error).__name__}: {error}): load another checkpoint."
+            f"{path} holds no random states ({type(error).__name__}: {error}): load another checkpoint."
         ) from error
     return states
 
@@ -199,7 +205,7 @@ def in_words(error: Exception) -> str:
 def apply_random_states(loaded: Loaded, run: Run) -> None:
     """To come last, so that nothing is drawn from them meanwhile."""
     if loaded.random_states is not None:
-        if loaded.derived:
-            rng.derive(loaded.random_states, run.rank, run.device)
+        if loaded.derived is not None:
+            rng.derive(loaded.random_states, loaded.derived, run.rank, run.device)
         else:
             rng.restore(loaded.random_states, run.device)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +21,8 @@ import torch
 
 from accelerate.checkpoint import disk, layout
 from accelerate.checkpoint.disk import Entry
-from accelerate.checkpoint.spans import filled_up, in_steps, overlapping, within
+from accelerate.checkpoint.spans import Scattered, filled_up, in_steps, overlapping, within
+from accelerate.checkpoint.threads import threads
 from accelerate.errors import CheckpointError
 
 try:
@@ -40,8 +40,8 @@ FILES = 3
 WRITERS = min(6, -(-(os.cpu_count() or 1) // FILES))
 READERS = min(8, os.cpu_count() or 1)
 
-# A piece of a file: bytes, or a flat tensor of uint8 on any device.
-Piece = bytes | torch.Tensor
+# A piece of a file: bytes, a flat tensor of uint8 on any device, or a tensor whose bytes are in another order.
+Piece = bytes | torch.Tensor | Scattered
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -50,11 +50,17 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def piece(tensor: torch.Tensor) -> Piece:
+    """A tensor as a piece of a file."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return flat(tensor) if tensor.is_contiguous() else Scattered(tensor)
+
+
 def write_file(path: Path, pieces: Sequence[Piece]) -> Entry:
     """Write pieces one after the other to a new file, flushed to the disk; returns its size and checksums."""
     ends = list(accumulate(len(piece) for piece in pieces))
     size = ends[-1] if ends else 0
-    _settle(piece.device for piece in pieces if isinstance(piece, torch.Tensor))
+    _settle(piece.device for piece in pieces if not isinstance(piece, bytes))
     lanes = _Lanes()
     with _named(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
@@ -94,6 +100,8 @@ def read_file(
     content: the bytes of the file as `mapped` gives them, if it is mapped already: to map it is half of the work.
     """
     size = path.stat().st_size
+    if entry is not None and size != entry.size:  # of blocks that are gone, no checksum would tell
+        raise damaged(path)
     starts = [offset for offset, _ in places]
     _settle(tensor.device for _, tensor in places)
     lanes = _Lanes()
@@ -185,17 +193,19 @@ class _Lanes:
 
     def on_host(self, pieces: list[Piece]) -> list[Any]:
         """Views of the pieces of one block in host memory."""
-        away = [piece for piece in pieces if isinstance(piece, torch.Tensor) and piece.device.type != "cpu"]
-        buffer = self.buffer(any(piece.device.type == "cuda" for piece in away)) if away else torch.empty(0)
-        filled, views, copies = 0, list[Any](), []
+        devices = {piece.device.type for piece in pieces if not isinstance(piece, bytes)}
+        filled, views = 0, list[Any]()
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         for piece in pieces:
-            if isinstance(piece, torch.Tensor) and piece.device.type != "cpu":
-                place = buffer[filled : filled + len(piece)]
-                copies.append((place, piece))
+            if isinstance(piece, bytes):
+                views.append(piece)
+            elif isinstance(piece, torch.Tensor) and piece.device.type == "cpu":
+                views.append(_view(piece))
+            else:
+                place = self.buffer("cuda" in devices)[filled : filled + len(piece)]
+                copies += piece.onto(place) if isinstance(piece, Scattered) else [(place, piece)]
                 views.append(_view(place))
                 filled += len(piece)
-            else:
-                views.append(piece if isinstance(piece, bytes) else _view(piece))
         self.copy(copies)
         return views
 
@@ -203,6 +213,9 @@ class _Lanes:
         """Copy the second of each pair to the first; those from and to CUDA beside each other."""
         used = set()
         for target, source in copies:
+            if target.device == source.device:  # in the host's memory; by NumPy: see `host.copy`
+                np.copyto(target.numpy(), source.numpy())
+                continue
             device = target.device if target.device.type == "cuda" else source.device
             if device.type != "cuda":
                 target.copy_(source)
@@ -219,12 +232,12 @@ def _each_block(size: int, move: Callable[[int], int], most: int) -> list[int]:
     starts = range(0, size, BLOCK)
     if min(most, len(starts)) <= 1:
         return [move(start) for start in starts]
-    with ThreadPoolExecutor(min(most, len(starts))) as threads:
-        futures = [threads.submit(move, start) for start in starts]
+    with threads(min(most, len(starts))) as pool:
+        futures = [pool.submit(move, start) for start in starts]
         try:
             return [future.result() for future in futures]
         except BaseException:
-            threads.shutdown(cancel_futures=True)
+            pool.shutdown(cancel_futures=True)
             raise
 
 

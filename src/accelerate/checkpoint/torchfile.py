@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import struct
 import sys
 import zipfile
@@ -59,7 +60,7 @@ def try_to_read(content: Any) -> None:
 
     unpickler = Unpickler(io.BytesIO(_pickled(content)[0]), encoding="utf-8")
     unpickler.persistent_load = without_memory  # type: ignore[method-assign]
-    with torch.serialization.safe_globals(files.TORCH_SAFE_GLOBALS):
+    with files.reading():
         unpickler.load()
 
 
@@ -151,8 +152,15 @@ class Opened:
             self.places: dict[int, tuple[int, torch.Tensor]] = {}
             self._records = _large_records(path)
             self._next = -1
-            self.content = files.load(self, map_location="cpu")  # type: ignore[arg-type]
+            # Its memory is written to later on, so it stays, also where the file itself has dropped a tensor.
+            self._storages: list[Any] = []
+            where = self._kept if self._records else "cpu"
+            self.content = files.load(self, map_location=where)  # type: ignore[arg-type]
         del self._file
+
+    def _kept(self, storage: Any, location: str) -> Any:
+        self._storages.append(storage)
+        return storage
 
     # What torch asks of a file.
 
@@ -185,8 +193,12 @@ def _large_records(path: Path) -> dict[int, int]:
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         pickled = next((member for member in members if member.filename.endswith("/data.pkl")), None)
-        # Sparse tensors are checked by torch while they are made.
-        if pickled is None or b"sparse" in archive.read(pickled):
+        # Sparse tensors are looked at by torch when they are made, and others are made for a device that it asks for.
+        if pickled is None or re.search(b"sparse|_rebuild_(wrapper|device)", archive.read(pickled)):
+            return {}
+        # What a machine with another order of bytes has written is turned round when it is read.
+        order = next((member for member in members if member.filename.endswith("/byteorder")), None)
+        if order is not None and archive.read(order) != sys.byteorder.encode():
             return {}
         return {
             member.header_offset: member.file_size

@@ -23,17 +23,20 @@ from accelerate.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accelerate.files import clean_state_dict_for_safetensors
+from accelerate.files import each_once, view_of
 from accelerate.text import convert_file_size_to_int
 
 
-def split(weights: dict[str, Any], limit: int) -> list[dict[str, Any]]:
-    """Weights in shards of at most `limit` bytes, in their order; a tensor under two names stays in one shard."""
+def split(weights: dict[str, Any], limit: int, alone: bool = False) -> list[dict[str, Any]]:
+    """Weights in shards of at most `limit` bytes, in their order; a tensor under two names stays in one shard.
+
+    alone: each tensor is stored by itself, also where it is a part of the same memory as others.
+    """
     shards: list[dict[str, Any]] = [{}]
     filled = 0
     home: dict[Any, dict[str, Any]] = {}
     for name, value in weights.items():
-        storage = _storage(value)
+        storage = None if alone else _storage(value)
         if storage is not None and storage in home:
             home[storage][name] = value
             continue
@@ -115,13 +118,11 @@ def save_weights(
 def _parts(weights: dict[str, Any], max_shard_size: int | str, safe: bool) -> list[dict[str, Any]]:
     if any(isinstance(value, torch.Tensor) and value.is_meta for value in weights.values()):
         raise ValueError("This model has parameters on the meta device, which hold no values: load them before saving.")
-    return split(
-        clean_state_dict_for_safetensors(weights) if safe else weights, convert_file_size_to_int(max_shard_size)
-    )
+    return split(each_once(weights) if safe else weights, convert_file_size_to_int(max_shard_size), alone=safe)
 
 
 def _write_index(path: Path, names: list[str], shards: list[dict[str, Any]]) -> Entry:
-    stored = {_storage(v) or name: v for shard in shards for name, v in shard.items() if isinstance(v, torch.Tensor)}
+    stored = {view_of(v) or name: v for shard in shards for name, v in shard.items() if isinstance(v, torch.Tensor)}
     content = {
         "metadata": {"total_size": sum(value.numel() * value.element_size() for value in stored.values())},
         "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in sorted(shard)},
@@ -156,7 +157,7 @@ def tell_manifest(folder: Path, entries: dict[str, Entry]) -> None:
 def with_tied(model: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
     """Weights under all names that the model has for them, where they were stored under one."""
     state = model.state_dict()
-    homes = {_storage(value): name for name, value in state.items() if name in weights}
-    missing = {name: homes.get(_storage(value)) for name, value in state.items() if name not in weights}
-    tied = {name: weights[home] for name, home in missing.items() if home is not None and _storage(state[name])}
+    homes = {view_of(value): name for name, value in state.items() if name in weights}
+    missing = {name: view for name, value in state.items() if name not in weights and (view := view_of(value))}
+    tied = {name: weights[homes[view]] for name, view in missing.items() if view in homes}
     return {**weights, **tied}

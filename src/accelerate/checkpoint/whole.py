@@ -22,15 +22,14 @@ from accelerate.checkpoint.sparse import unpacked
 from accelerate.checkpoint.state import Run, fill, in_words, named_parameters, plain
 from accelerate.checkpoint.weights import with_tied
 from accelerate.errors import CheckpointError
-from accelerate.files import clean_state_dict_for_safetensors
+from accelerate.files import each_once
 
 
 def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> Iterator[File]:
     """main: whether this process writes what is the same on all of them."""
     if main:
         for number, state in enumerate(weights):
-            content = clean_state_dict_for_safetensors(state) if safe else state
-            yield File(layout.model(number, safe), content, safe)
+            yield File(layout.model(number, safe), each_once(state) if safe else state, safe)
         for number, optimizer in enumerate(run.optimizers):
             yield File(layout.optimizer(number), optimizer.state_dict())
     if run.gradients is not None:
@@ -73,6 +72,7 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
     gradients, everyone = read_gradients(run, reader)
 
     def first(undo: ExitStack) -> None:
+        reader.bring_in()
         for (model, own), put in zip(models, puts, strict=True):
             if own:
                 keep_model(model, undo)

@@ -347,7 +347,8 @@ def forward_epoch(loader: Any, epoch: int) -> None:
         if hasattr(batches, "set_epoch"):
             batches.set_epoch(epoch)
         batches = getattr(batches, "batch_sampler", None)
-    parts: list[Any] = [get_sampler(loader) or getattr(loader, "sampler", None), loader.dataset]
+    sampler = get_sampler(loader)  # not asked whether it is empty: an endless one has no length
+    parts: list[Any] = [getattr(loader, "sampler", None) if sampler is None else sampler, loader.dataset]
     for part in parts:
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)

@@ -7,9 +7,8 @@ loop reads its first batch with them. Whether it draws is looked up now and then
 
 from __future__ import annotations
 
-import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol, TypeVar
 
@@ -22,16 +21,6 @@ from accelerate.data_loader.iterable import Envelope
 
 States = dict[str, Any]
 T = TypeVar("T")
-
-
-def _drawn_since(before: States) -> set[str]:
-    """From which generators something was drawn. Equal tensors need not be equal when they are pickled."""
-    after = streams.global_states()
-    return {name for name in before if _plain(before[name]) != _plain(after[name])}
-
-
-def _plain(state: Any) -> bytes:
-    return pickle.dumps(state.numpy() if isinstance(state, torch.Tensor) else state)
 
 
 # --- in the process of the loop ---------------------------------------------------------------------------------
@@ -90,7 +79,7 @@ class Here(Reader):
             self._looks_at *= 2
             before = streams.global_states()
             taken = take()
-            self._known |= _drawn_since(before)
+            self._known |= streams.drawn_since(before)
             self._drawing.before = {name: before[name] for name in self._known}
             return taken
         if self._known:
@@ -151,6 +140,40 @@ class FromWorkers(Reader):
         self.read(lambda: None)
 
 
+class Again(Reader):
+    """Reads the first steps of an interrupted epoch once more, for a loop that leaves them out by itself.
+
+    They are read with the random states that they were read with, since their order may still be drawn from them, and
+    those of the loop are left alone. The states that the first step is read with are set already.
+    count: how many steps come after the first one. names: of the generators that they draw from.
+    before: the states that the last one was read with, if known.
+    """
+
+    def __init__(self, reader: Reader, count: int, names: Iterable[str], before: States) -> None:
+        self._reader = reader
+        self._left = count
+        self._names = names
+        self._before = before
+        self._order: States | None = None
+        self.over, self.all_read = reader.over, reader.all_read  # type: ignore[method-assign]
+
+    def read(self, take: Callable[[], T]) -> T:
+        if self._order is None:
+            taken = self._reader.read(take)
+            self._order = streams.global_states(self._names)
+            return taken
+        if not self._left:
+            return self._reader.read(take)
+        self._left -= 1
+        own = streams.global_states(self._names)
+        streams.set_global_states(self._order if self._left else self._order | self._before)
+        try:
+            return self._reader.read(take)
+        finally:
+            self._order = streams.global_states(self._names)
+            streams.set_global_states(own)
+
+
 def reader(loader: Any, drawing: Drawing, known: set[str]) -> Reader:
     if loader.num_workers == 0:
         return Here(drawing, known)
@@ -198,7 +221,7 @@ class _Worker:
         self._number += 1
         if not self._draws and self._number == self._looks_at:
             self._looks_at *= 2
-            self._draws = bool(_drawn_since(self._start))
+            self._draws = bool(streams.drawn_since(self._start))
         if not self._draws:
             return batch
         states = streams.global_states()

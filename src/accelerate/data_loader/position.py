@@ -10,12 +10,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from accelerate.data_loader import draws, streams
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.rest import SkipSampler
-from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SamplerShard, SeedableRandomSampler, sampler_owner
+from accelerate.data_loader.samplers import (
+    RANDOM_SAMPLERS,
+    SamplerShard,
+    SeedableRandomSampler,
+    cuts_in_order,
+    sampler_owner,
+)
 from accelerate.state import ending
 
 
@@ -73,6 +79,8 @@ class Position:
         # While the first batch is fetched: the random states to go on with.
         self._now: dict[str, Any] | None = None
         self._same = False
+        # How many steps of the interrupted epoch were done, in such batches as there are now.
+        self._done = 0
         # Whether torch's loader draws a number at the next iteration, where that is to be as in the saved run.
         self._draws: bool | None = None
         self._draws_next: bool | None = None
@@ -132,7 +140,13 @@ class Position:
         reader = draws.reader(loader, place, self._drawn_from)
         if place.workers_stay:
             self._reader = reader
-        return reader
+        again = self._done - loader._left_out_steps
+        before = {} if self._drawn is None else self._drawn["before"]
+        # Beside workers only a sampler draws in this process, and it is not known from what.
+        names = streams.NAMES if loader.num_workers else tuple(before)
+        if self._now is None or again <= 0 or not names or loader.use_stateful_dataloader:
+            return reader
+        return draws.Again(reader, again, names, before)
 
     def fetched(self, loader: Any, place: Place) -> None:
         """The batch at hand was fetched, and the next one is about to be."""
@@ -230,6 +244,7 @@ class Position:
         streams.set_generators(loader, state["generators"])
         self._replay = start
         self._same = _same_batches(state, loader)
+        self._done = state["steps"] if self._same else 0
         self._skip = state if skip and state["steps"] else None
         self._ahead = state if loader.use_stateful_dataloader and not skip else None
         if self._same and state["workers"] == loader.num_workers and "drawn" in state:
@@ -300,7 +315,18 @@ class Position:
 def takes_over(state: dict[str, Any], loader: Any) -> bool:
     """Whether it is not a stateful loader itself that can go on from where it was."""
     alike = _same_batches(state, loader) and state["workers"] == loader.num_workers
-    return state["partial"] or not alike
+    return state["partial"] or not alike or _minds_iterating_twice(loader)
+
+
+def _minds_iterating_twice(loader: Any) -> bool:
+    """torchdata has a sampler iterate twice when it goes on from a state: one that shuffles at once gives out the
+    second order."""
+    if isinstance(loader.dataset, IterableDataset):
+        return False
+    with suppress(Exception):  # one that cannot be iterated yet, before it is told the epoch, say
+        batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        return streams.makes_all_at_once(loader, batches)
+    return False
 
 
 def _state_of(dataset: Any) -> Any:
@@ -371,11 +397,25 @@ def change(state: dict[str, Any], loader: Any) -> str | None:
     state = _settled(state)
     old, new = state["batch"], loader.total_batch_size
     text = f"{state['processes']} processes and {old} samples a step became {loader._shares} and {new}"
-    length = loader._known_length()
+    length = _length(loader)
     if length is not None:
         left = max(length - state["samples"] - state["batches"] * old, 0)
-        text += f", so {-(-left // new)} steps are left of epoch {state['epoch']} instead of {-(-left // old)}"
+        drop_last = getattr(sampler_owner(loader), "drop_last", loader._drop_last)
+        steps, before = (left // size if drop_last else -(-left // size) for size in (new, old))
+        text += f", so {steps} steps are left of epoch {state['epoch']} instead of {before}"
     return text + _inexact(state, loader)
+
+
+def _length(loader: Any) -> int | None:
+    """How many samples an epoch has, on all processes together: a sampler may give more or fewer than there are."""
+    sampler, owner = _sampler(loader), sampler_owner(loader)
+    kept = isinstance(sampler, DistributedSampler) and sampler.num_replicas == loader._shares
+    if isinstance(loader.dataset, IterableDataset) or kept:
+        length: int | None = loader._known_length()
+        return length
+    with suppress(TypeError, NotImplementedError, AttributeError):  # an endless one, or batches of no certain size
+        return len(sampler) if owner is None or cuts_in_order(owner) else len(owner) * int(owner.batch_size)
+    return None
 
 
 def _inexact(state: dict[str, Any], loader: Any) -> str:
@@ -385,7 +425,7 @@ def _inexact(state: dict[str, Any], loader: Any) -> str:
             return ""
         return " (worker processes read its dataset: the last samples before the checkpoint may come a second time)"
     owner = sampler_owner(loader)
-    if owner is None or type(owner) is BatchSampler:
+    if owner is None or cuts_in_order(owner):
         sampler = _sampler(loader)
         if not isinstance(sampler, DistributedSampler) or type(sampler).__iter__ is DistributedSampler.__iter__:
             return ""

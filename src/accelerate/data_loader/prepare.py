@@ -185,7 +185,8 @@ def _shared_order(loader: Any, seedable: bool, data_seed: int | None, *, all_rea
 
 def _own_distributed_sampler(loader: Any, processes: int) -> DistributedSampler[Any] | None:
     """The loader's DistributedSampler, where it makes the shares of just these processes."""
-    sampler = get_sampler(loader) or loader.sampler
+    sampler = get_sampler(loader)
+    sampler = loader.sampler if sampler is None else sampler
     if not isinstance(sampler, DistributedSampler) or sampler.num_replicas != processes:
         return None
     warnings.warn(

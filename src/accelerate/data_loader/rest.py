@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
-from accelerate.data_loader.samplers import BatchSamplerShard, KeptShard, SamplerShard
+from accelerate.data_loader.samplers import BatchSamplerShard, KeptShard, SamplerShard, cuts_in_order
 
 
 class SkipSampler(Sampler[Any]):
@@ -132,9 +132,10 @@ def without_samples(batches: Any, count: int) -> Any:
         twin = copy.copy(batches)
         twin.batch_sampler = without_samples(batches.batch_sampler, count)
         return twin
-    if type(batches) is BatchSampler:
-        return BatchSampler(SkipSampler(batches.sampler, count), batches.batch_size, batches.drop_last)
-    if isinstance(batches, KeptShard) and type(batches.batch_sampler) is BatchSampler:
+    if cuts_in_order(batches):
+        # Of its own kind, since that of torchdata begins its order earlier, and loaders may tell it to more than once.
+        return type(batches)(SkipSampler(batches.sampler, count), batches.batch_size, batches.drop_last)
+    if isinstance(batches, KeptShard) and cuts_in_order(batches.batch_sampler):
         rest: Any = RestOfDistributed(batches.sampler, count)
         return KeptShard(BatchSampler(rest, batches.batch_size, batches.drop_last), rest)
     # A batch sampler of its own kind: whole batches, of the size it says they have.

@@ -273,6 +273,13 @@ class SamplerShard(Sampler[Any]):
         return (batch[0] for batch in self.shard)
 
 
+def cuts_in_order(batches: Any) -> bool:
+    """Whether a batch sampler is torch's own, or that of torchdata's loaders: it only cuts what its sampler gives."""
+    kind = type(batches)
+    of_torchdata = (kind.__module__, kind.__name__) == ("torchdata.stateful_dataloader.sampler", "BatchSampler")
+    return kind is BatchSampler or of_torchdata
+
+
 def get_sampler(dataloader: Any) -> Any:
     """The sampler of indices of a loader, underneath all batching and sharding (None for iterable datasets)."""
     owner = sampler_owner(dataloader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -67,9 +68,10 @@ _GLOBAL: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "numpy": (np.random.get_state, np.random.set_state),
     "torch": (torch.get_rng_state, lambda state: torch.set_rng_state(torch.as_tensor(state))),
 }
+NAMES = tuple(_GLOBAL)
 
 
-def global_states(names: Iterable[str] = _GLOBAL) -> dict[str, Any]:
+def global_states(names: Iterable[str] = NAMES) -> dict[str, Any]:
     return {name: _GLOBAL[name][0]() for name in names}
 
 
@@ -78,6 +80,16 @@ def set_global_states(states: dict[str, Any]) -> None:
     for name, (_, put) in _GLOBAL.items():
         if name in states:
             put(states[name])
+
+
+def drawn_since(before: dict[str, Any]) -> set[str]:
+    """From which global generators something was drawn. Equal tensors need not be equal when they are pickled."""
+    after = global_states()
+    return {name for name in before if _plain(before[name]) != _plain(after[name])}
+
+
+def _plain(state: Any) -> bytes:
+    return pickle.dumps(state.numpy() if isinstance(state, torch.Tensor) else state)
 
 
 def random_states(loader: Any) -> dict[str, Any]:
@@ -136,10 +148,9 @@ def undisturbed(loader: Any) -> Iterator[None]:
 def makes_all_at_once(loader: Any, batches: Any) -> bool:
     """Whether a batch sampler draws its order when it is told to iterate, and not with its first batch."""
     with undisturbed(loader):
-        before = [torch.get_rng_state(), *generator_states(loader)]
+        before, own = global_states(), generator_states(loader)
         iter(batches)
-        after = [torch.get_rng_state(), *generator_states(loader)]
-    return not all(map(torch.equal, before, after))
+        return bool(drawn_since(before)) or not all(map(torch.equal, own, generator_states(loader)))
 
 
 def state_of_one(start: dict[str, Any], sampler: Any, at_once: bool) -> torch.Tensor:

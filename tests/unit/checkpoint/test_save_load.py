@@ -8,6 +8,8 @@ import os
 import pickle
 import random
 import re
+import subprocess
+import sys
 import threading
 import warnings
 from collections import OrderedDict, defaultdict, deque
@@ -425,7 +427,7 @@ def test_a_manifest_says_nothing_of_other_folders(tmp_path: Path, name: str) -> 
             with pytest.raises(CheckpointError, match=r"link leads out of the checkpoint"):
                 look(folder)
     else:
-        with pytest.raises(CheckpointError, match=r"mine is not in its folder"):
+        with pytest.raises(CheckpointError, match=r"mine' is not in its folder"):
             Manifest.read(folder)
         run.accelerator.load_state(folder)  # the new one
     assert (tmp_path / "mine").exists()
@@ -866,7 +868,10 @@ def test_copies_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         "large": torch.rand(100),
         "other strides": torch.rand(20, 10).t(),
         "two bytes": torch.rand(50).bfloat16(),
-        "conjugated": torch.rand(30, dtype=torch.complex64).conj(),
+        "complex": (numbers := torch.rand(30, dtype=torch.complex64)),
+        "conjugated": numbers.conj(),
+        "its imaginary part": numbers.imag,
+        "the negative of it": numbers.conj().imag,
         "one": torch.tensor(True),
         "none": torch.empty(0),
     }
@@ -877,6 +882,122 @@ def test_copies_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, tensor in tensors.items():
             assert torch.equal(copies[name], tensor) and copies[name].dtype == tensor.dtype, name
             assert copies[name].data_ptr() != tensor.data_ptr() or name == "none"
+
+
+@pytest.mark.parametrize("block", [8, 16, 104, 1 << 22])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.complex64])
+def test_other_strides_are_written_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int
+) -> None:
+    from accelerate.checkpoint import stream
+
+    monkeypatch.setattr(stream, "BLOCK", block)
+    numbers = torch.arange(120).to(dtype)
+    tensors = {
+        "plain": numbers,
+        "transposed": numbers.view(12, 10).t(),
+        "channels last": numbers.view(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "one row": numbers.view(1, 10, 12).transpose(1, 2),
+        "every third": numbers[::3],
+        "expanded": numbers[:4].expand(3, 4),
+        "expanded number": numbers[7].expand(5),
+        "number": numbers[7],
+        "nothing": numbers.view(12, 10).t()[:, :0],
+    }
+    write_safetensors(tensors, tmp_path / "x")
+    found = load_file(tmp_path / "x")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+
+
+class Conjugated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("x", torch.tensor([1 + 2j, 3 - 4j]))
+        self.register_buffer("y", self.x.conj())
+        self.register_buffer("z", self.y.imag)  # the negative of what is there
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("safe", [True, False])
+def test_conjugates_are_other_values(tmp_path: Path, safe: bool, behind: bool) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Conjugated())
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    accelerator.save_state(tmp_path / "x", safe, async_save=behind)
+    accelerator.save_model(model, tmp_path / "model", safe_serialization=safe)
+    model.x.zero_()
+    accelerator.load_state(tmp_path / "x")
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    if safe:
+        alone = load_file(tmp_path / "model" / "model.safetensors")
+        assert all(torch.equal(value, expected[name]) for name, value in alone.items()) and len(alone) == 3
+
+
+class Views(nn.Module):
+    """Several names for parts of one piece of memory, two of them for the same part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.rand(8)
+        self.register_buffer("a", memory[:2])
+        self.register_buffer("b", memory[:2])
+        self.register_buffer("c", memory)
+
+
+def test_parts_of_one_memory(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Views())
+    expected = model.c.clone()
+    accelerator.save_state(tmp_path / "x")
+    model.c.zero_()
+    accelerator.load_state(tmp_path / "x")
+    assert torch.equal(model.c, expected)
+    accelerator.save_model(model, tmp_path / "model", max_shard_size=32)
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 40
+    assert index["weight_map"] == {f: f"model-0000{i}-of-00002.safetensors" for i, f in ((1, "a"), (2, "c"))}
+
+
+def test_a_file_that_has_become_shorter(tmp_path: Path) -> None:
+    from accelerate.checkpoint import stream
+
+    content = torch.ones(3 * stream.BLOCK, dtype=torch.uint8)
+    entry = stream.write_file(tmp_path / "x", [content])
+    os.truncate(tmp_path / "x", stream.BLOCK)
+    with pytest.raises(CheckpointError, match="x is damaged"):
+        stream.read_file(tmp_path / "x", [(0, content)], entry)
+
+
+AT_EXIT = """
+import atexit, sys, threading, torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = accelerator.prepare(torch.nn.Linear(2048, 2048))  # five blocks of a file
+
+def refuse(*args, **kwargs):
+    raise RuntimeError("can't start new thread at interpreter shutdown")
+
+@atexit.register
+def last():
+    # As Python 3.12.1 does; others refuse pools of threads, and end without waiting for a single one.
+    threading._start_new_thread = threading._start_joinable_thread = refuse
+    accelerator.save_state(sys.argv[1])
+    accelerator.save_state(sys.argv[1])  # the files of the first are freed
+    accelerator.load_state(sys.argv[1])
+    accelerator.save_state(sys.argv[2], async_save=True)
+    print("saved")
+"""
+
+
+def test_at_the_end_of_a_program(tmp_path: Path) -> None:
+    """Where Python lets nobody start threads any more."""
+    folders = [str(tmp_path / "x"), str(tmp_path / "y")]
+    done = subprocess.run([sys.executable, "-c", AT_EXIT, *folders], capture_output=True, text=True)
+    assert done.stdout == "saved\n", done.stderr
+    for folder in folders:
+        verify_checkpoint(folder)
 
 
 def test_what_is_replaced_is_freed_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -932,3 +1053,13 @@ def test_gradients_of_models_that_hooks_load(tmp_path: Path) -> None:
     first.weight.grad = second.weight.grad = None
     accelerator.load_state(tmp_path)
     assert [model.weight.grad.tolist() for model in (first, second)] == expected
+
+
+def test_loaded_before_anything_is_prepared(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(Net())
+    folder = accelerator.save_state(tmp_path / "x")
+    accelerator.load_state(folder)
+    assert not caplog.text
+    Accelerator(cpu=True).load_state(folder)
+    assert "x holds weights, which nobody takes: call `load_state` after `prepare`." in caplog.text

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+)
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from tests.unit.data_loader.toys import Numbers
@@ -439,3 +448,229 @@ def test_a_state_that_is_a_tensor(tmp_path: Path) -> None:
     accelerator, loader = made()
     accelerator.load_state(tmp_path)
     assert read(loader) == expected
+
+
+class Endless(Sampler[int]):
+    """Has no length."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(5)
+        while True:
+            yield from torch.randperm(SAMPLES, generator=generator).tolist()
+
+
+def of(sampler: Any, size: int | None = 2, **options: Any) -> tuple[Accelerator, Any]:
+    config = DataLoaderConfiguration(**({"exact_resume": True} | options))
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    key = "batch_sampler" if isinstance(sampler, BatchSampler) else "sampler"
+    own = {key: sampler} | ({} if key == "batch_sampler" else {"batch_size": size})
+    return accelerator, accelerator.prepare(DataLoader(torch.arange(SAMPLES), **own))
+
+
+def test_a_sampler_without_an_end_and_other_batches(tmp_path: Path) -> None:
+    order = Endless()
+    accelerator, loader = of(order)
+    for number, _ in enumerate(loader):
+        if number == BREAK - 1:
+            accelerator.save_state(tmp_path)
+            break
+    accelerator, loader = of(order, size=3)
+    accelerator.load_state(tmp_path)
+    expected = iter(order)
+    assert [next(expected) for _ in range(2 * BREAK)]
+    for batch, _ in zip(loader, range(8), strict=False):
+        assert batch.tolist() == [next(expected) for _ in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        (lambda: SubsetRandomSampler(range(10)), "so 4 steps are left of epoch 0 instead of 2"),
+        (lambda: RandomSampler(range(SAMPLES), num_samples=40), "so 34 steps are left of epoch 0 instead of 17"),
+        (lambda: BatchSampler(range(9), 2, True), None),
+        (Endless, "became 1 and 1."),
+    ],
+)
+def test_steps_left_are_those_of_the_sampler(
+    tmp_path: Path, sampler: Any, said: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator, loader = of(sampler())
+    for number, _ in enumerate(loader):
+        if number == BREAK - 1:
+            accelerator.save_state(tmp_path)
+            break
+    other = sampler() if said else BatchSampler(range(9), 4, True)
+    accelerator, loader = of(other, size=1)
+    accelerator.load_state(tmp_path)
+    # Where the last samples do not fill a batch, they are dropped.
+    assert (said or "so 0 steps are left of epoch 0 instead of 1") in caplog.text
+
+
+class Buffer(IterableDataset):
+    """Shuffles within a window, by draws that it makes batch by batch."""
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[int]:
+        window: list[int] = []
+        for index in range(SAMPLES):
+            window.append(index)
+            if len(window) == 5:
+                yield window.pop(self.draw(5))
+        while window:
+            yield window.pop(self.draw(len(window)))
+
+
+class Drawn(Sampler[int]):
+    """An order that is drawn index by index."""
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(SAMPLES))
+        while left:
+            yield left.pop(self.draw(len(left)))
+
+
+@pytest.mark.parametrize("draw", [random.randrange, np.random.randint])
+@pytest.mark.parametrize("kind", ["buffer", "buffer, dispatched", "sampler", "sampler and a worker"])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_an_order_that_is_drawn_batch_by_batch(tmp_path: Path, draw: Any, kind: str, skipped: int) -> None:
+    """The loop leaves out what was done, or part of it, by itself."""
+
+    def made(seed: int) -> tuple[Accelerator, Any]:
+        for seeded in (random.seed, np.random.seed, torch.manual_seed):
+            seeded(seed)
+        dispatched = {"dispatch_batches": True if "dispatched" in kind else None}
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**dispatched))
+        if "buffer" in kind:
+            return accelerator, accelerator.prepare(DataLoader(Buffer(draw), 2))
+        workers = int("worker" in kind)
+        loader = DataLoader(Numbers(SAMPLES), 2, sampler=Drawn(draw), num_workers=workers)
+        return accelerator, accelerator.prepare(loader)
+
+    expected = epochs(*made(1), tmp_path)
+    accelerator, loader = made(2)
+    accelerator.load_state(tmp_path)
+    rest = accelerator.skip_first_batches(loader, skipped) if skipped else loader
+    seen = []
+    for number, batch in enumerate(rest, start=skipped):
+        torch.rand(1)  # the training draws, too
+        if number >= BREAK:
+            seen.append(batch.tolist())
+    assert [seen, read(loader)] == [expected[1][BREAK:], expected[2]]
+
+
+class Eager(Sampler[int]):
+    """Draws its order when it is told to iterate."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __iter__(self) -> Iterator[int]:
+        if self.generator is None:
+            return iter(random.sample(range(SAMPLES), SAMPLES))
+        return iter(torch.randperm(SAMPLES, generator=self.generator).tolist())
+
+
+class EagerBatches(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(list(super().__iter__()))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("size", [None, 2])
+@pytest.mark.parametrize("python", [False, True])
+def test_a_stateful_loader_whose_order_is_drawn_at_once(tmp_path: Path, exact: bool, size: Any, python: bool) -> None:
+    """torchdata tells it to iterate twice when it goes on from a state."""
+    pytest.importorskip("torchdata.stateful_dataloader")
+
+    def made(seed: int) -> tuple[Accelerator, Any]:
+        random.seed(seed)
+        sampler = Eager(None if python else torch.Generator().manual_seed(seed))
+        batches = sampler if size is None else EagerBatches(sampler, size, False)
+        return of(batches, size, exact_resume=exact, use_stateful_dataloader=True)
+
+    expected = epochs(*made(1), tmp_path)
+    accelerator, loader = made(2)
+    accelerator.load_state(tmp_path)
+    assert [read(loader), read(loader)] == [expected[1][BREAK:], expected[2]]
+
+
+class ToldTheEpoch(Eager):
+    """Has no order before it is told the epoch."""
+
+    epoch: int | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        if self.epoch is None:
+            raise RuntimeError("which epoch?")
+        return iter(torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(self.epoch)).tolist())
+
+
+def test_a_stateful_loader_that_cannot_be_iterated_when_it_is_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+
+    def made() -> tuple[Accelerator, Any]:
+        return of(EagerBatches(ToldTheEpoch(None), 2, False), use_stateful_dataloader=True)
+
+    expected = epochs(*made(), tmp_path)
+    accelerator, loader = made()
+    accelerator.load_state(tmp_path)
+    assert [read(loader), read(loader)] == [expected[1][BREAK:], expected[2]]
+
+
+@pytest.mark.parametrize(("stateful", "workers"), [(False, 0), (True, 0), (True, 2)])
+def test_a_loader_of_torchdata_with_other_batches(tmp_path: Path, stateful: bool, workers: int) -> None:
+    torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+    seen: list[int] = []
+    for size in (2, 3):
+        config = DataLoaderConfiguration(exact_resume=True, use_stateful_dataloader=stateful)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        options = {"shuffle": True, "num_workers": workers}
+        loader = accelerator.prepare(torchdata.StatefulDataLoader(Numbers(SAMPLES), size, **options))
+        if seen:
+            accelerator.load_state(tmp_path)
+        for number, batch in enumerate(loader):
+            seen += batch.tolist()
+            if size == 2 and number == 1:
+                accelerator.save_state(tmp_path)
+                break
+    assert sorted(seen) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_places_of_more_loaders_than_there_are(tmp_path: Path, late: bool, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, first = prepared(1)
+    read(first)
+    second = accelerator.prepare(DataLoader(Numbers(SAMPLES), 2))
+    accelerator.save_state(tmp_path / "between")
+    for _ in second:
+        accelerator.save_state(tmp_path / "inside")
+        break
+    for folder in ("between", "inside"):
+        accelerator = Accelerator(cpu=True) if late else prepared(2)[0]
+        caplog.clear()
+        accelerator.load_state(tmp_path / folder)
+        told = [text for text in caplog.messages if "the places of 2 loaders" in text]
+        assert len(told) == (folder == "inside")  # between two epochs nothing is lost
+        assert all(f"{int(not late)} prepared" in text and "loader 1" in text for text in told)
+    accelerator, _ = prepared(2)
+    accelerator.prepare(DataLoader(Numbers(SAMPLES)), DataLoader(Numbers(SAMPLES)))
+    caplog.clear()
+    accelerator.load_state(tmp_path / "inside")
+    assert "the places of" not in caplog.text  # all of them were taken
