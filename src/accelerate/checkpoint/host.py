@@ -48,7 +48,9 @@ class HostMemory:
         copy([(copies[key], tensor.detach()) for key, tensor in tensors.items() if tensor.device.type == "cpu"])
         for key, tensor in tensors.items():
             if tensor.device.type != "cpu":
-                copies[key].copy_(tensor.detach(), non_blocking=tensor.device.type == "cuda")
+                # torch conjugates and negates on the host, at once, also before a copy that goes on behind is there.
+                waits = tensor.device.type != "cuda" or tensor.is_conj() or tensor.is_neg()
+                copies[key].copy_(tensor.detach(), non_blocking=not waits)
         for device in gpus:
             torch.cuda.synchronize(device)
         return _rebuilt(content, copies)
