@@ -17,6 +17,7 @@ import torch
 
 from accelerate.checkpoint import disk, files, host, stream, torchfile
 from accelerate.checkpoint.disk import Entry
+from accelerate.errors import CheckpointError
 
 CPU = torch.device("cpu")
 
@@ -56,6 +57,11 @@ class Reader:
     def path(self, name: str) -> Path:
         """Where a file of the checkpoint is; raises where it has none of that name."""
         if not self.has(name):
+            if self.names is not None and not (self.folder / name).exists():  # a manifest says what was saved
+                raise CheckpointError(
+                    f"{self.folder} holds no {name}, since fewer objects were saved than are prepared here: prepare "
+                    "those alone that were there at the save, and others after the load."
+                )
             raise files.missing(self.folder / name)
         return self.folder / name
 

@@ -240,6 +240,7 @@ def _loads_as_torch(optimizer: Any) -> bool:
 
 
 def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
+    inner = _inner(optimizer)
     expected = [len(group["params"]) for group in optimizer.param_groups]
     found = [len(group["params"]) for group in state["param_groups"]]
     if expected != found:
@@ -247,6 +248,22 @@ def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
             f"{path} is of an optimizer with groups of {found} parameters, and this one has {expected}: "
             "create it as it was when the checkpoint was saved."
         )
+    lacking = _lacking(inner, state["param_groups"]) if _loads_as_torch(inner) else []
+    if lacking:
+        raise CheckpointError(
+            f"{path} is of another kind of optimizer than {type(inner).__name__}: it knows nothing of "
+            f"{', '.join(lacking)}; create the optimizer as it was when the checkpoint was saved."
+        )
+
+
+def _lacking(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[str]:
+    """The settings that an optimizer would miss with these groups, without those that it adds to older ones itself."""
+    twin = object.__new__(type(optimizer))
+    try:
+        twin.__setstate__({"defaults": optimizer.defaults, "state": {}, "param_groups": [dict(g) for g in groups]})
+    except Exception:  # it needs more than that to tell
+        return []
+    return sorted({name for group in twin.param_groups for name in optimizer.defaults.keys() - group.keys()})
 
 
 Gradients = dict[str, torch.Tensor]

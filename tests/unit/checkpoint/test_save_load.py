@@ -1063,3 +1063,44 @@ def test_loaded_before_anything_is_prepared(tmp_path: Path, caplog: pytest.LogCa
     assert not caplog.text
     Accelerator(cpu=True).load_state(folder)
     assert "x holds weights, which nobody takes: call `load_state` after `prepare`." in caplog.text
+
+
+@pytest.mark.parametrize("kinds", [(torch.optim.AdamW, torch.optim.SGD), (torch.optim.SGD, torch.optim.Adam)])
+def test_the_state_of_another_kind_of_optimizer(tmp_path: Path, kinds: tuple[Any, Any]) -> None:
+    made = []
+    for kind in kinds:
+        accelerator = Accelerator(cpu=True)
+        model = Net()
+        made.append((accelerator, *accelerator.prepare(model, kind(model.parameters(), lr=0.1))))
+    made[0][0].save_state(tmp_path / "x")
+    accelerator, model, optimizer = made[1]
+    before = weights(model)
+    with pytest.raises(
+        CheckpointError, match=f"optimizer.bin is of another kind of optimizer than {kinds[1].__name__}"
+    ):
+        accelerator.load_state(tmp_path / "x")
+    assert torch.equal(weights(model), before) and optimizer.param_groups[0].keys() >= optimizer.defaults.keys()
+
+
+def test_groups_of_an_older_release_are_filled_up(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        for name in ("maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay"):
+            group.pop(name, None)
+    accelerator.save_state(tmp_path / "x")
+    torch.save(state, tmp_path / "x" / "optimizer.bin")
+    (tmp_path / "x" / layout.MANIFEST).unlink()
+    accelerator.load_state(tmp_path / "x")
+
+
+def test_one_object_more_than_was_saved(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.save_state(tmp_path / "x")
+    accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
+    with pytest.raises(CheckpointError, match=r"holds no scheduler\.bin, since fewer objects were saved"):
+        accelerator.load_state(tmp_path / "x")
