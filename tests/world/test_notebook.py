@@ -56,7 +56,7 @@ def test_a_notebook(tmp_path: Path) -> None:
             "    model = accelerator.prepare(torch.nn.Linear(500, 500))\n"
             "    accelerator.backward(model(torch.ones(300, 500)).sum())\n"
             "    ranks = accelerator.gather(torch.tensor([accelerator.process_index])) * scale\n"
-            "    accelerator.print('RANKS', ranks.tolist(), accelerator.mixed_precision, torch.get_num_threads())\n"
+            "    accelerator.print(f'RANKS {ranks.tolist()} {accelerator.mixed_precision} {torch.get_num_threads()}')\n"
             "def fail():\n"
             "    if Accelerator().process_index == 1:\n"
             "        raise ValueError('the second one is ill')\n"

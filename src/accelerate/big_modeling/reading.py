@@ -157,7 +157,8 @@ def read_all(reads: Sequence[Read]) -> None:
         try:
             workers = [pool.submit(work) for _ in range(count)]
             begin.set()  # not earlier: an interrupt leaves a thread that is being started to itself
-            wait(workers)
+            while wait(workers, timeout=0.1).not_done:  # an interrupt right before a wait does not end it
+                pass
         except BaseException:
             failed.set()
             begin.set()
