@@ -16,12 +16,13 @@ ROOT = Path(accelerate.__file__).parent
 
 # A part may import only what stands in an earlier row.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "constants", "text", "lazy", "arrays"),
+    ("errors", "constants", "text", "lazy", "arrays", "per_rank", "bundle"),
     ("versions",),
     ("config",),
     ("available", "parallelism_config"),
-    ("environments", "devices"),
+    ("environments",),
     ("comm",),
+    ("devices",),
     ("state", "machine"),
     ("launch",),
     ("barrier", "logging", "memory", "random", "tqdm", "compilation"),

@@ -41,7 +41,7 @@ class Script:
 
 
 def _alone(folder: str, behind: bool) -> Any:
-    callers.meeting._patience, callers.KNOWN = 0.3, 0.1
+    callers.meeting()._patience, callers.KNOWN = 0.3, 0.1
     run = Script(folder)
     kept: dict[int, list[float]] = {}
     for number, batch in enumerate(run.batches):
@@ -58,7 +58,7 @@ def _alone(folder: str, behind: bool) -> Any:
     assert not run.accelerator.is_main_process or loaded == kept[4]
     run.step(next(iter(run.batches)))  # all are still in step
     # And one that all call, which waits for the others as any.
-    callers.meeting._patience = 60
+    callers.meeting()._patience = 60
     if not run.accelerator.is_main_process:
         time.sleep(0.5)
     last = run.accelerator.save_state()
@@ -75,13 +75,13 @@ def test_the_main_process_saves_and_the_others_go_on(tmp_path: Path, behind: boo
 
 
 def _late(folder: str) -> tuple[str, int]:
-    callers.meeting._patience = 0.2
+    callers.meeting()._patience = 0.2
     run = Script(folder)
     if not run.accelerator.is_main_process:
         time.sleep(1)
     run.accelerator.save_state()
     run.step(next(iter(run.batches)))
-    callers.meeting._patience = 60
+    callers.meeting()._patience = 60
     folder = str(run.accelerator.save_state())
     return os.path.basename(folder), verify_checkpoint(folder)["world_size"]
 
@@ -92,7 +92,7 @@ def test_who_comes_late_goes_on_too(tmp_path: Path) -> None:
 
 def _twice_at_one_point(folder: str) -> Any:
     """The main process alone, and then all, without a step in between."""
-    callers.meeting._patience, callers.KNOWN = 0.2, 0.2
+    callers.meeting()._patience, callers.KNOWN = 0.2, 0.2
     run = Script(folder)
     run.step(next(iter(run.batches)))
     if run.accelerator.is_main_process:
@@ -100,7 +100,7 @@ def _twice_at_one_point(folder: str) -> Any:
     run.accelerator.wait_for_everyone()
     run.accelerator.save_state()
     run.step(next(iter(run.batches)))
-    callers.meeting._patience = 60
+    callers.meeting()._patience = 60
     return verify_checkpoint(run.accelerator.save_state())["world_size"]
 
 
@@ -126,7 +126,7 @@ def test_who_never_comes_is_not_waited_for_without_end(tmp_path: Path) -> None:
 
 
 def _seen(folder: str, stop: bool) -> list[float]:
-    callers.meeting._patience = 0.2
+    callers.meeting()._patience = 0.2
     run = Script(folder, exact=True)
     if not stop:
         run.accelerator.load_state()

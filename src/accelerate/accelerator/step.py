@@ -26,7 +26,7 @@ class Stepping(AcceleratorBase):
     def backward(
         self, loss: torch.Tensor, *, num_items: int | float | torch.Tensor | None = None, **kwargs: Any
     ) -> None:
-        """`loss.backward()`, divided by the accumulation steps and scaled as the precision asks for.
+        """`loss.backward()`, divided by the accumulation steps and scaled as precision and engine ask for.
 
         num_items: say that `loss` is a sum over that many items (tokens, samples). The gradients then become those of
         the mean over all items of all micro-batches of the window and of all processes, however they are spread.
@@ -41,12 +41,12 @@ class Stepping(AcceleratorBase):
             if self._items.used:
                 self._items.refuse_others()
             steps = state.num_steps
-            share = loss if steps == 1 else loss / steps
+            share = loss if steps == 1 or self._strategy.divides_loss else loss / steps
             if self.scaler is not None:
                 if not self._optimizers:
                     self._check_scaled(self.scaler)
                 share = self.scaler.scale(share)
-            share.backward(**kwargs)
+            self._strategy.backward(share, **kwargs)
         except (AttributeError, TypeError, ValueError):
             # Asked only now, so that a good loss is not asked for what it is.
             if hasattr(loss, "backward"):
@@ -81,7 +81,7 @@ class Stepping(AcceleratorBase):
             if not self._optimizers:
                 self._check_scaled(self.scaler)
             loss = self.scaler.scale(loss)
-        loss.backward(**kwargs)
+        self._strategy.backward(loss, **kwargs)
         last = self.gradient_state.sync_gradients
         self._items.add(num_items, groups, last=last)
         if last:
@@ -117,7 +117,7 @@ class Stepping(AcceleratorBase):
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
         """Keep the gradients of the backwards inside the block to this process."""
-        with self._strategy.no_sync(model):
+        with self._strategy.micro_batch(model, sync=False) or nullcontext():
             yield
 
     @staticmethod
