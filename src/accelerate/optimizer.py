@@ -42,6 +42,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.accelerator_state = AcceleratorState()
         self.gradient_state = GradientState()
         self.device_placement = device_placement
+        # Whether the engine counts micro-batches itself, and is stepped at each of them.
+        self.every_micro_batch = False
         # Called after a step and after gradients were cleared; and after a step alone.
         self.on_sync: Callable[[], None] | None = None
         self.after_step: Callable[[], None] | None = None
@@ -132,16 +134,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless they are still being accumulated."""
-        if self.gradient_state.sync_gradients or self._stepper.every_micro_batch:
+        sync = self.gradient_state.sync_gradients
+        if sync or self.every_micro_batch:
             self._stepper.zero_grad(set_to_none)
-            if self.on_sync is not None:
+            if sync and self.on_sync is not None:
                 self.on_sync()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, unless gradients are still being accumulated."""
         gradient_state = self.gradient_state
-        if not gradient_state.sync_gradients and not self._stepper.every_micro_batch:
-            return None
+        if not gradient_state.sync_gradients:
+            return self._stepper.step(closure) if self.every_micro_batch else None
         if self._prepared_parameters is not None:
             self._check_ownership()
         backwards = gradient_state.backwards

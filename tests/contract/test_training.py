@@ -19,17 +19,23 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.strategies import STRATEGIES, Row
 from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs
 from tests.harness import WorldFailed, run_world
 from tests.unit.accelerator.toys import ALONE, Net, assert_same_everywhere, loader, optimizer_values, weights
 
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+# An engine that takes everything over: its file, and this line.
+STRATEGIES.insert(0, Row("tests.contract.toy_engine", "Toy", lambda state: "TOY" in os.environ))
+TOY: dict[str, str | None] = {"TOY": "1"}
 WORLDS: dict[str, tuple[int, dict[str, str | None]]] = {
     "single": (1, ALONE),
     "launched-1": (1, {}),
     "ddp-2": (2, {}),
     "fsdp2-2": (2, SHARDED),
     "fsdp1-2": (2, SHARDED | {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true"}),
+    "toy-1": (1, ALONE | TOY),
+    "toy-2": (2, TOY),
 }
 PRECISIONS = ["no", "bf16", "fp16"]
 CHECKS: dict[str, Callable[[str], None]] = {}
@@ -76,6 +82,11 @@ def _passed(folder: str, rank: int) -> list[str]:
 
 def _sharded() -> bool:
     return "ACCELERATE_USE_FSDP" in os.environ
+
+
+def _owns_precision() -> bool:
+    """Whether the engine casts by itself, in its wrapper, and nothing does outside of it."""
+    return "TOY" in os.environ
 
 
 def _accelerator(precision: str, **kwargs: Any) -> Accelerator:
@@ -130,7 +141,7 @@ def unwraps(precision: str) -> None:
         return  # the parameters are gathered by the wrapper, so nothing runs without it
     # The wrapper still computes in low precision, and hands out fp32.
     assert kept(x).dtype is torch.float32
-    assert torch.equal(kept(x), expected) == (precision == "no")
+    assert torch.equal(kept(x), expected) == (precision == "no" or _owns_precision())
 
     bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     assert bare is kept
@@ -248,7 +259,8 @@ def leaves_evaluation_models_alone(precision: str) -> None:
     assert type(evaluated) is Net and isinstance(accelerator.unwrap_model(frozen), Net)
     for model in (evaluated, frozen):
         assert model(torch.ones(1, 4)).dtype is torch.float32
-        assert torch.equal(model(torch.ones(1, 4)), Net()(torch.ones(1, 4))) == (precision == "no")
+        in_full = precision == "no" or (_owns_precision() and model is evaluated)
+        assert torch.equal(model(torch.ones(1, 4)), Net()(torch.ones(1, 4))) == in_full
 
 
 @check
@@ -324,9 +336,10 @@ def autocasts_outside_the_model(precision: str) -> None:
     accelerator = _accelerator(precision)
     with accelerator.autocast():
         product = torch.ones(2, 2) @ torch.ones(2, 2)
-    assert product.dtype is {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    assert (accelerator.scaler is not None) == (precision == "fp16")
-    assert accelerator.native_amp == (precision != "no")
+    ours = "no" if _owns_precision() else precision
+    assert product.dtype is {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[ours]
+    assert (accelerator.scaler is not None) == (ours == "fp16")
+    assert accelerator.native_amp == (ours != "no")
     assert accelerator.mixed_precision == precision
 
 

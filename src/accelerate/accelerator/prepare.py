@@ -145,6 +145,7 @@ class Preparing(AcceleratorBase):
             stepper=self._strategy.stepper(optimizer),
         )
         prepared.gradient_state = self.gradient_state
+        prepared.every_micro_batch = self._strategy.owns_accumulation
         # Neither knows this Accelerator, which knows the optimizer: so it ends, with its loaders, when it is dropped.
         prepared.on_sync = functools.partial(self._items.begin, len(self._optimizers))
         if self._precision.acts_after_step:
@@ -268,6 +269,7 @@ class Preparing(AcceleratorBase):
         self._optimizers.clear()
         self._models.clear()
         self._dataloaders.clear()
+        self._strategy.free_memory()
         self._accumulation.reset()
         self._items.reset()
         self._item_groups = None

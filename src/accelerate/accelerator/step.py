@@ -81,7 +81,7 @@ class Stepping(AcceleratorBase):
             if not self._optimizers:
                 self._check_scaled(self.scaler)
             loss = self.scaler.scale(loss)
-        self._strategy.backward(loss, **kwargs)
+        self._strategy.backward(loss, divide=False, **kwargs)
         last = self.gradient_state.sync_gradients
         self._items.add(num_items, groups, last=last)
         if last:

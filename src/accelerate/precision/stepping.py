@@ -16,9 +16,6 @@ class Stepper:
     An engine that steps in its own way returns one of its own from `Strategy.stepper`.
     """
 
-    # Whether it is called at every micro-batch, since the engine counts them itself.
-    every_micro_batch = False
-
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 

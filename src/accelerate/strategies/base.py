@@ -43,7 +43,8 @@ class Strategy:
     places_models = False
     # Whether the engine casts and scales by itself, so that `mixed_precision` is for it alone.
     owns_precision = False
-    # Whether the engine counts the micro-batches of a window itself, and is stepped at each of them.
+    # Whether the engine keeps the micro-batches of a window itself: it is stepped at each of them, and its checkpoints
+    # hold the gradients of an open window.
     owns_accumulation = False
     # Whether the engine divides losses by the accumulation steps.
     divides_loss = False
@@ -83,6 +84,9 @@ class Strategy:
         """The model in whatever container the engine needs. placed: whether it lies on `device` as a whole."""
         return model
 
+    def rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer the parameters that the engine has put in place of those it was made for."""
+
     def unwrap(self, model: torch.nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The model from under the wrappers."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
@@ -95,6 +99,9 @@ class Strategy:
     def compile_regions(self, model: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         """The model with its repeated blocks compiled. kwargs: for `torch.compile`."""
         return compile_regions(model, **kwargs)
+
+    def free_memory(self) -> None:
+        """Let go of everything that was prepared."""
 
     # --- who gets which data ------------------------------------------------------------------------------------
 
@@ -125,16 +132,16 @@ class Strategy:
         """
         return None
 
-    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """The backward of a loss that is divided and scaled as the engine wants it. kwargs: for `Tensor.backward`."""
+    def backward(self, loss: torch.Tensor, *, divide: bool = True, **kwargs: Any) -> None:
+        """The backward of a loss, which is scaled already, and divided unless the engine `divides_loss`.
+
+        divide: False for a sum over items, which such an engine must leave as it is. kwargs: for `Tensor.backward`.
+        """
         loss.backward(**kwargs)
 
     def stepper(self, optimizer: Any) -> Stepper | None:
         """What steps a prepared optimizer, and knows whether a step was skipped. None: as the precision does."""
         return None
-
-    def rebind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer the parameters that the engine has put in place of those it was made for."""
 
     def bypassed(self, models: list[torch.nn.Module]) -> set[int]:
         """The identities of parameters whose gradients, where there are any, cannot have come through the engine."""
