@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from accelerate.compilation import has_compiled_regions, is_compiled_module
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader, skip_first_batches
+from accelerate.errors import warn
 from accelerate.memory import release_memory
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler, horizon
@@ -195,13 +195,12 @@ class Preparing(AcceleratorBase):
             # What an epoch comes to for scripts that count right: in steps, or in batches.
             right = (batches, math.ceil(batches / accumulated), rounds * self.num_processes)
             if rounds > 1 and steps % rounds == 0 and not any(steps % epoch == 0 for epoch in right):
-                warnings.warn(
+                warn(
                     f"This scheduler is laid out for {steps} steps, which is {steps // rounds} times the length of "
                     f"the prepared loader ({rounds} optimizer steps): a prepared scheduler moves {self.num_processes} "
                     f"steps (one per process) each time and will be through after {steps // self.num_processes} "
                     "optimizer steps; compute its length from the loader as it was before `prepare`, or do not prepare "
-                    "the scheduler.",
-                    stacklevel=4,
+                    "the scheduler."
                 )
                 return
 
@@ -302,10 +301,9 @@ def _warn_of_list(items: list[Any] | tuple[Any, ...]) -> None:
     ]
     if missed:
         kind = type(items).__name__
-        warnings.warn(
+        warn(
             f"`prepare` was given a {kind} that holds {' and '.join(missed)} and hands it back as it is: pass the "
-            f"objects one by one, as in `prepare(*{kind}_of_objects)`.",
-            stacklevel=3,
+            f"objects one by one, as in `prepare(*{kind}_of_objects)`."
         )
 
 
@@ -334,10 +332,9 @@ def _warn_of_offloaded(optimizer: torch.optim.Optimizer) -> None:
 
     offloaded = sum(isinstance(value, OffloadedParameter) and value.requires_grad for value in empty)
     if offloaded:
-        warnings.warn(
+        warn(
             f"This {type(optimizer).__name__} has {offloaded} parameters that are offloaded, which get no gradients "
-            "and are not trained: keep on a device what you train, and call requires_grad_(False) on the rest.",
-            stacklevel=3,
+            "and are not trained: keep on a device what you train, and call requires_grad_(False) on the rest."
         )
 
 

@@ -16,10 +16,10 @@ from accelerate.accumulation import Accumulating, item_count
 from accelerate.available import is_lomo_available
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.data_loader import BatchSamplerShard
+from accelerate.errors import warn
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.context import sharded_sequences
 from accelerate.strategies import sync_in_backward
-from accelerate.tracking.base import warn
 
 
 class Stepping(AcceleratorBase):
