@@ -13,6 +13,8 @@ import torch
 
 from accelerate.comm.tree import recursively_apply
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.torch_internals.grad_scaler import found_inf, has_scaled
+from accelerate.torch_internals.optimizers import decides_on_the_device
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
@@ -78,7 +80,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Find out about steps that the scaler skips."""
         if self.scaler is not None:
             self._end_scaled_step: Callable[[], None] = getattr(self.scaler, "finish_step", self.scaler.update)
-            self._told_of_inf = hasattr(self.optimizer, "_step_supports_amp_scaling")
+            self._told_of_inf = decides_on_the_device(self.optimizer)
             self.optimizer.step = patch_optimizer_step(self, self.optimizer.step)  # type: ignore[method-assign]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -182,8 +184,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._is_overflow = not self._accelerate_step_called
         if self._told_of_inf:
             # Fused optimizers are always called and decide on the device: ask it only when somebody wants to know.
-            states = scaler._per_optimizer_states[id(self.optimizer)]
-            self._found_inf = list(states["found_inf_per_device"].values())
+            self._found_inf = found_inf(scaler, self.optimizer)
         self._end_scaled_step()
         return result
 
@@ -204,7 +205,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if (steps == 1 and self.scaler is None) or self._warned or not self._has_gradients():
             return
         self._warned = True
-        if self.scaler is not None and self.scaler._scale is None:
+        if self.scaler is not None and not has_scaled(self.scaler):
             raise RuntimeError(
                 "These gradients come from `loss.backward()`, but fp16 needs a scaled loss: "
                 "call `accelerator.backward(loss)` instead."
