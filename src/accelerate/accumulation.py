@@ -12,6 +12,7 @@ import torch
 from accelerate.comm import current
 from accelerate.state import GradientState
 from accelerate.strategies import Strategy
+from accelerate.torch_internals.tensors import change_mark, multiply_
 
 
 class Accumulation:
@@ -101,7 +102,7 @@ class ItemWindow:
     def rescale(self, gradients: list[torch.Tensor], scale: float) -> None:
         assert self.scale is not None
         if gradients and scale != self.scale:
-            torch._foreach_mul_(gradients, scale / self.scale)
+            multiply_(gradients, scale / self.scale)
         self.scale = scale
 
 
@@ -191,7 +192,7 @@ class ItemWindows:
 
     def _marks(self, parameters: list[torch.Tensor]) -> list[Any]:
         """Something that changes with every gradient."""
-        return [(id(gradient), gradient._version) for gradient in self._gradients(parameters)]
+        return [(id(gradient), change_mark(gradient)) for gradient in self._gradients(parameters)]
 
 
 def item_count(num_items: Any) -> float:

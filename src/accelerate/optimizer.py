@@ -12,6 +12,7 @@ import torch
 from accelerate.comm.tree import recursively_apply
 from accelerate.precision.stepping import ScaledStepper, Stepper, patch_optimizer_step
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.torch_internals.grad_scaler import has_scaled
 
 __all__ = ["AcceleratedOptimizer", "move_to_device", "patch_optimizer_step"]
 
@@ -172,7 +173,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if (steps == 1 and self.scaler is None) or self._warned or not self._has_gradients():
             return
         self._warned = True
-        if self.scaler is not None and self.scaler._scale is None:
+        if self.scaler is not None and not has_scaled(self.scaler):
             raise RuntimeError(
                 "These gradients come from `loss.backward()`, but fp16 needs a scaled loss: "
                 "call `accelerator.backward(loss)` instead."

@@ -20,6 +20,7 @@ from accelerate.errors import warn
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.context import sharded_sequences
 from accelerate.strategies import sync_in_backward
+from accelerate.torch_internals.grad_scaler import has_scaled, unscale_once
 
 
 class Stepping(AcceleratorBase):
@@ -59,7 +60,7 @@ class Stepping(AcceleratorBase):
 
     def _check_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """Nothing has been prepared that would divide the gradients again."""
-        if scaler.is_enabled() and scaler._scale is None:  # until the first loss: said once
+        if scaler.is_enabled() and not has_scaled(scaler):  # until the first loss: said once
             warn(
                 f"fp16 multiplies gradients by {scaler.get_scale():g}, and no optimizer was prepared that would divide "
                 "them again before it steps: pass it to `accelerator.prepare()`."
@@ -196,7 +197,7 @@ class Stepping(AcceleratorBase):
             while isinstance(each, AcceleratedOptimizer):
                 each = each.optimizer
             if any(p.grad is not None for group in each.param_groups for p in group["params"]):
-                _unscale_once(self.scaler, each)
+                unscale_once(self.scaler, each)
 
     def _unscale_owners(self, parameters: list[torch.Tensor]) -> None:
         """Unscale the gradients that are about to be clipped, and no others."""
@@ -244,9 +245,3 @@ class Stepping(AcceleratorBase):
         for optimizer in self._optimizers:
             if isinstance(optimizer.optimizer, (Lomo, AdaLomo)):
                 optimizer.optimizer.fused_backward(loss, learning_rate)
-
-
-def _unscale_once(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """torch raises when gradients are unscaled twice between steps; clipping twice is a fair thing to do."""
-    if scaler._per_optimizer_states[id(optimizer)]["stage"].value == 0:
-        scaler.unscale_(optimizer)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from accelerate.errors import CheckpointError
 from accelerate.per_rank import PerRank
+from accelerate.torch_internals.process_groups import default_store
 
 # How long the main process waits for the first of the others: for once, and where it was known to be alone before.
 PATIENCE = 30.0
@@ -38,7 +39,10 @@ class Meeting:
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return "all"
-        store = dist.PrefixStore(f"accelerate/save/{self._number}", dist.distributed_c10d._get_default_store())
+        whole_store = default_store()
+        if whole_store is None:
+            return "all"
+        store = dist.PrefixStore(f"accelerate/save/{self._number}", whole_store)
         found: Callers = self._lead(store, point) if dist.get_rank() == 0 else self._follow(store, point)
         self._number += found == "all"
         return found

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.torch_internals.mesh import join_axes
 
 # The axes along which processes work on the same batch.
 SAME_DATA = ("cp", "sp", "tp")
@@ -26,7 +27,7 @@ def sharding_mesh(config: ParallelismConfig | None, mesh: DeviceMesh | None, dev
     if len(shards) == 1:
         return mesh[tuple(copies + shards)]
     if not copies:
-        return mesh[tuple(shards)]._flatten("dp_shard_cp")
+        return join_axes(mesh[tuple(shards)], "dp_shard_cp")
     with warnings.catch_warnings():
         # torch would have flattened axes kept aside; an axis beside a flattened one can only be had in this way.
         warnings.simplefilter("ignore")

@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from accelerate.torch_internals.grad_scaler import found_inf
+from accelerate.torch_internals.optimizers import decides_on_the_device
+
 
 class Stepper:
     """One optimizer's steps, as `AcceleratedOptimizer` asks for them. The base class is the plain case.
@@ -52,7 +55,7 @@ class ScaledStepper(Stepper):
         # Ours waits for the other optimizers before it updates its factor.
         self._finish: Callable[[], None] = getattr(scaler, "finish_step", scaler.update)
         # Fused optimizers are always called and decide on the device.
-        self._told_of_inf = hasattr(optimizer, "_step_supports_amp_scaling")
+        self._told_of_inf = decides_on_the_device(optimizer)
         optimizer.step = patch_optimizer_step(self, optimizer.step)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -62,8 +65,7 @@ class ScaledStepper(Stepper):
         self._overflow = not self._accelerate_step_called
         if self._told_of_inf:
             # On the device still: asked for only when somebody wants to know.
-            states = scaler._per_optimizer_states[id(self.optimizer)]
-            self._found_inf = list(states["found_inf_per_device"].values())
+            self._found_inf = found_inf(scaler, self.optimizer)
         self._finish()
         return result
 

@@ -17,6 +17,7 @@ from accelerate.parallel.shards import complete, is_first_copy, local, scale_dow
 from accelerate.state import AcceleratorState
 from accelerate.strategies.rebind import Moved
 from accelerate.strategies.sharded import Sharded
+from accelerate.torch_internals.modules import parameters_of
 
 
 class DTensors(Sharded):
@@ -29,7 +30,7 @@ class DTensors(Sharded):
     def note_moved(self, before: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Remember which parameter became which. before: those that the model had, by name."""
         for prefix, module in model.named_modules(remove_duplicate=False):
-            for name, parameter in module._parameters.items():
+            for name, parameter in parameters_of(module).items():
                 if parameter is not None:
                     self.moved.note(before[f"{prefix}.{name}" if prefix else name], module, name)
 

@@ -23,6 +23,8 @@ from accelerate.parallel.shards import complete, local, spread_as, whole
 from accelerate.state import AcceleratorState
 from accelerate.strategies.dtensors import DTensors
 from accelerate.strategies.wrapping import average_gradients, compute_twice, ignored_modules, parts
+from accelerate.torch_internals.compile import original_of
+from accelerate.torch_internals.fsdp2 import WaitingGradients
 
 
 class FSDP2(DTensors):
@@ -36,12 +38,12 @@ class FSDP2(DTensors):
         self.tensor_rank = axis_rank(whole_mesh, "tp")
         # On an axis inside, a process has accumulated for a part of each layer only.
         self.takes_back = self.tensor_mesh is None
-        self._tables: weakref.WeakSet[_Aside] = weakref.WeakSet()
+        self._tables: weakref.WeakSet[WaitingGradients] = weakref.WeakSet()
 
     # --- preparing ----------------------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
-        inner: Any = getattr(model, "_orig_mod", model)
+        inner: Any = original_of(model)
         if isinstance(inner, FSDPModule):  # whoever loaded it has sharded it
             self._note(inner)
             return model
@@ -69,7 +71,7 @@ class FSDP2(DTensors):
         return model
 
     def _note(self, inner: Any) -> None:
-        inner._accelerate_aside = _Aside(inner)
+        inner._accelerate_aside = WaitingGradients(inner)
         self._tables.add(inner._accelerate_aside)
 
     def _take_values(self, model: nn.Module, plan: tensor.Styles | None) -> dict[str, torch.Tensor] | None:
@@ -104,12 +106,12 @@ class FSDP2(DTensors):
     # --- stepping -----------------------------------------------------------------------------------------------
 
     def micro_batch(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
-        inner = getattr(model, "_orig_mod", model)
+        inner = original_of(model)
         return _sync(inner, False) if not sync and isinstance(inner, FSDPModule) else None
 
     @classmethod
     def sync_in_backward(cls, model: nn.Module) -> AbstractContextManager[Any] | None:
-        inner = getattr(model, "_orig_mod", model)
+        inner = original_of(model)
         return _sync(inner, True) if isinstance(inner, FSDPModule) else None
 
     def gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -162,36 +164,6 @@ class FSDP2(DTensors):
                 gradient = gradient.to(self.device, policy.reduce_dtype or policy.param_dtype or parameter.dtype)
             for table in self._tables:
                 table.put(parameter, gradient)
-
-
-class _Aside:
-    """The gradients of one model that wait, as a whole, for the exchange at the end of a window."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._sharded: dict[int, Any] = {}
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                state: Any = module._get_fsdp_state()
-                groups = getattr(state, "_fsdp_param_groups", None)
-                for group in [state._fsdp_param_group] if groups is None else groups:
-                    for sharded in group.fsdp_params if group is not None else ():
-                        self._sharded[id(sharded.sharded_param)] = sharded
-
-    def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        sharded = self._sharded.get(id(parameter))
-        if sharded is None:
-            return None  # not of this model
-        gradient: torch.Tensor | None = sharded.unsharded_accumulated_grad
-        if gradient is None and hasattr(sharded, "_unsharded_param"):
-            gradient = sharded._unsharded_param.grad
-        return gradient
-
-    def put(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        sharded = self._sharded.get(id(parameter))
-        if sharded is not None:
-            sharded.unsharded_accumulated_grad = gradient
-            if hasattr(sharded, "_unsharded_param"):  # it has been used
-                sharded._unsharded_param.grad = None
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel import tensor, values
 from accelerate.state import AcceleratorState
 from accelerate.strategies.dtensors import DTensors
+from accelerate.torch_internals.compile import original_of
 
 
 class TensorParallel(DTensors):
@@ -26,7 +27,7 @@ class TensorParallel(DTensors):
         return False
 
     def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
-        inner: Any = getattr(model, "_orig_mod", model)
+        inner: Any = original_of(model)
         plan = tensor.plan_of(inner, self.mesh["tp"], self.config)
         if plan is None:
             return model
