@@ -66,11 +66,12 @@ class GradScalerOfPieces(torch.amp.GradScaler):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        plain = torch.amp.GradScaler("cpu", enabled=False)
-        for name in ("_unscale_grads_", "_maybe_opt_step", "_per_optimizer_states"):
-            if not hasattr(plain, name):
-                raise gone(f"GradScaler.{name}", "fp16 with a sharded model", "use bf16")
         super().__init__(*args, **kwargs)
+        missing = [name for name in ("_unscale_grads_", "_maybe_opt_step") if not hasattr(torch.amp.GradScaler, name)]
+        if self.is_enabled() and not hasattr(self, "_per_optimizer_states"):
+            missing.append("_per_optimizer_states")
+        if missing:
+            raise gone(f"GradScaler.{missing[0]}", "fp16 with a sharded model", "use bf16")
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """What this process holds of the gradients of an optimizer's parameters."""
