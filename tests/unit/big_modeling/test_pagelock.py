@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate.big_modeling import cuda_copier
-from accelerate.big_modeling.pagelock import OWN_PAGES, SMALL, LockedCopies, Locker, PageLocks, has_own_pages, pages_of
+from accelerate.big_modeling import cuda_copier, pagelock
+from accelerate.big_modeling.pagelock import OWN_PAGES, SMALL, LockedCopies, PageLocks, has_own_pages, pages_of
+from accelerate.devices.page_lock import Locker
 
 PAGE = 4096
 
@@ -153,6 +154,17 @@ def test_pieces_of_something_else_are_not_locked(driver: Driver, tmp_path: Path)
     locks.wait()
     assert driver.calls == 0
     assert not any(has_own_pages(piece.untyped_storage()) or locks.covers(piece) for piece in pieces)
+    locks.close()
+
+
+def test_nothing_is_locked_where_the_allocator_does_not_tell(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weights then go through buffers."""
+    tensor = large()
+    monkeypatch.setattr(pagelock, "_usable_size", lambda: None)
+    locks = driver.locks()
+    locks.add([tensor])
+    locks.wait()
+    assert driver.calls == 0 and not locks.covers(tensor)
     locks.close()
 
 
