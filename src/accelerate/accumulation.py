@@ -58,7 +58,7 @@ def _key(models: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 class Accumulating(ContextDecorator, AbstractContextManager[None]):
-    """What `accelerator.accumulate(*models)` returns: `no_sync` around all but the last micro-batch of a window.
+    """What `accelerator.accumulate(*models)` returns: gradients are synchronised at the last micro-batch of a window.
 
     For a block, or as the decorator of a function that takes one micro-batch.
     """
@@ -70,12 +70,12 @@ class Accumulating(ContextDecorator, AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         accumulation = self._accumulation
-        if accumulation.next_micro_batch(self._models) or accumulation.state.sync_each_batch:
-            return
+        sync = accumulation.next_micro_batch(self._models) or accumulation.state.sync_each_batch
         for model in self._models:
-            context = accumulation.strategy.no_sync(model)
-            context.__enter__()
-            self._contexts.append(context)
+            context = accumulation.strategy.micro_batch(model, sync=sync)
+            if context is not None:
+                context.__enter__()
+                self._contexts.append(context)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

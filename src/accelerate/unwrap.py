@@ -46,11 +46,19 @@ def _is_compiled(model: Any) -> bool:
     return is_compiled_module(model) or ORIGINAL in getattr(model, "__dict__", {})
 
 
+# The classes of engines, which keep the model they wrap as `module`. One set for the process, as classes are.
+_wrappers: set[type] = {nn.parallel.DistributedDataParallel, nn.DataParallel}
+
+
+def add_wrappers(*classes: type) -> None:
+    """Have models taken out of these classes, too."""
+    _wrappers.update(classes)
+
+
 def _wrapper_classes() -> tuple[Any, ...]:
-    classes: tuple[Any, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    # Not imported for the question's sake: while it is not, no model is one.
+    # A script may use FSDP by itself. Not imported for the question's sake: while it is not, no model is one.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return classes if fsdp is None else (*classes, fsdp.FullyShardedDataParallel)
+    return (*_wrappers,) if fsdp is None else (*_wrappers, fsdp.FullyShardedDataParallel)
 
 
 def _unwrap_children(model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> None:

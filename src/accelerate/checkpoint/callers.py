@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from accelerate.errors import CheckpointError
+from accelerate.per_rank import PerRank
 from accelerate.torch_internals.process_groups import default_store
 
 # How long the main process waits for the first of the others: for once, and where it was known to be alone before.
@@ -90,5 +91,6 @@ def _nobody_came(who: str) -> CheckpointError:
     )
 
 
-# One for all that is saved by a process, as there is one store.
-meeting = Meeting()
+# One for all that is saved by a rank, as there is one store.
+_meeting: PerRank[Meeting] = PerRank(Meeting)
+meeting = _meeting.get

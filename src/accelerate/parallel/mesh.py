@@ -43,12 +43,6 @@ def machines_mesh(device: torch.device, local_size: int) -> DeviceMesh | None:
     return init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
 
 
-def data_share(mesh: DeviceMesh | None, processes: int, index: int) -> tuple[int, int]:
-    """How many processes get different data, and which of them this one is."""
-    shares = shares_of_ranks(mesh, processes)
-    return max(shares) + 1, shares[index]
-
-
 def shares_of_ranks(mesh: DeviceMesh | None, processes: int) -> list[int]:
     """The part of the data that each process gets: those along the axes of `SAME_DATA` get the same."""
     shares = list(range(processes))

@@ -15,6 +15,8 @@ from accelerate.torch_internals.ddp import expect_backward, knows_its_graph, was
 
 
 class DDP(Strategy):
+    wrappers = (DistributedDataParallel,)
+
     def wrap(self, model: torch.nn.Module, *, placed: bool) -> torch.nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # nothing to average, and DDP refuses it
@@ -28,12 +30,17 @@ class DDP(Strategy):
         self.ddp.register_comm_hook(wrapped)
         return wrapped
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        wrapped = _find(model)
+    def micro_batch(self, model: torch.nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
+        wrapped = None if sync else _find(model)
         # A static graph is learnt in the first backward, which has to synchronise (and may: once more does no harm).
         if wrapped is None or (wrapped.static_graph and not knows_its_graph(wrapped)):
-            return super().no_sync(model)
+            return None
         return _NoSync(wrapped)
+
+    @classmethod
+    def sync_in_backward(cls, model: torch.nn.Module) -> AbstractContextManager[None] | None:
+        wrapped = _find(model)
+        return None if wrapped is None else _sync(wrapped)
 
     def bypassed(self, models: list[torch.nn.Module]) -> set[int]:
         idle: set[int] = set()
@@ -80,12 +87,6 @@ class _NoSync(AbstractContextManager[None]):
 
     def __exit__(self, *error: Any) -> None:
         self.attributes["require_backward_grad_sync"] = self.before
-
-
-def sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None] | None:
-    """A context in which the next backward synchronises; None where this is not the model's engine."""
-    wrapped = _find(model)
-    return None if wrapped is None else _sync(wrapped)
 
 
 @contextmanager

@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -27,11 +26,12 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from accelerate.checkpoint.named import Names
 from accelerate.checkpoint.state import plain
 from accelerate.checkpoint.whole import added
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.errors import CheckpointError
 from accelerate.parallel import values
+from accelerate.parallel.mesh import machines_mesh, sharding_mesh
 from accelerate.parallel.shards import scale_down, total_norm
+from accelerate.state import AcceleratorState
 from accelerate.strategies.flat import Flat
 from accelerate.strategies.rebind import Moved
 from accelerate.strategies.sharded import Sharded, names_of_each
@@ -42,17 +42,13 @@ from accelerate.torch_internals.modules import parameters_of
 
 
 class FSDP1(Sharded):
-    def __init__(
-        self,
-        device: torch.device,
-        ddp: DistributedDataParallelKwargs,
-        plugin: FullyShardedDataParallelPlugin,
-        mesh: tuple[DeviceMesh, DeviceMesh | None],
-    ) -> None:
-        """mesh: that of shards, and that of copies and shards for the hybrid strategies."""
-        super().__init__(device, ddp)
-        self.plugin = plugin
-        self.mesh = mesh
+    wrappers = (Wrapper,)
+
+    def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
+        super().__init__(state, ddp)
+        self.plugin = state.fsdp_plugin
+        # That of shards, and that of copies and shards for the hybrid strategies.
+        self.mesh = sharding_mesh(None, None, state.device), machines_mesh(state.device, state.world.local_size)
         self.moved = Moved()
         self._flats: weakref.WeakSet[Flat] = weakref.WeakSet()
 
@@ -144,9 +140,14 @@ class FSDP1(Sharded):
 
     # --- stepping -----------------------------------------------------------------------------------------------
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def micro_batch(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
+        wrapped = None if sync else _find(model)
+        return None if wrapped is None else wrapped.no_sync()
+
+    @classmethod
+    def sync_in_backward(cls, model: nn.Module) -> AbstractContextManager[Any] | None:
         wrapped = _find(model)
-        return nullcontext() if wrapped is None else wrapped.no_sync()
+        return None if wrapped is None else exchanging(wrapped)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         gradients = {id(p.grad): p for p in parameters if p.grad is not None}
@@ -328,9 +329,3 @@ def _find(model: nn.Module) -> Any:
 def _flat(model: nn.Module) -> Flat | None:
     wrapped = _find(model)
     return None if wrapped is None else wrapped._accelerate_flat
-
-
-def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any] | None:
-    """A context in which the next backward exchanges gradients; None where this is not the model's engine."""
-    wrapped = _find(model)
-    return None if wrapped is None else exchanging(wrapped)

@@ -5,24 +5,22 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from accelerate.checkpoint.state import named_parameters
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel import tensor, values
-from accelerate.parallel.mesh import axis_rank
+from accelerate.parallel.mesh import axis_rank, sharding_mesh
 from accelerate.parallel.shards import complete, local, spread_as, whole
-from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from accelerate.strategies.dtensors import DTensors
 from accelerate.strategies.wrapping import average_gradients, compute_twice, ignored_modules, parts
 from accelerate.torch_internals.compile import original_of
@@ -30,19 +28,11 @@ from accelerate.torch_internals.fsdp2 import WaitingGradients
 
 
 class FSDP2(DTensors):
-    def __init__(
-        self,
-        device: torch.device,
-        ddp: DistributedDataParallelKwargs,
-        plugin: FullyShardedDataParallelPlugin,
-        mesh: DeviceMesh,
-        config: ParallelismConfig | None = None,
-        whole_mesh: DeviceMesh | None = None,
-    ) -> None:
-        """mesh: what is sharded over. config, whole_mesh: all axes, where there are others."""
-        super().__init__(device, ddp)
-        self.plugin = plugin
-        self.mesh = mesh
+    def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
+        super().__init__(state, ddp)
+        config, whole_mesh = state.parallelism_config, state.device_mesh
+        self.plugin = state.fsdp_plugin
+        self.mesh = sharding_mesh(config, whole_mesh, state.device)  # what is sharded over
         self.config = config
         self.tensor_mesh = whole_mesh["tp"] if whole_mesh is not None and config and config.tp_enabled else None
         self.tensor_rank = axis_rank(whole_mesh, "tp")
@@ -115,9 +105,14 @@ class FSDP2(DTensors):
 
     # --- stepping -----------------------------------------------------------------------------------------------
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def micro_batch(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
         inner = original_of(model)
-        return _sync(inner, False) if isinstance(inner, FSDPModule) else nullcontext()
+        return _sync(inner, False) if not sync and isinstance(inner, FSDPModule) else None
+
+    @classmethod
+    def sync_in_backward(cls, model: nn.Module) -> AbstractContextManager[Any] | None:
+        inner = original_of(model)
+        return _sync(inner, True) if isinstance(inner, FSDPModule) else None
 
     def gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         # Without an exchange, gradients are kept as a whole beside the parameters.
@@ -182,9 +177,3 @@ def _sync(model: Any, on: bool) -> Iterator[None]:
     finally:
         model._accelerate_syncs = before
         model.set_requires_gradient_sync(before)
-
-
-def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any] | None:
-    """A context in which the next backward exchanges gradients; None where this is not the model's engine."""
-    inner = original_of(model)
-    return _sync(inner, True) if isinstance(inner, FSDPModule) else None
