@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -15,8 +16,15 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 from tests.harness.leaks import Snapshot
+from tests.harness.seeds import seed_test
 from tests.harness.state import reset_state
 from tests.harness.world import server
+
+
+def pytest_configure() -> None:
+    """A job in the background inherits that SIGINT is ignored: tests that interrupt need what a terminal gives."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:
@@ -27,6 +35,12 @@ def pytest_collection_finish() -> None:
 
 def pytest_unconfigure() -> None:
     server.stop()
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers_every_time() -> None:
+    """What a test draws without a seed of its own is the same in every run, so that a failure can be repeated."""
+    seed_test()
 
 
 @pytest.fixture(autouse=True)

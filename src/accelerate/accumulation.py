@@ -12,6 +12,7 @@ import torch
 from accelerate.comm import current
 from accelerate.state import GradientState
 from accelerate.strategies import Strategy
+from accelerate.torch_internals.tensors import change_mark, multiply_
 
 
 class Accumulation:
@@ -57,7 +58,7 @@ def _key(models: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 class Accumulating(ContextDecorator, AbstractContextManager[None]):
-    """What `accelerator.accumulate(*models)` returns: `no_sync` around all but the last micro-batch of a window.
+    """What `accelerator.accumulate(*models)` returns: gradients are synchronised at the last micro-batch of a window.
 
     For a block, or as the decorator of a function that takes one micro-batch.
     """
@@ -69,12 +70,12 @@ class Accumulating(ContextDecorator, AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         accumulation = self._accumulation
-        if accumulation.next_micro_batch(self._models) or accumulation.state.sync_each_batch:
-            return
+        sync = accumulation.next_micro_batch(self._models) or accumulation.state.sync_each_batch
         for model in self._models:
-            context = accumulation.strategy.no_sync(model)
-            context.__enter__()
-            self._contexts.append(context)
+            context = accumulation.strategy.micro_batch(model, sync=sync)
+            if context is not None:
+                context.__enter__()
+                self._contexts.append(context)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -101,7 +102,7 @@ class ItemWindow:
     def rescale(self, gradients: list[torch.Tensor], scale: float) -> None:
         assert self.scale is not None
         if gradients and scale != self.scale:
-            torch._foreach_mul_(gradients, scale / self.scale)
+            multiply_(gradients, scale / self.scale)
         self.scale = scale
 
 
@@ -191,7 +192,7 @@ class ItemWindows:
 
     def _marks(self, parameters: list[torch.Tensor]) -> list[Any]:
         """Something that changes with every gradient."""
-        return [(id(gradient), gradient._version) for gradient in self._gradients(parameters)]
+        return [(id(gradient), change_mark(gradient)) for gradient in self._gradients(parameters)]
 
 
 def item_count(num_items: Any) -> float:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import Any
 
 import torch
 from torch import nn
 
+from accelerate.torch_internals.compile import ORIGINAL, is_compiled
+from accelerate.torch_internals.modules import children_of, with_own_children
+
 
 def is_compiled_module(module: nn.Module) -> bool:
     """Says whether a module is what `torch.compile` returned."""
-    # Not imported for the question's sake, which takes seconds: while it is not, no module is one.
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    return frames is not None and isinstance(module, frames.OptimizedModule)
+    return is_compiled(module)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
@@ -41,7 +40,7 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
     compiled = _compile(module, compile_kwargs, {})
     if not is_compiled_module(compiled):
         # Past the bookkeeping of nn.Module: as a child, the original would appear in the state dict.
-        compiled.__dict__["_orig_mod"] = module
+        compiled.__dict__[ORIGINAL] = module
     return compiled
 
 
@@ -69,21 +68,10 @@ def _compile_one(module: nn.Module, compile_kwargs: dict[str, Any], done: dict[n
     if not isinstance(module, (nn.ModuleList, nn.ModuleDict)) and not has_repeated_blocks(module):
         return torch.compile(module, **compile_kwargs)  # type: ignore[return-value]
     repeated = is_repeated_blocks(module)
-    shell = _shallow_copy(module)
-    for name, child in module._modules.items():
+    shell = with_own_children(module)
+    for name, child in children_of(module).items():
         if child is not None and repeated:
             done.setdefault(child, torch.compile(child, **compile_kwargs))  # type: ignore[arg-type]
         if child is not None:
-            shell._modules[name] = _compile(child, compile_kwargs, done)
-    return shell
-
-
-def _shallow_copy(module: nn.Module) -> nn.Module:
-    shell = module.__class__.__new__(module.__class__)
-    shell.__dict__.update(module.__dict__)
-    shell.__dict__["_modules"] = dict(module._modules)
-    for name, value in module.__dict__.items():
-        # A forward that was put on the instance would go on to run the original's children.
-        if isinstance(value, types.MethodType) and value.__self__ is module:
-            shell.__dict__[name] = types.MethodType(value.__func__, shell)
+            children_of(shell)[name] = _compile(child, compile_kwargs, done)
     return shell

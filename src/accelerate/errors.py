@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 
 class DistributedOperationException(Exception):
     """The ranks disagree about a collective: its kind, its shapes or its dtypes. Raised alike on every rank."""
@@ -28,3 +31,11 @@ class WrongFolder(CheckpointError, ValueError):
 
 class CommandFailed(RuntimeError):
     """A command cannot do what it was asked to. Its message is for the person who typed it."""
+
+
+def warn(message: str) -> None:
+    """Warn about the line outside of this package that led here."""
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "accelerate":
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

@@ -11,20 +11,18 @@ from typing import Any
 
 import torch
 
-from accelerate import available
 from accelerate.comm import Communicator, current
+from accelerate.devices import DEVICES
 from accelerate.state import PartialState
-
-_CACHING_DEVICES = ("cuda", "mps", "xpu", "npu", "mlu", "musa", "sdaa")
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
     """Gives memory that torch keeps for later back to the device, after a garbage collection if asked for."""
     if garbage_collection:
         gc.collect()
-    for name in _CACHING_DEVICES:
-        if getattr(available, f"is_{name}_available")():
-            getattr(torch, name).empty_cache()
+    for device in DEVICES:
+        if device.available():
+            device.empty_cache()
 
 
 def release_memory(*objects: Any) -> list[None]:

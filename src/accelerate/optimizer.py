@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
-import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +10,11 @@ from typing import Any
 import torch
 
 from accelerate.comm.tree import recursively_apply
+from accelerate.precision.stepping import ScaledStepper, Stepper, patch_optimizer_step
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.torch_internals.grad_scaler import has_scaled
+
+__all__ = ["AcceleratedOptimizer", "move_to_device", "patch_optimizer_step"]
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
@@ -20,23 +22,11 @@ def move_to_device(state: Any, device: torch.device) -> Any:
     return recursively_apply(lambda tensor: tensor.to(device), state)
 
 
-def patch_optimizer_step(accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, noting on the accelerated optimizer that it was called: a scaler does not call it when it skips."""
-
-    @functools.wraps(method)
-    def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        accelerated_optimizer._accelerate_step_called = True
-        return method(*args, **kwargs)
-
-    # A method as the original was: torch's schedulers look for the function in it.
-    return types.MethodType(step, accelerated_optimizer.optimizer)
-
-
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """A wrapper around a torch optimizer that
 
     - does nothing in `step` and `zero_grad` while gradients are being accumulated,
-    - steps through the gradient scaler under fp16 and knows whether that step was skipped,
+    - steps as precision and engine do (through the gradient scaler under fp16) and knows whether a step was skipped,
     - moves existing optimizer state to the device.
     """
 
@@ -45,6 +35,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         optimizer: torch.optim.Optimizer,
         device_placement: bool = True,
         scaler: torch.amp.GradScaler | None = None,
+        stepper: Stepper | None = None,
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are those of the wrapped optimizer.
         self.optimizer = optimizer
@@ -52,14 +43,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.accelerator_state = AcceleratorState()
         self.gradient_state = GradientState()
         self.device_placement = device_placement
+        # Whether the engine counts micro-batches itself, and is stepped at each of them.
+        self.every_micro_batch = False
+        # Called after a step and after gradients were cleared; and after a step alone.
         self.on_sync: Callable[[], None] | None = None
-        self._is_overflow = False
-        self._accelerate_step_called = False
+        self.after_step: Callable[[], None] | None = None
         self._backwards_seen = 0
         self._warned = False
-        self._found_inf: list[torch.Tensor] = []
         self._prepared_parameters: Callable[[], tuple[set[int], set[int]]] | None = None
-        self._watch_steps()
+        self._stepper = self._default_stepper() if stepper is None else stepper
         if device_placement and optimizer.state:
             device = self.accelerator_state.device
             for parameter, values in optimizer.state.items():
@@ -74,23 +66,19 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
-    def _watch_steps(self) -> None:
-        """Find out about steps that the scaler skips."""
-        if self.scaler is not None:
-            self._end_scaled_step: Callable[[], None] = getattr(self.scaler, "finish_step", self.scaler.update)
-            self._told_of_inf = hasattr(self.optimizer, "_step_supports_amp_scaling")
-            self.optimizer.step = patch_optimizer_step(self, self.optimizer.step)  # type: ignore[method-assign]
+    def _default_stepper(self) -> Stepper:
+        return Stepper(self.optimizer) if self.scaler is None else ScaledStepper(self.optimizer, self.scaler)
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process, and not to the optimizer, is found again where it is unpickled.
-        dropped = ("accelerator_state", "on_sync", "_end_scaled_step", "_prepared_parameters")
+        dropped = ("accelerator_state", "on_sync", "after_step", "_stepper", "_prepared_parameters")
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.accelerator_state = AcceleratorState()
-        self.on_sync = self._prepared_parameters = None
-        self._watch_steps()
+        self.on_sync = self.after_step = self._prepared_parameters = None
+        self._stepper = self._default_stepper()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedOptimizer:
         # A copy takes part in the same training: only the optimizer inside is another one.
@@ -99,7 +87,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         twin.__dict__.update(self.__dict__)
         twin.optimizer = copy.deepcopy(self.optimizer, memo)
         twin._prepared_parameters = None
-        twin._watch_steps()
+        twin._stepper = self._stepper.for_copy(twin.optimizer)
         return twin
 
     @property
@@ -147,53 +135,34 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless they are still being accumulated."""
-        if self.gradient_state.sync_gradients:
-            if set_to_none is None:
-                self.optimizer.zero_grad()
-            else:
-                self.optimizer.zero_grad(set_to_none=set_to_none)
-            if self.on_sync is not None:
+        sync = self.gradient_state.sync_gradients
+        if sync or self.every_micro_batch:
+            self._stepper.zero_grad(set_to_none)
+            if sync and self.on_sync is not None:
                 self.on_sync()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, unless gradients are still being accumulated."""
         gradient_state = self.gradient_state
         if not gradient_state.sync_gradients:
-            return None
+            return self._stepper.step(closure) if self.every_micro_batch else None
         if self._prepared_parameters is not None:
             self._check_ownership()
         backwards = gradient_state.backwards
         if backwards == self._backwards_seen and closure is None:
             self._check_backward()
         self._backwards_seen = backwards
-        if self.scaler is not None:
-            result = self._scaled_step(self.scaler, closure)
-        elif closure is None:
-            result = self.optimizer.step()
-        else:
-            result = self.optimizer.step(closure)
+        result = self._stepper.step(closure)
+        if self.after_step is not None:
+            self.after_step()
         if self.on_sync is not None:
             self.on_sync()
-        return result
-
-    def _scaled_step(self, scaler: torch.amp.GradScaler, closure: Callable[[], Any] | None) -> Any:
-        self._accelerate_step_called = False
-        result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure)
-        self._is_overflow = not self._accelerate_step_called
-        if self._told_of_inf:
-            # Fused optimizers are always called and decide on the device: ask it only when somebody wants to know.
-            states = scaler._per_optimizer_states[id(self.optimizer)]
-            self._found_inf = list(states["found_inf_per_device"].values())
-        self._end_scaled_step()
         return result
 
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped because a gradient was infinite or not a number (fp16)."""
-        if self._found_inf:
-            self._is_overflow = any(bool(flag) for flag in self._found_inf)
-            self._found_inf = []
-        return self._is_overflow
+        return self._stepper.skipped
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for group in self.param_groups for p in group["params"])
@@ -204,7 +173,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if (steps == 1 and self.scaler is None) or self._warned or not self._has_gradients():
             return
         self._warned = True
-        if self.scaler is not None and self.scaler._scale is None:
+        if self.scaler is not None and not has_scaled(self.scaler):
             raise RuntimeError(
                 "These gradients come from `loss.backward()`, but fp16 needs a scaled loss: "
                 "call `accelerator.backward(loss)` instead."

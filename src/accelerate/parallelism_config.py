@@ -169,11 +169,13 @@ class ParallelismConfig:
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
+        from accelerate.torch_internals.mesh import join_axes
+
         mesh = init_device_mesh(device_type, tuple(self._sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
         joined = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
         for name, parts in joined.items():
             if parts:
-                mesh[tuple(parts)]._flatten(name)
+                join_axes(mesh[tuple(parts)], name)
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:

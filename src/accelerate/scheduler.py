@@ -37,6 +37,8 @@ class AcceleratedScheduler:
     moves on by that many steps: write it for one process and it fits any number.
     """
 
+    prepared_as = "schedulers"
+
     def __init__(
         self,
         scheduler: Any,

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from accelerate.compilation import is_compiled_module
+from accelerate.torch_internals.compile import ORIGINAL, compiled_like, original_of
 
 
 def extract_model_from_parallel(
@@ -24,15 +25,15 @@ def extract_model_from_parallel(
     wrappers = _wrapper_classes()
     while True:
         if _is_compiled(model) and not keep_torch_compile:
-            model = model._orig_mod
+            model = original_of(model)
         elif isinstance(model, wrappers):
             model = model.module
         else:
             break
     if is_compiled_module(model):
-        inner = extract_model_from_parallel(model._orig_mod, keep_fp32_wrapper, keep_torch_compile, recursive)
+        inner = extract_model_from_parallel(original_of(model), keep_fp32_wrapper, keep_torch_compile, recursive)
         # A new compiled module, not a changed one: training goes on with the wrapper inside the old one.
-        return model if inner is model._orig_mod else type(model)(inner, model.dynamo_ctx)
+        return model if inner is original_of(model) else compiled_like(model, inner)
     if recursive:
         _unwrap_children(model, keep_fp32_wrapper, keep_torch_compile)
     if not keep_fp32_wrapper:
@@ -42,14 +43,22 @@ def extract_model_from_parallel(
 
 def _is_compiled(model: Any) -> bool:
     # A module with compiled regions keeps the original beside its own children (see accelerate.compilation).
-    return is_compiled_module(model) or "_orig_mod" in getattr(model, "__dict__", {})
+    return is_compiled_module(model) or ORIGINAL in getattr(model, "__dict__", {})
+
+
+# The classes of engines, which keep the model they wrap as `module`. One set for the process, as classes are.
+_wrappers: set[type] = {nn.parallel.DistributedDataParallel, nn.DataParallel}
+
+
+def add_wrappers(*classes: type) -> None:
+    """Have models taken out of these classes, too."""
+    _wrappers.update(classes)
 
 
 def _wrapper_classes() -> tuple[Any, ...]:
-    classes: tuple[Any, ...] = (nn.parallel.DistributedDataParallel, nn.DataParallel)
-    # Not imported for the question's sake: while it is not, no model is one.
+    # A script may use FSDP by itself. Not imported for the question's sake: while it is not, no model is one.
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    return classes if fsdp is None else (*classes, fsdp.FullyShardedDataParallel)
+    return (*_wrappers,) if fsdp is None else (*_wrappers, fsdp.FullyShardedDataParallel)
 
 
 def _unwrap_children(model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,46 +19,74 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.strategies import STRATEGIES, Row
 from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs
-from tests.harness import run_world
+from tests.harness import WorldFailed, run_world
 from tests.unit.accelerator.toys import ALONE, Net, assert_same_everywhere, loader, optimizer_values, weights
 
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-WORLDS = [
-    pytest.param(1, ALONE, id="single"),
-    pytest.param(1, {}, id="launched-1"),
-    pytest.param(2, {}, id="ddp-2"),
-    pytest.param(2, SHARDED, id="fsdp2-2"),
-    pytest.param(2, SHARDED | {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true"}, id="fsdp1-2"),
-]
+# An engine that takes everything over: its file, and this line.
+STRATEGIES.insert(0, Row("tests.contract.toy_engine", "Toy", lambda state: "TOY" in os.environ))
+TOY: dict[str, str | None] = {"TOY": "1"}
+WORLDS: dict[str, tuple[int, dict[str, str | None]]] = {
+    "single": (1, ALONE),
+    "launched-1": (1, {}),
+    "ddp-2": (2, {}),
+    "fsdp2-2": (2, SHARDED),
+    "fsdp1-2": (2, SHARDED | {"FSDP_VERSION": "1", "FSDP_USE_ORIG_PARAMS": "true"}),
+    "toy-1": (1, ALONE | TOY),
+    "toy-2": (2, TOY),
+}
 PRECISIONS = ["no", "bf16", "fp16"]
-CHECKS: list[Any] = []
+CHECKS: dict[str, Callable[[str], None]] = {}
 
 
-def check(function: Any) -> Any:
-    CHECKS.append(function)
+def check(function: Callable[[str], None]) -> Callable[[str], None]:
+    CHECKS[function.__name__] = function
     return function
 
 
-@pytest.mark.parametrize(("processes", "env"), WORLDS)
-@pytest.mark.parametrize("precision", PRECISIONS)
-def test_contract(processes: int, env: dict[str, str | None], precision: str) -> None:
-    run_world(_all_checks, processes, precision, [function.__name__ for function in CHECKS], env=env)
+@pytest.fixture(scope="module", params=itertools.product(WORLDS, PRECISIONS), ids="-".join)
+def outcomes(request: pytest.FixtureRequest) -> dict[str, Exception | None]:
+    """What became of each check. All run in one world; after one that fails, the others go on in a new one."""
+    world, precision = request.param
+    processes, env = WORLDS[world]
+    found: dict[str, Exception | None] = {}
+    while left := [name for name in CHECKS if name not in found]:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                run_world(_run, processes, precision, left, env=env, cwd=folder)
+            except WorldFailed as failure:
+                done = min(len(_passed(folder, rank)) for rank in range(processes))
+                if done == len(left):
+                    raise  # after the last check
+                found |= {**dict.fromkeys(left[:done]), left[done]: failure}
+            else:
+                found |= dict.fromkeys(left)
+    return found
 
 
-def _all_checks(precision: str, names: list[str]) -> None:
+def _run(precision: str, names: list[str]) -> None:
     for name in names:
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        try:
-            globals()[name](precision)
-        except BaseException as error:
-            error.add_note(f"in the check {name}({precision!r})") if hasattr(error, "add_note") else None
-            raise
+        CHECKS[name](precision)
+        with open(f"passed-{os.environ.get('RANK', 0)}", "a") as file:
+            file.write(f"{name}\n")
+
+
+def _passed(folder: str, rank: int) -> list[str]:
+    path = Path(folder, f"passed-{rank}")
+    return path.read_text().splitlines() if path.exists() else []
 
 
 def _sharded() -> bool:
     return "ACCELERATE_USE_FSDP" in os.environ
+
+
+def _owns_precision() -> bool:
+    """Whether the engine casts by itself, in its wrapper, and nothing does outside of it."""
+    return "TOY" in os.environ
 
 
 def _accelerator(precision: str, **kwargs: Any) -> Accelerator:
@@ -109,7 +141,7 @@ def unwraps(precision: str) -> None:
         return  # the parameters are gathered by the wrapper, so nothing runs without it
     # The wrapper still computes in low precision, and hands out fp32.
     assert kept(x).dtype is torch.float32
-    assert torch.equal(kept(x), expected) == (precision == "no")
+    assert torch.equal(kept(x), expected) == (precision == "no" or _owns_precision())
 
     bare = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
     assert bare is kept
@@ -227,7 +259,8 @@ def leaves_evaluation_models_alone(precision: str) -> None:
     assert type(evaluated) is Net and isinstance(accelerator.unwrap_model(frozen), Net)
     for model in (evaluated, frozen):
         assert model(torch.ones(1, 4)).dtype is torch.float32
-        assert torch.equal(model(torch.ones(1, 4)), Net()(torch.ones(1, 4))) == (precision == "no")
+        in_full = precision == "no" or (_owns_precision() and model is evaluated)
+        assert torch.equal(model(torch.ones(1, 4)), Net()(torch.ones(1, 4))) == in_full
 
 
 @check
@@ -303,7 +336,14 @@ def autocasts_outside_the_model(precision: str) -> None:
     accelerator = _accelerator(precision)
     with accelerator.autocast():
         product = torch.ones(2, 2) @ torch.ones(2, 2)
-    assert product.dtype is {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    assert (accelerator.scaler is not None) == (precision == "fp16")
-    assert accelerator.native_amp == (precision != "no")
+    ours = "no" if _owns_precision() else precision
+    assert product.dtype is {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[ours]
+    assert (accelerator.scaler is not None) == (ours == "fp16")
+    assert accelerator.native_amp == (ours != "no")
     assert accelerator.mixed_precision == precision
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_contract(outcomes: dict[str, Exception | None], name: str) -> None:
+    if (failure := outcomes[name]) is not None:
+        raise failure

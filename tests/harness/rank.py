@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.harness.request import Request
+from tests.harness.seeds import seed_rank
 
 
 def run_rank(request: Request, rank: int, release: int) -> NoReturn:
@@ -69,9 +70,7 @@ def _settle_in(request: Request, rank: int) -> None:
             os.environ[name] = value
     os.chdir(request.cwd)
 
-    # Processes started one by one have different numpy states; forked ones would share the server's.
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()
+    seed_rank(rank)
 
 
 def _call(request: Request) -> dict[str, Any]:

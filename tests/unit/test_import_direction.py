@@ -16,13 +16,14 @@ ROOT = Path(accelerate.__file__).parent
 
 # A part may import only what stands in an earlier row.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "constants", "text", "lazy", "arrays"),
+    ("errors", "constants", "text", "lazy", "arrays", "per_rank", "bundle"),
     ("torch_internals",),
     ("versions",),
     ("config",),
     ("available", "parallelism_config"),
-    ("environments", "devices"),
+    ("environments",),
     ("comm",),
+    ("devices",),
     ("state", "machine"),
     ("launch",),
     ("barrier", "logging", "memory", "random", "tqdm", "compilation"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -308,31 +307,51 @@ def on_two_ranks(accumulate: int) -> tuple[list[dict[str, float]], int, int, str
     return timer.seconds, timer.slowest, timer.steps, output.getvalue()
 
 
-def late(when: str) -> float:
+class Noting:
+    """DDP's logger, and how long each exchange took beyond its backward, as read from it."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        self.exposed: dict[int, float] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+    def _get_ddp_logging_data(self) -> Any:
+        data = self._logger._get_ddp_logging_data()
+        numbers = data.ints_map
+        if end := numbers.get("backward_comm_time_end"):
+            exposed = numbers["backward_comm_time"] - numbers["backward_compute_comm_overlap_time"]
+            self.exposed[end] = max(exposed, 0) / 1e9
+        return data
+
+
+def exchanges(before: int, warmup: int) -> tuple[list[float], float]:
+    """Those of some steps before the timer and of six within, and what the timer took down."""
     clock = Clock()
     clocks.time = clock  # type: ignore[assignment]
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = parts(clock, accelerator)
+    model.logger = Noting(model.logger)
 
-    def step(batch: torch.Tensor, late: bool) -> None:
-        loss = model(batch).sum()
-        if late and accelerator.process_index == 1:
-            time.sleep(1)  # in real time: the exchange of gradients on the other rank takes that long
-        accelerator.backward(loss)
+    def step(batch: torch.Tensor) -> None:
+        accelerator.backward(model(batch).sum())
         optimizer.step()
 
-    if when == "before":
-        step(torch.ones(2, 2), late=True)
-    with accelerator.step_timer(warmup=0 if when == "before" else 1) as timer:
-        for index, batch in enumerate(loader):
-            step(batch, late=index == {"warm-up": 0, "end": 5}.get(when))
-    return timer._reductions[0].seconds
+    for _ in range(before):
+        step(torch.ones(2, 2))
+    with accelerator.step_timer(warmup=warmup) as timer:
+        for batch in loader:
+            step(batch)
+    return list(model.logger.exposed.values()), timer._reductions[0].seconds
 
 
-def test_which_exchanges_count() -> None:
-    assert 0 < run_world(late, 2, "before")[0] < 0.9
-    assert 0 < run_world(late, 2, "warm-up")[0] < 0.9
-    assert run_world(late, 2, "end")[0] > 0.9
+@pytest.mark.parametrize(("before", "warmup"), [(0, 0), (1, 0), (0, 1), (0, 5)])
+def test_which_exchanges_count(before: int, warmup: int) -> None:
+    for exposed, seconds in run_world(exchanges, 2, before, warmup):
+        assert len(exposed) == before + 6 and min(exposed) > 0
+        # Not those before it and of the warm-up, and the last one too, after which there is no other forward.
+        assert seconds == pytest.approx(sum(exposed[before + warmup :]))
 
 
 def after_a_timer() -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,7 +43,7 @@ class Script:
 
 
 def _alone(folder: str, behind: bool) -> Any:
-    callers.meeting._patience, callers.KNOWN = 0.3, 0.1
+    callers.meeting()._patience, callers.KNOWN = 0.3, 0.1
     run = Script(folder)
     kept: dict[int, list[float]] = {}
     for number, batch in enumerate(run.batches):
@@ -58,7 +60,7 @@ def _alone(folder: str, behind: bool) -> Any:
     assert not run.accelerator.is_main_process or loaded == kept[4]
     run.step(next(iter(run.batches)))  # all are still in step
     # And one that all call, which waits for the others as any.
-    callers.meeting._patience = 60
+    callers.meeting()._patience = 60
     if not run.accelerator.is_main_process:
         time.sleep(0.5)
     last = run.accelerator.save_state()
@@ -74,25 +76,26 @@ def test_the_main_process_saves_and_the_others_go_on(tmp_path: Path, behind: boo
     assert last == "checkpoint_3" and at_last == 2
 
 
-def _late(folder: str) -> tuple[str, int]:
-    callers.meeting._patience = 0.2
+def _late(folder: str) -> list[tuple[str, int]]:
+    callers.meeting()._patience = 0.2
     run = Script(folder)
-    if not run.accelerator.is_main_process:
-        time.sleep(1)
+    first = Path(folder, "checkpoints", "checkpoint_0")
+    while not run.accelerator.is_main_process and not first.exists():
+        time.sleep(0.01)
     run.accelerator.save_state()
     run.step(next(iter(run.batches)))
-    callers.meeting._patience = 60
-    folder = str(run.accelerator.save_state())
-    return os.path.basename(folder), verify_checkpoint(folder)["world_size"]
+    callers.meeting()._patience = 60
+    second = run.accelerator.save_state()
+    return [(path.name, verify_checkpoint(path)["world_size"]) for path in (first, second)]
 
 
 def test_who_comes_late_goes_on_too(tmp_path: Path) -> None:
-    assert run_world(_late, 2, str(tmp_path)) == [("checkpoint_1", 2)] * 2
+    assert run_world(_late, 2, str(tmp_path)) == [[("checkpoint_0", 1), ("checkpoint_1", 2)]] * 2
 
 
 def _twice_at_one_point(folder: str) -> Any:
     """The main process alone, and then all, without a step in between."""
-    callers.meeting._patience, callers.KNOWN = 0.2, 0.2
+    callers.meeting()._patience, callers.KNOWN = 0.2, 0.2
     run = Script(folder)
     run.step(next(iter(run.batches)))
     if run.accelerator.is_main_process:
@@ -100,7 +103,7 @@ def _twice_at_one_point(folder: str) -> Any:
     run.accelerator.wait_for_everyone()
     run.accelerator.save_state()
     run.step(next(iter(run.batches)))
-    callers.meeting._patience = 60
+    callers.meeting()._patience = 60
     return verify_checkpoint(run.accelerator.save_state())["world_size"]
 
 
@@ -108,12 +111,21 @@ def test_two_saves_between_two_steps(tmp_path: Path) -> None:
     assert run_world(_twice_at_one_point, 3, str(tmp_path)) == [3] * 3
 
 
+def _until_two_wait(store: Any) -> Iterator[float]:
+    """Time is up as soon as two processes wait and have looked at each other."""
+    count = dist.PrefixStore("test", store)
+    count.add("waiting", 1)
+    while count.add("waiting", 0) < 2:
+        yield 0.0
+        time.sleep(0.01)
+    yield 0.0
+
+
 def _who_never_comes(folder: str) -> str:
     run = Script(folder)
     if run.accelerator.process_index == 2:
         return ""  # as if it had been killed
-    store = dist.distributed_c10d._get_default_store()
-    store.set_timeout(timedelta(seconds=0.5))
+    callers._waiting = _until_two_wait
     with pytest.raises(CheckpointError) as caught:
         run.accelerator.save_state()
     return str(caught.value)
@@ -125,8 +137,13 @@ def test_who_never_comes_is_not_waited_for_without_end(tmp_path: Path) -> None:
     assert "Rank 1 has waited" in second and "did not come" in second
 
 
+def test_waiting_ends_with_the_patience_of_the_process_group() -> None:
+    waits = list(callers._waiting(SimpleNamespace(timeout=timedelta(seconds=0.02))))
+    assert waits == sorted(waits) and waits[-1] < 0.02
+
+
 def _seen(folder: str, stop: bool) -> list[float]:
-    callers.meeting._patience = 0.2
+    callers.meeting()._patience = 0.2
     run = Script(folder, exact=True)
     if not stop:
         run.accelerator.load_state()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,23 +10,11 @@ from torch import nn
 
 from accelerate import Accelerator
 from tests.harness import run_world
+from tests.harness.memory import needs_peak, peak
 from tests.unit.accelerator.toys import ALONE
 
 MIB = 1 << 20
 TENSOR, STATE = 4 * MIB, 96 * MIB
-
-
-def growth(work: Callable[[], Any]) -> int:
-    """By how many bytes the memory of this process grew at most meanwhile."""
-    Path("/proc/self/clear_refs").write_text("5")  # forget the most there was
-    before = _status("VmRSS")
-    work()
-    return _status("VmHWM") - before
-
-
-def _status(name: str) -> int:
-    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name)]
-    return int(line.split()[1]) * 1024
 
 
 def _growths(folder: str) -> dict[str, int]:
@@ -44,18 +30,15 @@ def _growths(folder: str) -> dict[str, int]:
         accelerator.save_state(folder, async_save=True)
         accelerator.wait_for_checkpoint()
 
-    found = {"save": growth(lambda: accelerator.save_state(folder))}
-    found["torch files"] = growth(lambda: accelerator.save_state(folder, safe_serialization=False))
-    found["behind"] = growth(behind)
-    found["behind again"] = growth(behind)
-    found["load"] = growth(lambda: accelerator.load_state(folder))
+    found = {"save": peak(lambda: accelerator.save_state(folder))}
+    found["torch files"] = peak(lambda: accelerator.save_state(folder, safe_serialization=False))
+    found["behind"] = peak(behind)
+    found["behind again"] = peak(behind)
+    found["load"] = peak(lambda: accelerator.load_state(folder))
     return found
 
 
-told = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="Linux tells the most memory there was")
-
-
-@told
+@needs_peak
 @pytest.mark.parametrize("processes", [1, 2])
 def test_one_copy_at_most(tmp_path: Path, processes: int) -> None:
     env = ALONE if processes == 1 else None
@@ -81,13 +64,13 @@ def _in_other_order(folder: str) -> dict[str, int]:
         accelerator.save_state(folder, async_save=True)
         accelerator.wait_for_checkpoint()
 
-    found = {"save": growth(lambda: accelerator.save_state(folder))}
-    found["one model"] = growth(lambda: accelerator.save_model(models[0], folder + "-model"))
-    found["behind"] = growth(behind)
+    found = {"save": peak(lambda: accelerator.save_state(folder))}
+    found["one model"] = peak(lambda: accelerator.save_model(models[0], folder + "-model"))
+    found["behind"] = peak(behind)
     return found
 
 
-@told
+@needs_peak
 def test_what_is_in_another_order(tmp_path: Path) -> None:
     [sizes] = run_world(_in_other_order, 1, str(tmp_path / "x"), env=ALONE)
     model = 18 * MIB

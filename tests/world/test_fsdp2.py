@@ -16,7 +16,8 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from accelerate.parallel import shards
 from accelerate.utils import TorchDynamoPlugin
 from tests.harness import run_world
-from tests.world.towers import Tower, loss_of, peak, tokens_of, train_alone, trains_as_one_process
+from tests.harness.memory import needs_peak, peak
+from tests.world.towers import Tower, loss_of, tokens_of, train_alone, trains_as_one_process
 
 
 def _plugin(**kwargs: Any) -> FullyShardedDataParallelPlugin:
@@ -414,18 +415,19 @@ def test_cannot_join() -> None:
     run_world(_cannot_join, 2)
 
 
-def _memory(folder: str) -> tuple[float, float, float]:
+def _memory(folder: str) -> tuple[int, int, int]:
     """What preparing adds to a model that only rank 0 has, and what saving its pieces adds; and how large it is."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=_plugin(cpu_ram_efficient_loading=True))
     accelerator.prepare(Tower())  # whatever is needed once
     accelerator.save_state(f"{folder}/first")
     with torch.device("cpu" if accelerator.is_main_process else "meta"):
         model = Tower(width=512, depth=32)
-    size = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
     loading = peak(lambda: accelerator.prepare(model))
     return loading, peak(lambda: accelerator.save_state(f"{folder}/second")), size
 
 
+@needs_peak
 def test_memory_of_the_first_process(tmp_path: Path) -> None:
     (first, saving, size), (second, _, _) = run_world(_memory, 2, str(tmp_path))
     # Rank 0 has the whole model and gets its half of it, the other one only its half, and one tensor at a time.

@@ -96,19 +96,21 @@ def test_two_processes_on_the_cpu_train_and_say_so(tmp_path: Path) -> None:
 
 
 def test_the_first_traceback_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
-    # Rank 0 notices the failure of rank 1 and fails of it, as a collective would.
+    # Rank 0 notices the failure of rank 1, once that has been written down, and fails of it, as a collective would.
     train = script(
         tmp_path,
         """
 def step():
     raise ValueError("rank 1 has had enough")
 if rank == 1:
-    time.sleep(0.5)
-    open("failed", "w").close()
+    with open("draft", "w") as file:
+        file.write(os.environ["TORCHELASTIC_ERROR_FILE"])
+    os.rename("draft", "record")
     step()
-while not os.path.exists("failed"):
+while not os.path.exists("record"):
     time.sleep(0.01)
-time.sleep(0.05)
+while not os.path.exists(open("record").read()):
+    time.sleep(0.01)
 raise ConnectionError("lost the other one")
 """,
     )
@@ -119,6 +121,7 @@ raise ConnectionError("lost the other one")
     assert "in step" in last
     assert "worker.py" not in done.stderr
     assert "torch" not in last
+    (tmp_path / "record").unlink()
     quiet = launch(tmp_path, *TWO, "--quiet", train)
     assert "was the first to fail" not in quiet.stderr
 

@@ -103,20 +103,3 @@ def trains_as_one_process(
     assert set(state) == (set(weights) if accelerator.is_main_process else set())
     for name, value in state.items():
         torch.testing.assert_close(value, weights[name], rtol=0, atol=1e-4)
-
-
-def peak(function: Any) -> float:
-    """How much memory a call takes at most, over what there was before, in MiB."""
-
-    before = _resident()
-    with open("/proc/self/clear_refs", "w") as file:
-        file.write("5")  # the highest value so far is forgotten
-    function()
-    with open("/proc/self/status") as file:
-        peak = next(int(line.split()[1]) for line in file if line.startswith("VmHWM"))
-    return (peak - before) / 1024
-
-
-def _resident() -> int:
-    with open("/proc/self/status") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("VmRSS"))

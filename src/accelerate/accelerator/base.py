@@ -28,6 +28,7 @@ from accelerate.errors import NotYetSupported
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.mesh import axis_rank
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.precision import PrecisionSettings
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.state.processes import ProcessControl
@@ -89,7 +90,7 @@ class AcceleratorBase(ProcessControl):
         self.state = AcceleratorState(
             mixed_precision=mixed_precision,
             cpu=cpu,
-            dynamo_plugin=dynamo_plugin or TorchDynamoPlugin(backend=dynamo_backend),
+            dynamo_plugin=TorchDynamoPlugin(backend=dynamo_backend) if dynamo_backend is not None else dynamo_plugin,
             deepspeed_plugin=deepspeed_plugin or deepspeed_plugins,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
@@ -111,12 +112,16 @@ class AcceleratorBase(ProcessControl):
 
         self._strategy = strategies.create(self.state, self.ddp_handler)
         self._precision = precision.create(
-            self.state.mixed_precision,
+            "no" if self._strategy.owns_precision else self.state.mixed_precision,
             self.state.device_kind,
-            self.autocast_handler,
-            self.scaler_handler,
-            self._strategy.scaler_kind,
+            PrecisionSettings(
+                self.autocast_handler or AutocastKwargs(),
+                self.scaler_handler or GradScalerKwargs(),
+                self._strategy.scaler_kind,
+            ),
         )
+        # Whether several processes have outputs for the same samples, so that some of them do not count.
+        self._outputs_repeat = len(set(self._strategy.data_shares())) < self.num_processes
         self.native_amp = self._precision.casts
         self.scaler: torch.amp.GradScaler | None = self._precision.scaler
 

@@ -10,7 +10,7 @@ import torch
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.comm import ops
 from accelerate.comm.tree import is_nested, map_items, recursively_apply
-from accelerate.parallel.mesh import SAME_DATA, axis_rank
+from accelerate.strategies import Outputs
 
 
 class Collecting(AcceleratorBase):
@@ -32,10 +32,8 @@ class Collecting(AcceleratorBase):
         real = None if loader is None else loader.real_samples
         if self.num_processes == 1 and real is None:
             return input_data
-        if self.parallelism_config is not None and self.parallelism_config.non_data_parallel_size > 1:
-            mesh = self.torch_device_mesh
-            # Along a sequence that is cut, a value of the whole batch, as a loss, is that of a piece.
-            input_data = _only_first_copy(input_data, axis_rank(mesh, *SAME_DATA) == 0, axis_rank(mesh, "tp") == 0)
+        if self._outputs_repeat:
+            input_data = _only_what_counts(input_data, self._strategy.outputs())
         if use_gather_object:
             return ops.gather_object(input_data if real is None else input_data[: _kept(len(input_data), loader)])
         # Before the cut, which may leave a rank with an empty list: every rank must decide alike.
@@ -67,18 +65,15 @@ class Collecting(AcceleratorBase):
         return raised
 
 
-def _only_first_copy(data: Any, first: bool, first_for_single: bool) -> Any:
-    """Of processes that work on the same samples, only the first one has anything to give.
-
-    first_for_single: whether this is the first for values without a dimension.
-    """
+def _only_what_counts(data: Any, outputs: Outputs) -> Any:
+    """Of processes that work on the same samples, only one has anything to give."""
     if isinstance(data, torch.Tensor):
         if data.ndim == 0:
-            return data.reshape(1) if first_for_single else data.reshape(1)[:0]
-        return data if first else data[:0]
+            return data.reshape(1) if outputs.values else data.reshape(1)[:0]
+        return data if outputs.samples else data[:0]
     if _is_list_of_objects(data):
-        return data if first else data[:0]
-    return map_items(lambda item: _only_first_copy(item, first, first_for_single), data) if is_nested(data) else data
+        return data if outputs.samples else data[:0]
+    return map_items(lambda item: _only_what_counts(item, outputs), data) if is_nested(data) else data
 
 
 def _kept(length: int, loader: Any) -> int:

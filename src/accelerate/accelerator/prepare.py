@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,12 @@ from torch.utils.data import DataLoader
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
+from accelerate.bundle import Bundle, Entry
 from accelerate.compilation import has_compiled_regions, is_compiled_module
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader, skip_first_batches
+from accelerate.errors import warn
 from accelerate.memory import release_memory
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler, horizon
@@ -37,22 +38,44 @@ class Preparing(AcceleratorBase):
             raise ValueError(
                 f"device_placement has {len(device_placement)} entries for {len(args)} objects: give one for each."
             )
+        bundle = self._new_bundle()
+        entries = [bundle.add(item, placement) for item, placement in zip(args, device_placement, strict=True)]
         for item in args:
             if isinstance(item, (list, tuple)):
                 _warn_of_list(item)
-        prepared = [self._prepare_one(item, placement) for item, placement in zip(args, device_placement, strict=True)]
-        # Schedulers last: they follow the optimizers, wherever these stood.
-        prepared = [self.prepare_scheduler(item) if _is_scheduler(item) else item for item in prepared]
+        self._prepare_bundle(bundle)
+        prepared = [entry.value for entry in entries]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def _prepare_one(self, item: Any, device_placement: bool | None) -> Any:
-        if isinstance(item, DataLoader):
-            return self.prepare_data_loader(item, device_placement=device_placement)
-        if isinstance(item, torch.nn.Module):
-            return self.prepare_model(item, device_placement=device_placement)
-        if isinstance(item, torch.optim.Optimizer):
-            return self.prepare_optimizer(item, device_placement=device_placement)
-        return item
+    def _new_bundle(self) -> Bundle:
+        return Bundle(
+            earlier_models=self._models, earlier_optimizers=[optimizer.optimizer for optimizer in self._optimizers]
+        )
+
+    def _prepare_bundle(self, bundle: Bundle) -> None:
+        """From what a script made to what this process trains, in place. The order of the kinds matters:
+
+        an engine may read the batch size off the prepared loaders, optimizers get the parameters of spread models, and
+        schedulers follow the optimizers, wherever these stood.
+        """
+        for loader in bundle.loaders:
+            loader.value = self.prepare_data_loader(loader.value, device_placement=loader.placement)
+        _set_aside(bundle.models, self._models)
+        _set_aside(bundle.optimizers, self._optimizers)
+        _set_aside(bundle.schedulers, self._schedulers)
+        for model in bundle.models:
+            self._place(model)
+        for optimizer in bundle.optimizers:
+            _warn_of_offloaded(optimizer.value)
+        if self.native_amp and self._precision.casts:
+            self._precision.convert(bundle)
+        self._strategy.prepare(bundle)
+        for model in bundle.models:
+            model.value = self._finish_model(model.value)
+        for optimizer in bundle.optimizers:
+            optimizer.value = self._wrap_optimizer(optimizer)
+        for scheduler in bundle.schedulers:
+            scheduler.value = self._wrap_scheduler(scheduler.value)
 
     def prepare_model(
         self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -61,17 +84,17 @@ class Preparing(AcceleratorBase):
 
         evaluation_mode: leave the wrapper out, for a model that is never trained.
         """
-        if _is_prepared(model):
-            if model not in self._models:
-                self._models.append(model)
-            return model
-        if device_placement is None:
-            device_placement = self.device_placement
+        prepared: torch.nn.Module = self._prepare_alone(model, "models", device_placement, evaluation=evaluation_mode)
+        return prepared
+
+    def _place(self, entry: Entry) -> None:
+        """Put a model on the device, unless it lies where it belongs or its engine does that."""
+        model: torch.nn.Module = entry.value
         spread = self.verify_device_map(model)
         if (
             spread
             and self.num_processes > 1
-            and not evaluation_mode
+            and not entry.evaluation
             and not parse_flag_from_env("ACCELERATE_BYPASS_DEVICE_MAP")
         ):
             raise ValueError(
@@ -79,20 +102,17 @@ class Preparing(AcceleratorBase):
                 f"{self.num_processes} processes: load it without `device_map`, start one process, or set "
                 "ACCELERATE_BYPASS_DEVICE_MAP=true where each process has devices of its own."
             )
-        placed = device_placement and not spread and not _is_quantized(model)
-        if placed and (evaluation_mode or not self._strategy.places_models):
-            model = _moved(model, self.device)
-        if self.native_amp and self._precision.casts:
-            model = self._precision.wrap_forward(model)
-        if not evaluation_mode:
-            model = self._strategy.wrap(model, placed=placed)
+        wanted = self.device_placement if entry.placement is None else entry.placement
+        entry.placed = wanted and not spread and not _is_quantized(model)
+        if entry.placed and (entry.evaluation or not self._strategy.places_models):
+            entry.value = _moved(model, self.device)
+
+    def _finish_model(self, model: torch.nn.Module) -> torch.nn.Module:
         model = self._compile(model)
         if self._watches_forwards:
             watch_forwards(self, model)
         _mark(model)
         self._models.append(model)
-        for optimizer in self._optimizers:
-            self._strategy.rebind(optimizer.optimizer)
         return model
 
     def _compile(self, model: torch.nn.Module) -> torch.nn.Module:
@@ -101,26 +121,35 @@ class Preparing(AcceleratorBase):
             return model
         if has_compiled_regions(model):
             return model
-        compile_whole: Callable[..., Any] = torch.compile
-        chosen = self._strategy.compile_regions if plugin.use_regional_compilation else compile_whole
-        return chosen(model, **plugin.to_kwargs())
+        return self._strategy.compile(model, regional=bool(plugin.use_regional_compilation), **plugin.to_kwargs())
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
         """Wrap an optimizer so that it follows gradient accumulation and the gradient scaler."""
-        if isinstance(optimizer, AcceleratedOptimizer):
-            if optimizer not in self._optimizers:
-                self._optimizers.append(optimizer)
-            return optimizer
-        if device_placement is None:
-            device_placement = self.device_placement
-        _warn_of_offloaded(optimizer)
-        self._strategy.rebind(optimizer)
-        prepared = AcceleratedOptimizer(optimizer, device_placement=device_placement, scaler=self.scaler)
+        prepared: AcceleratedOptimizer = self._prepare_alone(optimizer, "optimizers", device_placement)
+        return prepared
+
+    def _prepare_alone(self, item: Any, kind: str, device_placement: bool | None = None, **known: Any) -> Any:
+        bundle = self._new_bundle()
+        entry = bundle.add(item, device_placement, kind=kind, **known)
+        self._prepare_bundle(bundle)
+        return entry.value
+
+    def _wrap_optimizer(self, entry: Entry) -> AcceleratedOptimizer:
+        optimizer = entry.value
+        prepared = AcceleratedOptimizer(
+            optimizer,
+            device_placement=self.device_placement if entry.placement is None else entry.placement,
+            scaler=self.scaler,
+            stepper=self._strategy.stepper(optimizer),
+        )
         prepared.gradient_state = self.gradient_state
+        prepared.every_micro_batch = self._strategy.owns_accumulation
         # Neither knows this Accelerator, which knows the optimizer: so it ends, with its loaders, when it is dropped.
         prepared.on_sync = functools.partial(self._items.begin, len(self._optimizers))
+        if self._precision.acts_after_step:
+            prepared.after_step = functools.partial(self._precision.after_step, self._models)
         prepared._prepared_parameters = functools.partial(
             _prepared_parameters, self._models, self._strategy, self.num_processes
         )
@@ -132,10 +161,10 @@ class Preparing(AcceleratorBase):
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Wrap a scheduler so that it steps when its optimizer does, once for each process."""
-        if isinstance(scheduler, AcceleratedScheduler):
-            if scheduler not in self._schedulers:
-                self._schedulers.append(scheduler)
-            return scheduler
+        prepared: AcceleratedScheduler = self._prepare_alone(scheduler, "schedulers")
+        return prepared
+
+    def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         wrapped = getattr(scheduler, "optimizer", None)
         own = [optimizer for optimizer in self._optimizers if wrapped in (optimizer, optimizer.optimizer)]
         prepared = AcceleratedScheduler(
@@ -144,8 +173,8 @@ class Preparing(AcceleratorBase):
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
-        if self.parallelism_config is not None and not self.split_batches:
-            prepared._steps_each_time = self.parallelism_config.data_parallel_size
+        if not self.split_batches:
+            prepared._steps_each_time = max(self._strategy.data_shares()) + 1
         prepared.gradient_state = self.gradient_state
         self._check_horizon(scheduler)
         _mark(prepared)
@@ -166,13 +195,12 @@ class Preparing(AcceleratorBase):
             # What an epoch comes to for scripts that count right: in steps, or in batches.
             right = (batches, math.ceil(batches / accumulated), rounds * self.num_processes)
             if rounds > 1 and steps % rounds == 0 and not any(steps % epoch == 0 for epoch in right):
-                warnings.warn(
+                warn(
                     f"This scheduler is laid out for {steps} steps, which is {steps // rounds} times the length of "
                     f"the prepared loader ({rounds} optimizer steps): a prepared scheduler moves {self.num_processes} "
                     f"steps (one per process) each time and will be through after {steps // self.num_processes} "
                     "optimizer steps; compute its length from the loader as it was before `prepare`, or do not prepare "
-                    "the scheduler.",
-                    stacklevel=4,
+                    "the scheduler."
                 )
                 return
 
@@ -203,6 +231,7 @@ class Preparing(AcceleratorBase):
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
             torch_device_mesh=self.torch_device_mesh,
+            data_shares=self._strategy.data_shares(),
         )
         prepared.gradient_state = self.gradient_state
         prepared.position.follows_dataset = config.exact_resume
@@ -239,6 +268,7 @@ class Preparing(AcceleratorBase):
         self._optimizers.clear()
         self._models.clear()
         self._dataloaders.clear()
+        self._strategy.free_memory()
         self._accumulation.reset()
         self._items.reset()
         self._item_groups = None
@@ -271,10 +301,9 @@ def _warn_of_list(items: list[Any] | tuple[Any, ...]) -> None:
     ]
     if missed:
         kind = type(items).__name__
-        warnings.warn(
+        warn(
             f"`prepare` was given a {kind} that holds {' and '.join(missed)} and hands it back as it is: pass the "
-            f"objects one by one, as in `prepare(*{kind}_of_objects)`.",
-            stacklevel=3,
+            f"objects one by one, as in `prepare(*{kind}_of_objects)`."
         )
 
 
@@ -303,10 +332,9 @@ def _warn_of_offloaded(optimizer: torch.optim.Optimizer) -> None:
 
     offloaded = sum(isinstance(value, OffloadedParameter) and value.requires_grad for value in empty)
     if offloaded:
-        warnings.warn(
+        warn(
             f"This {type(optimizer).__name__} has {offloaded} parameters that are offloaded, which get no gradients "
-            "and are not trained: keep on a device what you train, and call requires_grad_(False) on the rest.",
-            stacklevel=3,
+            "and are not trained: keep on a device what you train, and call requires_grad_(False) on the rest."
         )
 
 
@@ -323,8 +351,12 @@ def _ends_unevenly(loader: Any) -> bool:
     return len(lengths) > 1
 
 
-def _is_scheduler(item: Any) -> bool:
-    return isinstance(item, (LRScheduler, AcceleratedScheduler))
+def _set_aside(entries: list[Entry], prepared: list[Any]) -> None:
+    """Leave out what was prepared before; it is taken up where another Accelerator has prepared it."""
+    for entry in [entry for entry in entries if _is_prepared(entry.value)]:
+        entries.remove(entry)
+        if not any(entry.value is item for item in prepared):
+            prepared.append(entry.value)
 
 
 def _is_prepared(item: Any) -> bool:

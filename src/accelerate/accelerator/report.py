@@ -11,9 +11,10 @@ from typing import Any
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.config.handlers import ProfileKwargs
 from accelerate.constants import PROFILE_PATTERN_NAME
+from accelerate.errors import warn
 from accelerate.step_timer import StepTimer
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from accelerate.tracking.base import check_attributes, warn
+from accelerate.tracking.base import check_attributes
 
 
 class Reporting(AcceleratorBase):

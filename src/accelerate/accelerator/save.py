@@ -26,7 +26,6 @@ from accelerate.comm import Communicator, current, set_current
 from accelerate.data_loader.position import change, takes_over
 from accelerate.errors import WrongFolder
 from accelerate.files import save
-from accelerate.unwrap import extract_model_from_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class Saving(AcceleratorBase):
 
         keep_fp32_wrapper: leave mixed precision in its forward. keep_torch_compile: leave it compiled.
         """
-        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+        return self._strategy.unwrap(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict of a prepared model; unwrap: with the names it had before `prepare`."""
@@ -107,7 +106,10 @@ class Saving(AcceleratorBase):
         """
         config = self.project_configuration
         self.wait_for_checkpoint()
-        callers = meeting.callers(self.gradient_state.backwards) if self._strategy.saves_alone else "all"
+        if async_save and not self._strategy.can_snapshot:
+            _say_that_it_waits(type(self._strategy).__name__)
+            async_save = False
+        callers = meeting().callers(self.gradient_state.backwards) if self._strategy.saves_alone else "all"
         if callers != "late":
             with _only_main() if callers == "alone" else nullcontext():
                 target = self._save(output_dir, safe_serialization, async_save, save_model_func_kwargs)
@@ -320,6 +322,14 @@ class Saving(AcceleratorBase):
         What it takes out of `models` is left to it. Returns a handle with `remove()`.
         """
         return _added(self._load_model_state_pre_hook, hook)
+
+
+@cache
+def _say_that_it_waits(engine: str) -> None:
+    logger.warning(
+        f"save_state(async_save=True) returns when the checkpoint is on the disk: {engine} keeps its state where no "
+        "copy of it can be taken while training goes on."
+    )
 
 
 @cache

@@ -16,17 +16,18 @@ from accelerate.accumulation import Accumulating, item_count
 from accelerate.available import is_lomo_available
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.data_loader import BatchSamplerShard
+from accelerate.errors import warn
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.context import sharded_sequences
 from accelerate.strategies import sync_in_backward
-from accelerate.tracking.base import warn
+from accelerate.torch_internals.grad_scaler import has_scaled, unscale_once
 
 
 class Stepping(AcceleratorBase):
     def backward(
         self, loss: torch.Tensor, *, num_items: int | float | torch.Tensor | None = None, **kwargs: Any
     ) -> None:
-        """`loss.backward()`, divided by the accumulation steps and scaled as the precision asks for.
+        """`loss.backward()`, divided by the accumulation steps and scaled as precision and engine ask for.
 
         num_items: say that `loss` is a sum over that many items (tokens, samples). The gradients then become those of
         the mean over all items of all micro-batches of the window and of all processes, however they are spread.
@@ -41,12 +42,12 @@ class Stepping(AcceleratorBase):
             if self._items.used:
                 self._items.refuse_others()
             steps = state.num_steps
-            share = loss if steps == 1 else loss / steps
+            share = loss if steps == 1 or self._strategy.divides_loss else loss / steps
             if self.scaler is not None:
                 if not self._optimizers:
                     self._check_scaled(self.scaler)
                 share = self.scaler.scale(share)
-            share.backward(**kwargs)
+            self._strategy.backward(share, **kwargs)
         except (AttributeError, TypeError, ValueError):
             # Asked only now, so that a good loss is not asked for what it is.
             if hasattr(loss, "backward"):
@@ -59,7 +60,7 @@ class Stepping(AcceleratorBase):
 
     def _check_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """Nothing has been prepared that would divide the gradients again."""
-        if scaler.is_enabled() and scaler._scale is None:  # until the first loss: said once
+        if scaler.is_enabled() and not has_scaled(scaler):  # until the first loss: said once
             warn(
                 f"fp16 multiplies gradients by {scaler.get_scale():g}, and no optimizer was prepared that would divide "
                 "them again before it steps: pass it to `accelerator.prepare()`."
@@ -81,7 +82,7 @@ class Stepping(AcceleratorBase):
             if not self._optimizers:
                 self._check_scaled(self.scaler)
             loss = self.scaler.scale(loss)
-        loss.backward(**kwargs)
+        self._strategy.backward(loss, divide=False, **kwargs)
         last = self.gradient_state.sync_gradients
         self._items.add(num_items, groups, last=last)
         if last:
@@ -117,7 +118,7 @@ class Stepping(AcceleratorBase):
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
         """Keep the gradients of the backwards inside the block to this process."""
-        with self._strategy.no_sync(model):
+        with self._strategy.micro_batch(model, sync=False) or nullcontext():
             yield
 
     @staticmethod
@@ -196,7 +197,7 @@ class Stepping(AcceleratorBase):
             while isinstance(each, AcceleratedOptimizer):
                 each = each.optimizer
             if any(p.grad is not None for group in each.param_groups for p in group["params"]):
-                _unscale_once(self.scaler, each)
+                unscale_once(self.scaler, each)
 
     def _unscale_owners(self, parameters: list[torch.Tensor]) -> None:
         """Unscale the gradients that are about to be clipped, and no others."""
@@ -244,9 +245,3 @@ class Stepping(AcceleratorBase):
         for optimizer in self._optimizers:
             if isinstance(optimizer.optimizer, (Lomo, AdaLomo)):
                 optimizer.optimizer.fused_backward(loss, learning_rate)
-
-
-def _unscale_once(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
-    """torch raises when gradients are unscaled twice between steps; clipping twice is a fair thing to do."""
-    if scaler._per_optimizer_states[id(optimizer)]["stage"].value == 0:
-        scaler.unscale_(optimizer)

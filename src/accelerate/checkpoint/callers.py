@@ -9,6 +9,8 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from accelerate.errors import CheckpointError
+from accelerate.per_rank import PerRank
+from accelerate.torch_internals.process_groups import default_store
 
 # How long the main process waits for the first of the others: for once, and where it was known to be alone before.
 PATIENCE = 30.0
@@ -37,7 +39,10 @@ class Meeting:
         """
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return "all"
-        store = dist.PrefixStore(f"accelerate/save/{self._number}", dist.distributed_c10d._get_default_store())
+        whole_store = default_store()
+        if whole_store is None:
+            return "all"
+        store = dist.PrefixStore(f"accelerate/save/{self._number}", whole_store)
         found: Callers = self._lead(store, point) if dist.get_rank() == 0 else self._follow(store, point)
         self._number += found == "all"
         return found
@@ -86,5 +91,6 @@ def _nobody_came(who: str) -> CheckpointError:
     )
 
 
-# One for all that is saved by a process, as there is one store.
-meeting = Meeting()
+# One for all that is saved by a rank, as there is one store.
+_meeting: PerRank[Meeting] = PerRank(Meeting)
+meeting = _meeting.get

@@ -8,6 +8,7 @@ import pickle
 import pickletools
 import re
 import zipfile
+from _compat_pickle import IMPORT_MAPPING as PYTHON_3_NAMES
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -15,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._utils import IMPORT_MAPPING
-from torch._weights_only_unpickler import _get_allowed_globals
 
 from accelerate import files
 from accelerate.checkpoint import stream, torchfile
 from accelerate.checkpoint.disk import Entry
 from accelerate.errors import CheckpointError
+from accelerate.torch_internals.serialization import names_taken
 
 
 def write_torch(content: Any, path: Path) -> Entry:
@@ -121,7 +121,10 @@ def _asked_for(path: Path, error: Exception) -> str | None:
     if _REFUSED not in str(error):
         return None
     # An older or newer kind of pickle, which is refused without a look at its names.
-    taken = {*_get_allowed_globals(), *map(files.name_of, files.TORCH_SAFE_GLOBALS)}
+    always = names_taken()
+    if always is None:
+        return None
+    taken = {*always, *map(files.name_of, files.TORCH_SAFE_GLOBALS)}
     with suppress(Exception):  # a damaged one
         return next(name for name in _names_in(path) if name not in taken)
     return None
@@ -141,7 +144,7 @@ def _names_in(path: Path) -> Iterator[str]:
         for operation, argument, _ in pickletools.genops(file):
             if operation.name in ("GLOBAL", "INST"):
                 module, _, name = str(argument).partition(" ")
-                yield f"{IMPORT_MAPPING.get(module, module)}.{name}"  # protocol 2 has the names of Python 2
+                yield f"{PYTHON_3_NAMES.get(module, module)}.{name}"  # protocol 2 has the names of Python 2
             elif operation.name == "STACK_GLOBAL":
                 yield ".".join(words[-2:])
             elif operation.name == "MEMOIZE":

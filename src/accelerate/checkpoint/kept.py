@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from contextlib import ExitStack, suppress
 from typing import Any
 
 import torch
 
 from accelerate.checkpoint.host import HostMemory, is_plain
+from accelerate.torch_internals.modules import buffers_of, parameters_of
 
 
 def keep_object(item: Any, undo: ExitStack) -> None:
@@ -32,7 +34,9 @@ def keep_optimizer(optimizer: Any, undo: ExitStack) -> None:
 
 def keep_model(model: torch.nn.Module, undo: ExitStack) -> None:
     """Have `undo` give a model its present parameters and buffers, with their values, of which the host gets a copy."""
-    holders: list[dict[str, Any]] = [holder for part in model.modules() for holder in (part._parameters, part._buffers)]
+    holders: list[MutableMapping[str, Any]] = [
+        holder for part in model.modules() for holder in (parameters_of(part), buffers_of(part))
+    ]
     before = [dict(holder) for holder in holders]
     tensors = {id(own): own for names in before for own in names.values() if own is not None and is_plain(own)}
     values = HostMemory().copy(tensors)

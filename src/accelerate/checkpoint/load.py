@@ -16,7 +16,15 @@ from accelerate.checkpoint.manifest import Manifest, files_since
 from accelerate.checkpoint.parts import Engine, Put
 from accelerate.checkpoint.reading import Reader
 from accelerate.checkpoint.save import agree, explained, one_at_a_time, settle
-from accelerate.checkpoint.state import Loaded, Run, apply_loaders, apply_objects, apply_random_states, read
+from accelerate.checkpoint.state import (
+    Loaded,
+    Run,
+    apply_loaders,
+    apply_objects,
+    apply_random_states,
+    in_words,
+    read,
+)
 from accelerate.comm import current
 from accelerate.errors import CheckpointError
 
@@ -164,9 +172,18 @@ def load(
         apply_loaders(loaded, run)
         apply_random_states(loaded, run)
     except Exception as error:
-        failure = error
+        failure = error if engine.can_roll_back else _half_loaded(folder, error)
     agree(failure, run.rank)
     return loaded
+
+
+def _half_loaded(folder: Path, error: Exception) -> CheckpointError:
+    failure = CheckpointError(
+        f"{folder} was loaded in part before it failed ({in_words(error)}), and this engine cannot undo that: load "
+        "another checkpoint before training goes on, or start again."
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _read(

@@ -62,6 +62,8 @@ class Put:
 class Engine(Protocol):
     """How models and optimizers get into a checkpoint and back; see `Strategy`, which is one."""
 
+    can_roll_back: bool
+
     def save(self, run: Any, weights: list[dict[str, Any]], *, safe: bool, main: bool, **kwargs: Any) -> Iterable[Part]:
         """What this process writes of models, optimizers and gradients."""
 

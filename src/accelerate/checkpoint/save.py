@@ -21,29 +21,37 @@ from accelerate.checkpoint.parts import Engine, Part, snapshot, write_parts
 from accelerate.checkpoint.state import Run, in_words, own_parts, shared_parts
 from accelerate.comm import current
 from accelerate.errors import CheckpointError
+from accelerate.per_rank import PerRank
 
 Hook = Callable[[list[Any], list[dict[str, Any]], str], Any]
 
 
-_one = threading.RLock()
-_under_way = False
+class _Turn:
+    """Whose turn it is to save or to load on a rank."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.taken = False
+
+
+_turn: PerRank[_Turn] = PerRank(_Turn)
 
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
     """A context for a save or a load: other threads wait, and a handler of signals that comes between is told so."""
-    global _under_way
-    with _one:
-        if _under_way:
+    turn = _turn.get()
+    with turn.lock:
+        if turn.taken:
             raise CheckpointError(
                 "A checkpoint is being saved or loaded, and another save or load came between in the same thread, as "
                 "from a signal handler: set a flag in the handler, and save in the loop."
             )
-        _under_way = True
+        turn.taken = True
         try:
             yield
         finally:
-            _under_way = False
+            turn.taken = False
 
 
 @one_at_a_time()

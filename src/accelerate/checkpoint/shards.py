@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
@@ -78,9 +77,31 @@ def read(folder: Path, place: Place) -> dict[str, Any]:
         if isinstance(kind, TensorStorageMetadata):
             flat[key] = place(paths[key][1:], kind.size, kind.properties.dtype)
     fill(flat, reader)
-    nested: Any = unflatten_state_dict(flat, paths)
-    (content,) = nested.values()
+    (content,) = _nested(flat, paths).values()
     return content
+
+
+def _nested(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """What was flattened to be stored, put together. paths: of each key, by names in a dict and places in a list."""
+    root: dict[str, Any] = {}
+    for key, value in flat.items():
+        holder: Any = root
+        *way, last = paths[key]
+        for step, following in zip(way, (*way[1:], last), strict=True):
+            holder = _at(holder, step, {} if isinstance(following, str) else [])
+        _at(holder, last, None)
+        holder[last] = value
+    return root
+
+
+def _at(holder: Any, step: Any, new: Any) -> Any:
+    """What is at one step of a path; `new`, if nothing is there yet."""
+    if isinstance(holder, dict):
+        return holder.setdefault(step, new)
+    holder.extend([None] * (step + 1 - len(holder)))
+    if holder[step] is None:
+        holder[step] = new
+    return holder[step]
 
 
 def fill(flat: dict[str, Any], reader: FolderReader) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from accelerate.torch_internals.tensors import sparse_parts
+
 _PARTS = ("indices", "values", "facts")
 
 
@@ -12,8 +14,8 @@ def packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.layout == torch.sparse_coo:
-            facts = torch.tensor([int(tensor.is_coalesced()), *tensor.shape])
-            parts = (tensor._indices().contiguous(), tensor._values().contiguous(), facts)
+            indices, values, coalesced = sparse_parts(tensor)
+            parts = (indices.contiguous(), values.contiguous(), torch.tensor([int(coalesced), *tensor.shape]))
             found |= {_part(name, kind): part for kind, part in zip(_PARTS, parts, strict=True)}
         else:
             found[name] = tensor.to_dense()

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._weights_only_unpickler import Unpickler
 
 from accelerate import files
 from accelerate.checkpoint.stream import Piece
+from accelerate.torch_internals.serialization import storage_parts, try_weights_only
 
 _ALIGNMENT = 64
 _LARGE = 1 << 20
@@ -51,17 +51,8 @@ def _pickled(content: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
 
 def try_to_read(content: Any) -> None:
     """Raise what a load of `content` would raise; its tensors are left out."""
-
-    def without_memory(found: tuple[Any, ...]) -> Any:
-        _, kind, _, _, length = found
-        dtype = getattr(kind, "dtype", torch.uint8)
-        memory = torch.UntypedStorage(length * dtype.itemsize, device="meta")
-        return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
-
-    unpickler = Unpickler(io.BytesIO(_pickled(content)[0]), encoding="utf-8")
-    unpickler.persistent_load = without_memory  # type: ignore[method-assign]
     with files.reading():
-        unpickler.load()
+        try_weights_only(_pickled(content)[0])
 
 
 class _Pickler(pickle.Pickler):
@@ -70,18 +61,18 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
         self.storages: list[torch.UntypedStorage] = []
-        self._numbers: dict[tuple[int, torch.dtype], int] = {}
+        self._numbers: dict[tuple[str, int, int, torch.dtype], int] = {}
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, torch.storage.TypedStorage):
-            storage, dtype, length = obj._untyped_storage, obj.dtype, obj._size()
-            kind = getattr(torch, obj._pickle_storage_type())
+            storage, dtype, length, kind = storage_parts(obj)
         elif isinstance(obj, torch.UntypedStorage):
             storage, dtype, length, kind = obj, torch.uint8, obj.nbytes(), torch.UntypedStorage
         else:
             return None
-        # torch refuses the same memory as two dtypes: a member has one. Here each gets a member of its own.
-        key = (storage._cdata, dtype)
+        # torch refuses the same memory as two dtypes: a member has one. Here each gets a member of its own. What has no
+        # address, as on the meta device, is known by the object.
+        key = (str(storage.device), storage.data_ptr() or id(storage), storage.nbytes(), dtype)
         if key not in self._numbers:
             self._numbers[key] = len(self.storages)
             self.storages.append(storage)

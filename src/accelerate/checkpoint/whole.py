@@ -23,6 +23,8 @@ from accelerate.checkpoint.state import Run, fill, in_words, named_parameters, p
 from accelerate.checkpoint.weights import with_tied
 from accelerate.errors import CheckpointError
 from accelerate.files import each_once
+from accelerate.torch_internals.modules import has_post_load_hooks, has_pre_load_hooks, loads_by_code_of
+from accelerate.torch_internals.optimizers import has_load_hooks
 
 
 def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> Iterator[File]:
@@ -153,7 +155,7 @@ def _fitting(model: torch.nn.Module, weights: dict[str, Any], folder: Path, stri
     strict: whether all names have to be the same; shapes have to be in any case.
     """
     weights = with_tied(model, weights)
-    if any(part._load_state_dict_pre_hooks for part in model.modules()) or _loads_by_itself(model):
+    if any(map(has_pre_load_hooks, model.modules())) or _loads_by_itself(model):
         return weights  # it renames or reshapes what it is given
     state = model.state_dict()
     missing, extra = sorted(state.keys() - weights.keys()), sorted(weights.keys() - state.keys())
@@ -218,8 +220,9 @@ def _has_own_code(model: torch.nn.Module) -> bool:
 
 def _is_of_its_own(part: torch.nn.Module) -> bool:
     return (
-        bool(part._load_state_dict_pre_hooks or part._load_state_dict_post_hooks)
-        or not part._load_from_state_dict.__module__.startswith("torch.nn.modules.")
+        has_pre_load_hooks(part)
+        or has_post_load_hooks(part)
+        or not loads_by_code_of(part).startswith("torch.nn.modules.")
         or type(part).set_extra_state is not torch.nn.Module.set_extra_state
     )
 
@@ -234,8 +237,7 @@ def _loads_as_torch(optimizer: Any) -> bool:
     return (
         type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         and type(optimizer).__setstate__.__module__.startswith("torch.optim.")
-        and not optimizer._optimizer_load_state_dict_pre_hooks
-        and not optimizer._optimizer_load_state_dict_post_hooks
+        and not has_load_hooks(optimizer)
     )
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from accelerate.per_rank import PerRank
+
 
 class Communicator:
     """Collectives on tensors and objects; nesting is dealt with in `comm.tree` and `comm.ops`."""
@@ -50,20 +52,21 @@ class Communicator:
         """Overwrite the items of `values` with those of rank `source`."""
 
 
-_current: Communicator | None = None
+# At most one.
+_current: PerRank[list[Communicator]] = PerRank(list)
 _make: Callable[[], Communicator] | None = None
 
 
 def current() -> Communicator:
-    """The communicator of this process; the first call sets the process up, as `PartialState()` does."""
-    if _current is None:
-        return _make() if _make is not None else Communicator()
-    return _current
+    """The communicator of this rank; the first call sets the process up, as `PartialState()` does."""
+    here = _current.get()
+    if here:
+        return here[0]
+    return _make() if _make is not None else Communicator()
 
 
 def set_current(communicator: Communicator | None) -> None:
-    global _current
-    _current = communicator
+    _current.get()[:] = [] if communicator is None else [communicator]
 
 
 def set_factory(make: Callable[[], Communicator]) -> None:

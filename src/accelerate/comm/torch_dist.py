@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import zlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from accelerate.comm.base import Communicator
+from accelerate.environments import World
 from accelerate.errors import DistributedOperationException
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
@@ -23,6 +25,70 @@ _EAGER_BYTES = 8192
 _HEADER = 64  # numbers: how many tensors, whether they are in this message, a check sum of their kinds, their lengths
 _FIXED = 3
 _HEADER_BYTES = _HEADER * 8
+
+
+class Joined(NamedTuple):
+    """The process group that this process is in: whom it is with, and the name of the backend."""
+
+    world: World
+    backend: str
+
+
+def join(world: World, kind: str, backend: str, options: dict[str, Any], attempt: int = 0) -> Joined | None:
+    """Join the process group of `world`, or find the one that the script has made; None where a process is alone.
+
+    kind, backend: the device type that the processes compute on, and what they talk through there.
+    options: for `init_process_group`. attempt: how many groups this process has left before.
+    """
+    if not dist.is_available():
+        return None
+    if dist.is_initialized():
+        return Joined(_world_of_group() if world.size == 1 else world, str(dist.get_backend()))
+    # A launcher that was asked for one GPU still gets a process group, as scripts rely on it being there.
+    if world.size == 1 and not ("LOCAL_RANK" in os.environ and kind != "cpu"):
+        return None
+    options = dict(options)
+    asked = options.pop("backend", None)
+    attempts = (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), attempt)
+    if "init_method" in options:
+        # Only env:// finds these by itself.
+        options = {"rank": world.rank, "world_size": world.size, **options}
+    elif attempts != ("0", 0):
+        options = {**_store_of_attempt(attempts, world), **options}
+    if world.started_by != "torchrun":
+        # The script's other libraries read these too, as they would under torchrun.
+        os.environ.update(world.variables())
+    if asked is None and kind != "cpu" and backend != "gloo":
+        # gloo beside it for what lives on the host: sizes, flags, objects
+        options = {"backend": f"cpu:gloo,{kind}:{backend}", **options}
+    try:
+        dist.init_process_group(**{"backend": asked or backend, **options})
+    except dist.DistStoreError as error:
+        raise RuntimeError(
+            f"Rank {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} in time: "
+            "check that all ranks were started, that MASTER_ADDR and MASTER_PORT are the same on all of them and "
+            "reachable, or give them longer with `InitProcessGroupKwargs(timeout=...)`."
+        ) from error
+    if "gloo" in str(dist.get_backend_config()):
+        # A process that leaves at once would break the connections that a slower one is still making.
+        dist.all_reduce(torch.zeros(1))
+    return Joined(world, str(asked or backend))
+
+
+def _world_of_group() -> World:
+    """The world of a group that the script made by itself, taken for one machine where nothing says otherwise."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reason = "the script has initialised the process group"
+    return World(rank, size, local_rank=rank, local_size=size, started_by="script", reason=reason)
+
+
+def _store_of_attempt(attempt: tuple[str, int], world: World) -> dict[str, Any]:
+    """Arguments for joining once more: after torch elastic has started all ranks again, or after a group was ended.
+
+    The store may be that of the attempt before, and hold the addresses of processes or sockets that are gone.
+    """
+    store, rank, size = next(dist.rendezvous("env://", world.rank, world.size))
+    return {"store": dist.PrefixStore("attempt_{}_{}".format(*attempt), store), "rank": rank, "world_size": size}
 
 
 class TorchDistributed(Communicator):

@@ -18,7 +18,7 @@ from accelerate.data_loader.pieces import batch_length, cut, join
 from accelerate.data_loader.position import Place
 from accelerate.data_loader.rest import innermost_skip
 from accelerate.data_loader.streams import undisturbed
-from accelerate.data_loader.transfer import transfer_to
+from accelerate.devices import transfer_to
 from accelerate.parallel.mesh import shares_of_ranks
 from accelerate.random import synchronize_rng_states
 from accelerate.state import PartialState
@@ -30,6 +30,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     split_batches: cut one batch of the dataset into pieces, instead of reading as many batches as there are
     processes. skip_batches: how many global batches to leave out at the start.
     slice_fn: `slice_fn(batch, slice, process_index=, num_processes=)`, in place of slicing every tensor.
+    data_shares: which part each rank gets; by default each its own, but for those along `tp`, `cp` and `sp` of a mesh.
     """
 
     def __init__(
@@ -43,10 +44,12 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         slice_fn: Callable[..., Any] | None = None,
         torch_device_mesh: Any = None,
         iteration: int = 0,
+        data_shares: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self.device_mesh = torch_device_mesh
+        self.data_shares = data_shares
         self.split_batches = split_batches
         self.skip_batches = skip_batches
         self._join_process()
@@ -60,7 +63,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         super()._join_process()
         self.state = PartialState()
         # Processes that share a layer or a sequence get the same part.
-        self._share_of_rank = shares_of_ranks(self.device_mesh, self.state.num_processes)
+        self._share_of_rank = self.data_shares or shares_of_ranks(self.device_mesh, self.state.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
         if (rest := self.position.rest_of(self)) is not None:
@@ -212,6 +215,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             "_drop_last": self._drop_last,
             "_non_blocking": self._non_blocking,
             "torch_device_mesh": self.device_mesh,
+            "data_shares": self.data_shares,
             "slice_fn": self.slice_fn,
             "iteration": self.iteration,
         }

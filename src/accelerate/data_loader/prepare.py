@@ -28,7 +28,7 @@ from accelerate.data_loader.samplers import (
     sampler_owner,
 )
 from accelerate.data_loader.shard import DataLoaderShard
-from accelerate.parallel.mesh import data_share
+from accelerate.parallel.mesh import shares_of_ranks
 from accelerate.state import PartialState
 
 
@@ -48,6 +48,7 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
+    data_shares: list[int] | None = None,
 ) -> Any:
     """A loader with the same data as `dataloader`, of which each process gets its share.
 
@@ -55,7 +56,8 @@ def prepare_data_loader(
     split_batches: the batch size is that of all processes together. dispatch_batches: read on rank 0 only and hand
     out; by default for iterable datasets (when batches are put on the device). even_batches: repeat samples so that
     all processes get equally many. use_seedable_sampler, data_seed: shuffle by seed and epoch alone.
-    torch_device_mesh: its processes along `tp`, `cp` and `sp` get the same data.
+    torch_device_mesh: its processes along `tp`, `cp` and `sp` get the same data. data_shares: or, for every rank, the
+    number of the share it gets.
     rng_types: random states that follow rank 0 at each start. slice_fn_for_dispatch: how a dispatched batch is cut.
     """
     if isinstance(dataloader, (DataLoaderShard, DataLoaderDispatcher)):
@@ -68,7 +70,8 @@ def prepare_data_loader(
     state = PartialState()
     processes = state.num_processes if num_processes is None else num_processes
     index = state.process_index if process_index is None else process_index
-    processes, index = data_share(torch_device_mesh, processes, index)
+    shares = data_shares or shares_of_ranks(torch_device_mesh, processes)
+    processes, index = max(shares) + 1, shares[index]
     iterable = isinstance(dataloader.dataset, IterableDataset)
     if dispatch_batches is None:
         dispatch_batches = iterable and put_on_device
@@ -93,6 +96,7 @@ def prepare_data_loader(
             dataset,
             split_batches=split_batches,
             slice_fn=slice_fn_for_dispatch,
+            data_shares=data_shares,
             **arguments,
             **same_batches(dataloader),
         )

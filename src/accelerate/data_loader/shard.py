@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, forward_epoch
 from accelerate.data_loader.iterable import IterableDatasetShard, PartlyRepeated
 from accelerate.data_loader.position import Place
-from accelerate.data_loader.transfer import transfer_to
+from accelerate.devices import transfer_to
 from accelerate.random import synchronize_rng_states
 
 

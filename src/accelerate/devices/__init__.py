@@ -6,15 +6,31 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import torch
+
 from accelerate.config.environment import str_to_bool
 from accelerate.devices import cuda_start
 from accelerate.devices.base import Device, Memory
 from accelerate.devices.cpu import CPU
 from accelerate.devices.cuda import CUDA
 from accelerate.devices.mps import MPS
+from accelerate.devices.transfer import BlockingTransfer, Transfer
 from accelerate.devices.vendors import VENDORS
 
-__all__ = ["CPU", "CUDA", "DEVICES", "MPS", "VENDORS", "Choice", "Device", "Memory", "by_name", "choose"]
+__all__ = [
+    "CPU",
+    "CUDA",
+    "DEVICES",
+    "MPS",
+    "VENDORS",
+    "Choice",
+    "Device",
+    "Memory",
+    "Transfer",
+    "by_name",
+    "choose",
+    "transfer_to",
+]
 
 # In the order of preference; the processor is last because it is always available.
 DEVICES: tuple[Device, ...] = (MPS(), CUDA(), *VENDORS, CPU())
@@ -34,6 +50,15 @@ def by_name(name: str, devices: Sequence[Device] = DEVICES) -> Device:
             return device
     known = ", ".join(device.name for device in devices)
     raise ValueError(f"There is no device called {name!r}: choose one of {known}.")
+
+
+def transfer_to(device: torch.device | str | int | None, non_blocking: bool = False) -> Transfer:
+    """How batches get to `device`; None leaves them where they are."""
+    if device is None:
+        return Transfer()
+    device = torch.device(device)
+    kind = next((kind for kind in DEVICES if kind.name == device.type), None)
+    return BlockingTransfer(device, non_blocking) if kind is None else kind.transfer(device, non_blocking)
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool:

@@ -6,7 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accelerate.comm import Communicator, torch_dist
 from accelerate.config.enums import DistributedType
+from accelerate.devices.transfer import BlockingTransfer, OverlappedTransfer, Transfer
+from accelerate.environments import World
 
 
 class Memory(NamedTuple):
@@ -88,7 +91,10 @@ class Device:
         self.module.synchronize()
 
     def empty_cache(self) -> None:
-        self.module.empty_cache()
+        """Give memory that torch keeps for later back to the device, where torch keeps any."""
+        empty = getattr(self.module, "empty_cache", None)
+        if empty is not None:
+            empty()
 
     def memory(self, index: int = 0) -> Memory:
         return Memory(*self.module.mem_get_info(index))
@@ -100,3 +106,23 @@ class Device:
     def new_stream(self) -> Any | None:
         """A side stream for copies behind the compute, or None where the device has no such thing."""
         return None
+
+    # --- what goes to the device, and between processes ---------------------------------------------------------
+
+    def transfer(self, device: torch.device, non_blocking: bool) -> Transfer:
+        """How batches get to `device`, one of this kind."""
+        stream = self.new_stream()
+        if stream is None:
+            return BlockingTransfer(device, non_blocking)
+        return OverlappedTransfer(device, non_blocking, stream)
+
+    def join(self, world: World, options: dict[str, Any], attempt: int = 0) -> torch_dist.Joined | None:
+        """Join the processes of `world`; None where this one is alone.
+
+        options: for the process group. attempt: how many groups this process has left before.
+        """
+        return torch_dist.join(world, self.name, self.backend, options, attempt)
+
+    def communicator(self, device: torch.device) -> Communicator:
+        """How this process, on `device`, talks to those it has joined."""
+        return torch_dist.TorchDistributed(device)

@@ -6,6 +6,7 @@ import torch
 
 from accelerate.config.enums import DistributedType
 from accelerate.devices.base import Device, Memory
+from accelerate.devices.transfer import CpuTransfer, Transfer
 
 
 class CPU(Device):
@@ -44,3 +45,6 @@ class CPU(Device):
 
     def supports(self, mode: str) -> bool:
         return True
+
+    def transfer(self, device: torch.device, non_blocking: bool) -> Transfer:
+        return CpuTransfer(device, non_blocking)

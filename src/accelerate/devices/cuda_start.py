@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from accelerate.torch_internals.cuda import when_started
+
 _stack: list[tuple[str, int]] | None = None
 _remembering = False
 
@@ -26,7 +28,7 @@ def remember() -> None:
     global _remembering
     if not _remembering and not torch.cuda.is_initialized():
         _remembering = True
-        torch.cuda._lazy_call(_note)
+        when_started(_note)
 
 
 def _note() -> None:

@@ -69,7 +69,8 @@ class _Stop:
             return before  # signals are the main thread's business
         for name in self.FORWARDED:
             number = getattr(signal, name, None)
-            if number is not None:
+            # None: C code handles this signal, and Python could not give it back its handler.
+            if number is not None and signal.getsignal(number) is not None:
                 before[number] = signal.signal(number, self.on_signal)
         return before
 

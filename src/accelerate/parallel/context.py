@@ -10,6 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.torch_internals.mesh import set_exchange_of_context
 
 
 @contextmanager
@@ -25,7 +26,6 @@ def sharded_sequences(
     dims: along which dimension of each buffer the sequence goes. no_restore: buffers that may stay cut afterwards.
     """
     from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
 
     buffers = list(buffers or [])
     dims = list(dims or [])
@@ -42,6 +42,6 @@ def sharded_sequences(
                 f"cp_size={config.cp_size} processes): pad it to a multiple of {pieces}."
             )
     handler: Any = config.cp_handler
-    set_rotate_method(handler.cp_comm_strategy)
+    set_exchange_of_context(handler.cp_comm_strategy)
     with context_parallel(mesh["cp"], buffers=buffers, buffer_seq_dims=dims, no_restore_buffers=set(no_restore or ())):
         yield

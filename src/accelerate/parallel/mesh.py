@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.torch_internals.mesh import join_axes
 
 # The axes along which processes work on the same batch.
 SAME_DATA = ("cp", "sp", "tp")
@@ -26,7 +27,7 @@ def sharding_mesh(config: ParallelismConfig | None, mesh: DeviceMesh | None, dev
     if len(shards) == 1:
         return mesh[tuple(copies + shards)]
     if not copies:
-        return mesh[tuple(shards)]._flatten("dp_shard_cp")
+        return join_axes(mesh[tuple(shards)], "dp_shard_cp")
     with warnings.catch_warnings():
         # torch would have flattened axes kept aside; an axis beside a flattened one can only be had in this way.
         warnings.simplefilter("ignore")
@@ -40,12 +41,6 @@ def machines_mesh(device: torch.device, local_size: int) -> DeviceMesh | None:
         return None
     sizes = (processes // local_size, local_size)
     return init_device_mesh(device.type, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
-
-
-def data_share(mesh: DeviceMesh | None, processes: int, index: int) -> tuple[int, int]:
-    """How many processes get different data, and which of them this one is."""
-    shares = shares_of_ranks(mesh, processes)
-    return max(shares) + 1, shares[index]
 
 
 def shares_of_ranks(mesh: DeviceMesh | None, processes: int) -> list[int]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from accelerate.torch_internals.mesh import local_shape_and_offset
+from accelerate.torch_internals.tensors import multiply_, norms
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -27,7 +28,7 @@ def piece_of(full: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The piece of a whole tensor that this process holds where it is spread as `like` is; a view."""
     if not isinstance(like, DTensor):
         return full
-    shape, offset = compute_local_shape_and_global_offset(full.shape, like.device_mesh, like.placements)
+    shape, offset = local_shape_and_offset(full.shape, like.device_mesh, like.placements)
     for dim, (start, size) in enumerate(zip(offset, shape, strict=True)):
         full = full.narrow(dim, min(start, full.shape[dim]), size)
     return full
@@ -76,12 +77,12 @@ def total_norm(
     counts: whether the piece on this process is the one that is counted, of those that are the same.
     """
     own = [piece for tensor in tensors if counts(tensor) and (piece := local(tensor)).numel()]
-    norms = _norms(own, norm_type, device)
+    own_norms = _norms(own, norm_type, device)
     if norm_type == float("inf"):
-        total = norms.max() if norms.numel() else torch.zeros((), device=device)
+        total = own_norms.max() if own_norms.numel() else torch.zeros((), device=device)
         dist.all_reduce(total, op=dist.ReduceOp.MAX)
         return total
-    total = norms.pow(norm_type).sum()
+    total = own_norms.pow(norm_type).sum()
     dist.all_reduce(total)
     return total.pow(1.0 / norm_type)
 
@@ -92,10 +93,7 @@ def _norms(tensors: list[torch.Tensor], norm_type: float, device: torch.device) 
     groups: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)
-    norms: list[Any] = []
-    for group in groups.values():
-        norms += [norm.to(device) for norm in torch._foreach_norm(group, norm_type, dtype=torch.float32)]
-    return torch.stack(norms)
+    return torch.stack([norm.to(device) for group in groups.values() for norm in norms(group, norm_type)])
 
 
 def scale_down(tensors: Iterable[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
@@ -105,4 +103,4 @@ def scale_down(tensors: Iterable[torch.Tensor], total: torch.Tensor, max_norm: f
     for tensor in map(local, tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
     for (device, _), group in groups.items():
-        torch._foreach_mul_(group, factor.to(device))
+        multiply_(group, factor.to(device))

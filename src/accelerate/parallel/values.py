@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accelerate.parallel.shards import local, piece_of
+from accelerate.torch_internals.modules import apply_to_tensors, buffers_of, parameters_of
 
 
 def take(
@@ -25,7 +26,7 @@ def take(
     first = dist.get_rank() == 0
     made: dict[int, nn.Parameter] = {}  # a parameter with two names stays one
     for prefix, module in model.named_modules():
-        for key, parameter in module._parameters.items():
+        for key, parameter in parameters_of(module).items():
             if parameter is None:
                 continue
             if id(parameter) not in made:
@@ -37,7 +38,7 @@ def take(
                 made[id(parameter)].__dict__.update(parameter.__dict__)
                 if first:
                     values[f"{prefix}.{key}" if prefix else key] = parameter.detach()
-            module._parameters[key] = made[id(parameter)]
+            parameters_of(module)[key] = made[id(parameter)]
     return values
 
 
@@ -56,7 +57,7 @@ def give(
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device).contiguous()
 
     with torch.no_grad():
-        model._apply(allocate)
+        apply_to_tensors(model, allocate)
         for name, parameter in model.named_parameters():
             full = _from_rank_0(parameter, values.pop(name, None), device)
             local(parameter).copy_(piece_of(full, parameter))
@@ -99,17 +100,17 @@ class Filling:
         self._filled: dict[int, weakref.ref[nn.Parameter]] = {}
         self._empty = list(model.parameters())
         for module in model.modules():
-            for key, buffer in module._buffers.items():
+            for key, buffer in buffers_of(module).items():
                 if buffer is not None:
                     here = None if buffer.is_meta else buffer
-                    module._buffers[key] = _from_rank_0(buffer, here, device)
+                    buffers_of(module)[key] = _from_rank_0(buffer, here, device)
 
     def __call__(self, module: nn.Module) -> None:
-        empty = {key: p for key, p in module._parameters.items() if p is not None and p.is_meta}
+        empty = {key: p for key, p in parameters_of(module).items() if p is not None and p.is_meta}
         if empty and self._make is not None:
             self._make(module)
             if dist.get_rank() == 0:
-                made = {self._names[id(p)]: module._parameters[key] for key, p in empty.items()}
+                made = {self._names[id(p)]: parameters_of(module)[key] for key, p in empty.items()}
                 self._values |= {name: p.detach() for name, p in made.items() if p is not None}
         for key, parameter in empty.items():
             name = self._names[id(parameter)]
@@ -120,7 +121,7 @@ class Filling:
                 filled = nn.Parameter(full, requires_grad=parameter.requires_grad)
                 filled.__dict__.update(parameter.__dict__)
                 self._filled[id(parameter)] = weakref.ref(filled)
-            module._parameters[key] = filled
+            parameters_of(module)[key] = filled
 
 
 def follow_rank_0(model: nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> None:
@@ -137,7 +138,7 @@ def follow_rank_0(model: nn.Module, device: torch.device, dtype: torch.dtype | N
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
 
     with torch.no_grad():
-        model._apply(allocate)
+        apply_to_tensors(model, allocate)
         tensors: list[Any] = [*model.parameters(), *model.buffers()]
         for tensor in tensors:
             if not isinstance(tensor, DTensor):

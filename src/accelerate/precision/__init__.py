@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
+from accelerate.config.handlers import AutocastKwargs
 from accelerate.devices import Device
 from accelerate.precision.autocast import Autocast
-from accelerate.precision.base import Precision
+from accelerate.precision.base import Precision, PrecisionSettings
 from accelerate.precision.scaled import Scaled
 from accelerate.precision.scaler import Scaler
 
@@ -18,6 +18,7 @@ __all__ = [
     "PRECISIONS",
     "Autocast",
     "Precision",
+    "PrecisionSettings",
     "Scaled",
     "Scaler",
     "create",
@@ -25,18 +26,15 @@ __all__ = [
     "get_mixed_precision_context_manager",
 ]
 
-PRECISIONS: dict[str, type[Precision]] = {kind.mode: kind for kind in (Precision, Autocast, Scaled)}
+# By mode, and by the library that computes in it where there are several; "torch" is torch itself.
+PRECISIONS: dict[tuple[str, str], type[Precision]] = {
+    (kind.mode, "torch"): kind for kind in (Precision, Autocast, Scaled)
+}
 
 
-def create(
-    mode: str,
-    device: Device,
-    autocast: AutocastKwargs | None = None,
-    scaler: GradScalerKwargs | None = None,
-    scaler_kind: type[Scaler] = Scaler,
-) -> Precision:
-    """The precision called `mode` ("no", "bf16", "fp16") on this hardware. scaler_kind: what scales losses, if any."""
-    return PRECISIONS[mode](device, autocast or AutocastKwargs(), scaler or GradScalerKwargs(), scaler_kind)
+def create(mode: str, device: Device, settings: PrecisionSettings | None = None, backend: str = "torch") -> Precision:
+    """The precision called `mode` ("no", "bf16", "fp16") on this hardware, by that backend."""
+    return PRECISIONS[mode, backend](device, settings or PrecisionSettings())
 
 
 def get_mixed_precision_context_manager(
@@ -48,7 +46,7 @@ def get_mixed_precision_context_manager(
     state = AcceleratorState()
     if not native_amp:
         return nullcontext()
-    return create(state.mixed_precision, state.device_kind, autocast_kwargs).autocast()
+    return create(state.mixed_precision, state.device_kind).autocast(autocast_kwargs)
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:

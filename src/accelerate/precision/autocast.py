@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from accelerate.bundle import Bundle
 from accelerate.comm.tree import convert_to_fp32
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.devices import Device
@@ -40,7 +41,11 @@ class Autocast(Precision):
             cache_enabled=handler.cache_enabled,
         )
 
-    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
+    def convert(self, bundle: Bundle) -> None:
+        for model in bundle.models:
+            self._cast_forward(model.value)
+
+    def _cast_forward(self, model: torch.nn.Module) -> None:
         # What `torch.compile` returned has no forward of its own: the casts belong into what it compiles.
         inner: Any = model._modules.get("_orig_mod", model)
         original = inner.forward
@@ -53,7 +58,6 @@ class Autocast(Precision):
         else:
             # A method, not a closure over the model: a deep copy of the model must call its own forward.
             inner.forward = types.MethodType(_cast(function, context), inner)
-        return model
 
 
 def _cast(forward: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:

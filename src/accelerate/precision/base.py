@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
+from accelerate.bundle import Bundle
 from accelerate.config.handlers import AutocastKwargs, GradScalerKwargs
 from accelerate.devices import Device
 from accelerate.precision.scaler import Scaler
 
 
+@dataclass
+class PrecisionSettings:
+    """What a precision may be told: the handlers of the Accelerator, and the scaler that its engine needs."""
+
+    autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
+    scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
+    scaler_kind: type[Scaler] = Scaler
+    # What a backend of its own is configured with.
+    recipe: Any = None
+
+
 class Precision:
     mode = "no"
     scales = False  # whether losses are scaled up
+    acts_after_step = False  # whether `after_step` does anything
 
-    def __init__(
-        self,
-        device: Device,
-        autocast: AutocastKwargs,
-        scaler: GradScalerKwargs,
-        scaler_kind: type[Scaler] = Scaler,
-    ) -> None:
+    def __init__(self, device: Device, settings: PrecisionSettings) -> None:
         self.check(device)
         self.device = device
-        self.handler = autocast
-        self.scaler = scaler_kind(device.name, **scaler.to_kwargs()) if self.scales else None
+        self.handler = settings.autocast
+        self.scaler = settings.scaler_kind(device.name, **settings.scaler.to_kwargs()) if self.scales else None
 
     def check(self, device: Device) -> None:
         """Refuse hardware that cannot compute like this."""
@@ -35,10 +44,15 @@ class Precision:
         """Whether forward passes run in lower precision."""
         return False
 
-    def wrap_forward(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Make the model's forward compute in this precision and hand out fp32."""
-        return model
+    def convert(self, bundle: Bundle) -> None:
+        """Make the models compute in this precision and hand out fp32, before they are spread.
+
+        A precision that replaces modules or parameters sees to the optimizers of the bundle, too.
+        """
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
-        """A context that computes in this precision, for code outside the model."""
+        """A context that computes in this precision: that of a forward, also for code outside the model."""
         return nullcontext()
+
+    def after_step(self, models: list[torch.nn.Module]) -> None:
+        """Called when an optimizer has stepped, where `acts_after_step`. models: all that are prepared."""

@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from accelerate.torch_internals.grad_scaler import factor_of
+from accelerate.torch_internals.tensors import multiply_
+
 
 class Scaler(torch.amp.GradScaler):
     """torch's GradScaler that updates its factor once per backward, when every optimizer has stepped.
@@ -32,12 +35,11 @@ class Scaler(torch.amp.GradScaler):
         if not self._update_pending:
             return
         self._update_pending = False
-        assert self._scale is not None
-        before = self._scale.clone()
+        before = factor_of(self)
         self.update()
         gradients = [gradient for optimizer in self.optimizers for gradient in self.gradients(optimizer)]
         if gradients:
-            torch._foreach_mul_(gradients, self._scale / before)
+            multiply_(gradients, factor_of(self) / before)
 
     def gradients(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
         """What this process holds of the gradients of an optimizer's parameters."""

@@ -1,11 +1,11 @@
 """Who am I: the state of this process, shared by every object that asks."""
 
 from accelerate.config.enums import DistributedType
+from accelerate.per_rank import ThreadLocalSharedDict
 from accelerate.state.accelerator import AcceleratorState
 from accelerate.state.gradient import GradientState
 from accelerate.state.partial import PartialState
 from accelerate.state.processes import do_nothing
-from accelerate.state.shared import ThreadLocalSharedDict
 
 __all__ = [
     "AcceleratorState",

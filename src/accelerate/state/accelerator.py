@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NoReturn
 
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, PrecisionType
@@ -11,9 +11,9 @@ from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.errors import NotYetSupported
 from accelerate.parallelism_config import ParallelismConfig
+from accelerate.per_rank import ThreadLocalSharedDict
 from accelerate.state import engines
 from accelerate.state.partial import PartialState
-from accelerate.state.shared import ThreadLocalSharedDict
 
 
 class AcceleratorState(PartialState):
@@ -42,19 +42,37 @@ class AcceleratorState(PartialState):
     ) -> None:
         self.__dict__ = self._shared_state
         mixed_precision = _checked_precision(mixed_precision)
+        if _from_accelerator:
+            _refuse_engines(deepspeed_plugin=deepspeed_plugin, megatron_lm_plugin=megatron_lm_plugin)
         if _from_accelerator and self._group_ended:
             # A second training after `end_training`: all processes come here, and meet again.
             self._reset_state(reset_partial_state=True)
+        plugins = {
+            "fsdp_plugin": fsdp_plugin,
+            "torch_tp_plugin": torch_tp_plugin,
+            "parallelism_config": parallelism_config,
+            "dynamo_plugin": dynamo_plugin,
+        }
         if self.initialized:
             self._check_unchanged(mixed_precision, cpu)
+            self._check_plugins(plugins)
             return
         if not _from_accelerator:
             raise ValueError("There is no AcceleratorState yet: create an `Accelerator()` first, then read its state.")
-        _refuse_engines(deepspeed_plugin=deepspeed_plugin, megatron_lm_plugin=megatron_lm_plugin)
         # Everything that may fail comes first: a half-made state would pass for a finished one.
         mixed_precision = mixed_precision or _checked_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         parallelism_config = engines.mesh_config(parallelism_config, torch_tp_plugin)
-        fsdp_plugin = engines.fsdp_plugin(fsdp_plugin, parallelism_config, str(mixed_precision))
+        fsdp_plugin = engines.fsdp_plugin(fsdp_plugin, parallelism_config)
+        dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
+        plugins |= {
+            "fsdp_plugin": fsdp_plugin,
+            "parallelism_config": parallelism_config,
+            "dynamo_plugin": dynamo_plugin,
+        }
+        # As they are now: a mesh fills in its sizes, and the precision sets that of a sharded model.
+        asked = {name: (plugin, engines.settings_of(plugin)) for name, plugin in plugins.items() if plugin is not None}
+        if fsdp_plugin is not None and mixed_precision != "no":
+            fsdp_plugin.set_mixed_precision(mixed_precision)
         partial = PartialState(cpu, **kwargs)
         mesh = engines.mesh(parallelism_config, fsdp_plugin, partial)
         self.__dict__.update(partial.__dict__)
@@ -65,6 +83,7 @@ class AcceleratorState(PartialState):
             self.distributed_type = DistributedType.FSDP
         self._mixed_precision = mixed_precision
         self.dynamo_plugin = dynamo_plugin
+        self._asked = asked
 
     def __repr__(self) -> str:
         return super().__repr__() + f"\nMixed precision type: {self.mixed_precision}\n"
@@ -99,10 +118,27 @@ class AcceleratorState(PartialState):
         elif mixed_precision is not None and mixed_precision != self._mixed_precision:
             what = f"mixed_precision={mixed_precision!r} (it is {self._mixed_precision!r})"
         if what is not None:
-            raise ValueError(
-                f"The state of this process is already set up and cannot be changed to {what}: pass it to the first "
-                "`Accelerator()` of the process, or restart it."
-            )
+            self._refuse(what)
+
+    def _check_plugins(self, plugins: dict[str, Any]) -> None:
+        """A second Accelerator shares the engine of the first, so it cannot ask for another one."""
+        for name, plugin in plugins.items():
+            if plugin is None:
+                continue
+            if name == "fsdp_plugin" and self.backend is None:
+                engines.fsdp_is_on(plugin, self)  # says that it is not, and why
+                continue
+            first, settings = self._asked.get(name, (None, None))
+            if settings is None:
+                self._refuse(f"{name}={type(plugin).__name__}(...) (it has none)")
+            elif different := engines.differences(plugin, first, settings):
+                self._refuse(f"{name} with {', '.join(different)}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise ValueError(
+            f"The state of this process is already set up and cannot be changed to {what}: pass it to the first "
+            "`Accelerator()` of the process, or restart it."
+        )
 
 
 def _checked_precision(mode: str | None) -> str | None:

@@ -14,6 +14,8 @@ import time
 
 import torch.distributed as dist
 
+from accelerate.torch_internals.process_groups import all_groups
+
 _taken_down: list[dist.ProcessGroup] = []
 # Those of the last world and before. When the next one is taken down, their threads have been idle for long.
 _earlier: list[dist.ProcessGroup] = []
@@ -25,7 +27,7 @@ def take_down(group: dist.ProcessGroup | None) -> None:
     if group is not None:
         _taken_down.append(group)
     if everything:
-        _earlier[:] = [*_taken_down, *dist.distributed_c10d._world.pg_map]
+        _earlier[:] = [*_taken_down, *all_groups()]
         _taken_down.clear()
     dist.destroy_process_group(group)
 

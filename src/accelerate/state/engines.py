@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from typing import Any
@@ -35,7 +36,7 @@ def mesh_config(
 
 
 def fsdp_plugin(
-    plugin: FullyShardedDataParallelPlugin | None, config: ParallelismConfig | None, mixed_precision: str
+    plugin: FullyShardedDataParallelPlugin | None, config: ParallelismConfig | None
 ) -> FullyShardedDataParallelPlugin | None:
     """The settings of FSDP, where it was asked for, or is needed for an axis of the mesh."""
     if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
@@ -50,9 +51,30 @@ def fsdp_plugin(
             f"{config!r} needs FSDP version 2, but the plugin is for version {plugin.fsdp_version}: "
             "pass FullyShardedDataParallelPlugin(fsdp_version=2), or set FSDP_VERSION=2."
         )
-    if plugin is not None and mixed_precision != "no":
-        plugin.set_mixed_precision(mixed_precision)
     return plugin
+
+
+def settings_of(plugin: Any) -> dict[str, Any]:
+    """The fields of a plugin as they are now, whatever is done with it later."""
+    return {field.name: getattr(plugin, field.name) for field in dataclasses.fields(plugin) if field.compare}
+
+
+def differences(plugin: Any, first: Any, settings: dict[str, Any]) -> list[str]:
+    """What is asked for by a second plugin, and by the first, which had these settings."""
+    if plugin is first:
+        return []
+    now = settings_of(plugin)
+    return [f"{name}={now[name]!r} (it is {old!r})" for name, old in settings.items() if not _same(now[name], old)]
+
+
+def _same(value: Any, other: Any) -> bool:
+    # Functions that were made twice from the same lines, as policies are, do the same.
+    return bool(value == other) or (callable(value) and _name(value) is not None and _name(value) == _name(other))
+
+
+def _name(function: Any) -> str | None:
+    name: str | None = getattr(getattr(function, "func", function), "__qualname__", None)
+    return name
 
 
 def fsdp_is_on(plugin: FullyShardedDataParallelPlugin | None, state: PartialState) -> bool:

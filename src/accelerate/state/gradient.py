@@ -6,38 +6,41 @@ import weakref
 from typing import Any
 
 from accelerate.config.accumulation import GradientAccumulationPlugin
-from accelerate.state.shared import ThreadLocalSharedDict
+from accelerate.per_rank import PerRank, ThreadLocalSharedDict
 
 
 class _Loaders:
-    """The loaders being iterated, innermost last, without keeping them alive. One list for the whole process:
+    """The loaders being iterated, innermost last, without keeping them alive. One list for the whole rank:
     a batch comes from one loader, whoever accumulates its gradients."""
 
     def __init__(self) -> None:
-        self._stack: list[weakref.ref[Any]] = []
+        self._stack: PerRank[list[weakref.ref[Any]]] = PerRank(list)
 
     def push(self, loader: Any) -> None:
-        if self._stack and self._stack[-1]() is loader:
+        stack = self._stack.get()
+        if stack and stack[-1]() is loader:
             return
         self.remove(loader)
-        self._stack.append(weakref.ref(loader))
+        stack.append(weakref.ref(loader))
 
     def remove(self, loader: Any) -> None:
-        self._stack = [ref for ref in self._stack if ref() is not None and ref() is not loader]
+        stack = self._stack.get()
+        stack[:] = [ref for ref in stack if ref() is not None and ref() is not loader]
 
     def top(self) -> Any | None:
-        while self._stack:
-            loader = self._stack[-1]()
+        stack = self._stack.get()
+        while stack:
+            loader = stack[-1]()
             if loader is not None:
                 return loader
-            self._stack.pop()
+            stack.pop()
         return None
 
     def all(self) -> list[Any]:
-        return [loader for loader in (ref() for ref in self._stack) if loader is not None]
+        return [loader for loader in (ref() for ref in self._stack.get()) if loader is not None]
 
     def clear(self) -> None:
-        self._stack.clear()
+        self._stack.get().clear()
 
 
 _loaders = _Loaders()

@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
 from accelerate.comm import Communicator
 from accelerate.environments import World
+from accelerate.torch_internals.process_groups import default_store
 
 ROLL_CALL_SECONDS = 3.0
 
@@ -68,9 +67,12 @@ def watch(world: World, communicator: Communicator) -> None:
     """Have an error that ends this process say who is missing. Called on all ranks at once."""
     global _watch
     machines = communicator.gather_objects(_name_of_this_machine(world))
+    store = default_store()
+    if store is None:
+        return
     if _watch is None:
         _chain(sys.excepthook)
-    _watch = Watch(world.rank, machines, dist.distributed_c10d._get_default_store())
+    _watch = Watch(world.rank, machines, store)
 
 
 def _chain(previous: Any) -> None:

@@ -11,13 +11,12 @@ import torch.distributed as dist
 from accelerate import devices, environments
 from accelerate.comm import Communicator, set_current, set_factory
 from accelerate.comm.checked import Checked
-from accelerate.comm.torch_dist import TorchDistributed
 from accelerate.config.enums import DistributedType
 from accelerate.config.environment import override_numa_affinity, parse_flag_from_env
 from accelerate.environments import World
+from accelerate.per_rank import ThreadLocalSharedDict
 from accelerate.state import ending, lost
 from accelerate.state.processes import ProcessControl
-from accelerate.state.shared import ThreadLocalSharedDict
 
 
 class PartialState(ProcessControl):
@@ -107,18 +106,12 @@ class PartialState(ProcessControl):
         fork_launched = parse_flag_from_env("FORK_LAUNCHED")
         affinity = parse_flag_from_env("ACCELERATE_CPU_AFFINITY")
         world = environments.detect(os.environ)
-        if world.size == 1 and dist.is_available() and dist.is_initialized():
-            world = _world_of_group()
         choice = devices.choose(os.environ, cpu)
-        distributed = dist.is_available() and (
-            dist.is_initialized()
-            or world.size > 1
-            # A launcher that was asked for one GPU still gets a process group, as scripts rely on it being there.
-            or ("LOCAL_RANK" in os.environ and choice.device.name != "cpu")
-        )
-        backend = _join_group(world, choice.device, kwargs) if distributed else None
+        joined = choice.device.join(world, kwargs, PartialState._groups_ended)
+        world, backend = (world, None) if joined is None else joined
+        distributed = joined is not None
         device = _select(choice, world) if distributed else _single(choice)
-        communicator: Any = TorchDistributed(device) if distributed else Communicator()
+        communicator = choice.device.communicator(device) if distributed else Communicator()
         if distributed and world.local_size < world.size:
             lost.watch(world, communicator)
 
@@ -138,54 +131,6 @@ class PartialState(ProcessControl):
         _share_the_cores(choice.device, world)
         if affinity:
             override_numa_affinity(self.local_process_index)
-
-
-def _world_of_group() -> World:
-    """The world of a group that the script made by itself, taken for one machine where nothing says otherwise."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    reason = "the script has initialised the process group"
-    return World(rank, size, local_rank=rank, local_size=size, started_by="script", reason=reason)
-
-
-def _join_group(world: World, device: devices.Device, kwargs: dict[str, Any]) -> str:
-    """Join (or find) the process group and return the name of its backend."""
-    if dist.is_initialized():
-        return str(dist.get_backend())
-    backend = kwargs.pop("backend", None)
-    if "init_method" in kwargs:
-        # Only env:// finds these by itself.
-        kwargs = {"rank": world.rank, "world_size": world.size, **kwargs}
-    elif (attempt := (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), PartialState._groups_ended)) != ("0", 0):
-        kwargs = {**_store_of_attempt(attempt, world), **kwargs}
-    if world.started_by != "torchrun":
-        # The script's other libraries read these too, as they would under torchrun.
-        os.environ.update(world.variables())
-    if backend is None:
-        backend = device.backend
-        if device.name != "cpu" and backend != "gloo":
-            # gloo beside it for what lives on the host: sizes, flags, objects
-            kwargs = {"backend": f"cpu:gloo,{device.name}:{backend}", **kwargs}
-    try:
-        dist.init_process_group(**{"backend": backend, **kwargs})
-    except dist.DistStoreError as error:
-        raise RuntimeError(
-            f"Rank {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} in time: "
-            "check that all ranks were started, that MASTER_ADDR and MASTER_PORT are the same on all of them and "
-            "reachable, or give them longer with `InitProcessGroupKwargs(timeout=...)`."
-        ) from error
-    if "gloo" in str(dist.get_backend_config()):
-        # A process that leaves at once would break the connections that a slower one is still making.
-        dist.all_reduce(torch.zeros(1))
-    return str(backend)
-
-
-def _store_of_attempt(attempt: tuple[str, int], world: World) -> dict[str, Any]:
-    """Arguments for joining once more: after torch elastic has started all ranks again, or after a group was ended.
-
-    The store may be that of the attempt before, and hold the addresses of processes or sockets that are gone.
-    """
-    store, rank, size = next(dist.rendezvous("env://", world.rank, world.size))
-    return {"store": dist.PrefixStore("attempt_{}_{}".format(*attempt), store), "rank": rank, "world_size": size}
 
 
 def _select(choice: devices.Choice, world: World) -> torch.device:

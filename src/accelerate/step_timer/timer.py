@@ -14,6 +14,8 @@ from accelerate.comm import current
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accelerate.step_timer.clocks import HostClock, clock_for
 from accelerate.step_timer.table import PHASES, print_table, summary
+from accelerate.torch_internals.compile import original_of
+from accelerate.torch_internals.ddp import measure_every, measured
 
 # What makes a batch one that is trained on, and so its time a step. (An evaluation does neither.)
 _TRAINING = ("backward", "optimizer")
@@ -163,7 +165,7 @@ class StepTimer:
                 reductions.begin()
 
     def _watch(self, model: torch.nn.Module) -> None:
-        wrapper = getattr(model, "_orig_mod", model)
+        wrapper = original_of(model)
         reductions = _Reductions(wrapper) if isinstance(wrapper, DistributedDataParallel) else None
         if reductions is not None:
             self._reductions.append(reductions)
@@ -228,9 +230,8 @@ class _Reductions:
     """How long the exchanges of gradients of one DDP model took beyond the backward that they overlap with."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._logger: Any = model.logger
-        self._measure_every = model._set_ddp_runtime_logging_sample_rate
-        self._measure_every(1)
+        self._model = model
+        measure_every(model, 1)
         self._last = 0
         self.seconds = 0.0
         self.begin()
@@ -242,15 +243,16 @@ class _Reductions:
 
     def stop(self) -> None:
         """Have DDP measure as few iterations as it does by itself: on a GPU, each one waits for the backward before."""
-        self._measure_every(100)
+        measure_every(self._model, 100)
 
     def catch_up(self) -> None:
-        self._logger.set_runtime_stats_and_log()
+        logger: Any = self._model.logger
+        logger.set_runtime_stats_and_log()
         self.note()
 
     def note(self) -> None:
         """After a forward, in which DDP wrote down the numbers of the iteration before it."""
-        numbers = self._logger._get_ddp_logging_data().ints_map
+        numbers = measured(self._model)
         end = numbers.get("backward_comm_time_end", 0)
         if end == self._last:
             return  # an iteration without an exchange

@@ -1,55 +1,68 @@
-"""How a model is spread over processes: one file per engine, chosen once per accelerator."""
+"""How a model is spread over processes: one file per engine, chosen once per accelerator from the table below."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.state import AcceleratorState
-from accelerate.strategies import ddp as _ddp
-from accelerate.strategies.base import Strategy
-from accelerate.strategies.ddp import DDP
+from accelerate.strategies.base import Outputs, Strategy
+from accelerate.unwrap import add_wrappers
 
-__all__ = ["DDP", "Strategy", "create", "sync_in_backward"]
+__all__ = ["STRATEGIES", "Outputs", "Row", "Strategy", "create", "sync_in_backward"]
+
+
+class Row(NamedTuple):
+    """One engine of the table. It is imported when it is chosen."""
+
+    module: str
+    name: str
+    # Whether it is the engine of a process that is set up like this.
+    matches: Callable[[AcceleratorState], bool]
+
+    def load(self) -> type[Strategy]:
+        strategy: type[Strategy] = getattr(import_module(self.module), self.name)
+        return strategy
+
+
+def _fsdp(version: int) -> Callable[[AcceleratorState], bool]:
+    return lambda state: hasattr(state, "fsdp_plugin") and state.fsdp_plugin.fsdp_version == version
+
+
+def _tensor_parallel(state: AcceleratorState) -> bool:
+    config = state.parallelism_config
+    return state.backend is not None and config is not None and config.tp_enabled
+
+
+# The first that matches is taken: what was asked for, else DDP where a process group exists, else nothing at all.
+STRATEGIES: list[Row] = [
+    Row("accelerate.strategies.fsdp1", "FSDP1", _fsdp(1)),
+    Row("accelerate.strategies.fsdp2", "FSDP2", _fsdp(2)),
+    Row("accelerate.strategies.tensor", "TensorParallel", _tensor_parallel),
+    Row("accelerate.strategies.ddp", "DDP", lambda state: state.backend is not None),
+    Row("accelerate.strategies.base", "Strategy", lambda state: True),
+]
 
 
 def create(state: AcceleratorState, ddp: DistributedDataParallelKwargs | None = None) -> Strategy:
-    """The engine for this process: what was asked for, else DDP where a process group exists, else nothing at all."""
-    ddp = ddp or DistributedDataParallelKwargs()
-    if state.backend is None:
-        return Strategy(state.device, ddp)
-    if hasattr(state, "fsdp_plugin"):
-        return _fsdp(state, ddp)
-    if state.parallelism_config is not None and state.parallelism_config.tp_enabled:
-        from accelerate.strategies.tensor import TensorParallel
-
-        return TensorParallel(state.device, ddp, state.parallelism_config, state.device_mesh)
-    return DDP(state.device, ddp)
-
-
-def _fsdp(state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> Strategy:
-    from accelerate.parallel.mesh import machines_mesh, sharding_mesh
-    from accelerate.strategies.fsdp1 import FSDP1
-    from accelerate.strategies.fsdp2 import FSDP2
-
-    plugin = state.fsdp_plugin
-    if plugin.fsdp_version == 1:
-        shards, machines = sharding_mesh(None, None, state.device), machines_mesh(state.device, state.world.local_size)
-        return FSDP1(state.device, ddp, plugin, (shards, machines))
-    config, mesh = state.parallelism_config, state.device_mesh
-    return FSDP2(state.device, ddp, plugin, sharding_mesh(config, mesh, state.device), config, mesh)
+    """The engine for this process."""
+    chosen = next(row for row in STRATEGIES if row.matches(state)).load()
+    add_wrappers(*chosen.wrappers)
+    return chosen(state, ddp or DistributedDataParallelKwargs())
 
 
 def sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[Any]:
     """A context in which the next backward synchronises, although its forward ran under `no_sync`."""
-    # Not imported for the question's sake: while an engine is not, no model is its.
-    others = [sys.modules.get(f"{__name__}.{name}") for name in ("fsdp1", "fsdp2")]
-    for engine in (_ddp, *filter(None, others)):
-        context: AbstractContextManager[Any] | None = engine.sync_in_backward(model)
-        if context is not None:
+    import accelerate.strategies.ddp  # noqa: F401  # a script may have wrapped its model in DDP by itself
+
+    # Other engines are not imported for the question's sake: while one is not, no model is its.
+    for row in STRATEGIES:
+        if row.module in sys.modules and (context := row.load().sync_in_backward(model)) is not None:
             return context
     return nullcontext()

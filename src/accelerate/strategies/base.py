@@ -1,13 +1,14 @@
-"""How a model is spread over processes. The base class is the plain case: one device, nothing to do."""
+"""How a model is spread over processes, and who takes its steps. The base class is the plain case: one device."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 
+from accelerate.bundle import Bundle
 from accelerate.checkpoint import whole
 from accelerate.checkpoint.parts import Part, Put
 from accelerate.checkpoint.reading import Reader
@@ -15,40 +16,132 @@ from accelerate.checkpoint.state import Run
 from accelerate.checkpoint.weights import Fetch
 from accelerate.compilation import compile_regions
 from accelerate.config.handlers import DistributedDataParallelKwargs
+from accelerate.parallel.mesh import SAME_DATA, axis_rank, shares_of_ranks
 from accelerate.precision import Scaler
+from accelerate.precision.stepping import Stepper
+from accelerate.state import AcceleratorState
 from accelerate.unwrap import extract_model_from_parallel
 
 
-class Strategy:
-    """One engine. A method that an engine does in its own way is overridden in that engine's file."""
+class Outputs(NamedTuple):
+    """Which of this process's outputs count when those of all processes are gathered for a metric.
 
-    # Whether the engine puts models on the device itself, piece by piece.
+    samples: what it has for each sample. values: what it has for the batch as a whole, a loss for one.
+    """
+
+    samples: bool = True
+    values: bool = True
+
+
+class Strategy:
+    """One engine. What an engine does in its own way is overridden in that engine's file.
+
+    An engine that takes over the whole step overrides `prepare`, `backward`, `stepper`, and says below what it owns.
+    """
+
+    # Whether the engine puts models on the device itself, shard by shard.
     places_models = False
+    # Whether the engine casts and scales by itself, so that `mixed_precision` is for it alone.
+    owns_precision = False
+    # Whether the engine keeps the micro-batches of a window itself: it is stepped at each of them, and its checkpoints
+    # hold the gradients of an open window.
+    owns_accumulation = False
+    # Whether the engine divides losses by the accumulation steps.
+    divides_loss = False
     # Whether every process has to call a model equally often.
     needs_even_batches = False
     # Whether the main process has all models and optimizers, and can save them when the others do not take part.
     saves_alone = True
+    # Whether models and optimizers can be copied aside, to be written while training goes on.
+    can_snapshot = True
+    # Whether a load that fails half-way leaves models and optimizers as they were.
+    can_roll_back = True
     # The scaler of fp16 training.
     scaler_kind: type[Scaler] = Scaler
+    # The classes that the engine wraps models in, each with the model as its attribute `module`.
+    wrappers: tuple[type, ...] = ()
 
-    def __init__(self, device: torch.device, ddp: DistributedDataParallelKwargs) -> None:
-        self.device = device
+    def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
+        self.state = state
+        self.device = state.device
         self.ddp = ddp
+
+    # --- preparing ----------------------------------------------------------------------------------------------
+
+    def prepare(self, bundle: Bundle) -> None:
+        """Make the objects of one call of `prepare` those of this engine, by replacing the values of their entries.
+
+        Models lie on the device, unless the engine places them, and compute in their precision. Loaders are prepared
+        already. Optimizers and schedulers get the wrappers that scripts see afterwards.
+        """
+        for model in bundle.models:
+            if not model.evaluation:
+                model.value = self.wrap(model.value, placed=model.placed)
+        for optimizer in bundle.every_optimizer():
+            self.rebind(optimizer)
 
     def wrap(self, model: torch.nn.Module, *, placed: bool) -> torch.nn.Module:
         """The model in whatever container the engine needs. placed: whether it lies on `device` as a whole."""
         return model
 
+    def rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give an optimizer the parameters that the engine has put in place of those it was made for."""
+
+    def unwrap(self, model: torch.nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The model from under the wrappers."""
+        return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
+
+    def compile(self, model: torch.nn.Module, *, regional: bool, **kwargs: Any) -> torch.nn.Module:
+        """The prepared model compiled, as a whole or block by block. kwargs: for `torch.compile`."""
+        compiled: Any = self.compile_regions(model, **kwargs) if regional else torch.compile(model, **kwargs)
+        return compiled
+
     def compile_regions(self, model: torch.nn.Module, **kwargs: Any) -> torch.nn.Module:
         """The model with its repeated blocks compiled. kwargs: for `torch.compile`."""
         return compile_regions(model, **kwargs)
 
-    def rebind(self, optimizer: torch.optim.Optimizer) -> None:
-        """Give an optimizer the parameters that the engine has put in place of those it was made for."""
+    def free_memory(self) -> None:
+        """Let go of everything that was prepared."""
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        """A context in which backward passes keep their gradients to this process."""
-        return nullcontext()
+    # --- who gets which data ------------------------------------------------------------------------------------
+
+    def data_shares(self) -> list[int]:
+        """For every rank, which share of the data it gets: ranks that work on the same batch have the same number."""
+        return shares_of_ranks(self.state.device_mesh, self.state.num_processes)
+
+    def outputs(self) -> Outputs:
+        """Which of this process's outputs count: of ranks that work on the same samples, only those of one."""
+        mesh = self.state.device_mesh
+        # Along a sequence that is cut, a value of the whole batch, as a loss, is that of a piece.
+        return Outputs(axis_rank(mesh, *SAME_DATA) == 0, axis_rank(mesh, "tp") == 0)
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def micro_batch(self, model: torch.nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
+        """A context for one forward and backward, at whose end gradients are synchronised, or kept to this process.
+
+        None where there is nothing to do.
+        """
+        return None
+
+    @classmethod
+    def sync_in_backward(cls, model: torch.nn.Module) -> AbstractContextManager[Any] | None:
+        """A context in which the next backward synchronises, although its forward ran without.
+
+        None where this is not the model's engine.
+        """
+        return None
+
+    def backward(self, loss: torch.Tensor, *, divide: bool = True, **kwargs: Any) -> None:
+        """The backward of a loss, which is scaled already, and divided unless the engine `divides_loss`.
+
+        divide: False for a sum over items, which such an engine must leave as it is. kwargs: for `Tensor.backward`.
+        """
+        loss.backward(**kwargs)
+
+    def stepper(self, optimizer: Any) -> Stepper | None:
+        """What steps a prepared optimizer, and knows whether a step was skipped. None: as the precision does."""
+        return None
 
     def bypassed(self, models: list[torch.nn.Module]) -> set[int]:
         """The identities of parameters whose gradients, where there are any, cannot have come through the engine."""
@@ -74,7 +167,7 @@ class Strategy:
 
     def state_dict(self, model: torch.nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict of a prepared model; unwrap: with the names it had before."""
-        inner: torch.nn.Module = extract_model_from_parallel(model, keep_torch_compile=False) if unwrap else model
+        inner: torch.nn.Module = self.unwrap(model, keep_torch_compile=False) if unwrap else model
         return inner.state_dict()
 
     def coming(self, model: torch.nn.Module) -> tuple[dict[str, Any], Fetch] | None:

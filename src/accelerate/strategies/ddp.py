@@ -10,9 +10,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.strategies.base import Strategy
+from accelerate.torch_internals.compile import original_of
+from accelerate.torch_internals.ddp import expect_backward, knows_its_graph, was_called
 
 
 class DDP(Strategy):
+    wrappers = (DistributedDataParallel,)
+
     def wrap(self, model: torch.nn.Module, *, placed: bool) -> torch.nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # nothing to average, and DDP refuses it
@@ -26,20 +30,23 @@ class DDP(Strategy):
         self.ddp.register_comm_hook(wrapped)
         return wrapped
 
-    def no_sync(self, model: torch.nn.Module) -> AbstractContextManager[Any]:
-        wrapped = _find(model)
+    def micro_batch(self, model: torch.nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
+        wrapped = None if sync else _find(model)
         # A static graph is learnt in the first backward, which has to synchronise (and may: once more does no harm).
-        if wrapped is None or (wrapped.static_graph and not wrapped._static_graph_delay_allreduce_enqueued):
-            return super().no_sync(model)
+        if wrapped is None or (wrapped.static_graph and not knows_its_graph(wrapped)):
+            return None
         return _NoSync(wrapped)
+
+    @classmethod
+    def sync_in_backward(cls, model: torch.nn.Module) -> AbstractContextManager[None] | None:
+        wrapped = _find(model)
+        return None if wrapped is None else _sync(wrapped)
 
     def bypassed(self, models: list[torch.nn.Module]) -> set[int]:
         idle: set[int] = set()
         called: set[int] = set()
         for wrapped in filter(None, map(_find, models)):
-            # torch sets it in the first forward, so that no hook is needed. Its Python reducer needs no forward.
-            ran = getattr(wrapped, "_lazy_init_ran", True) or getattr(wrapped, "_use_python_reducer", False)
-            (called if ran else idle).update(map(id, wrapped.parameters()))
+            (called if was_called(wrapped) else idle).update(map(id, wrapped.parameters()))
         return idle - called  # what two wrappers share may have come through either
 
     def joinable(self, model: torch.nn.Module) -> bool:
@@ -82,19 +89,13 @@ class _NoSync(AbstractContextManager[None]):
         self.attributes["require_backward_grad_sync"] = self.before
 
 
-def sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[None] | None:
-    """A context in which the next backward synchronises; None where this is not the model's engine."""
-    wrapped = _find(model)
-    return None if wrapped is None else _sync(wrapped)
-
-
 @contextmanager
 def _sync(wrapped: DistributedDataParallel) -> Iterator[None]:
     before = wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync
     wrapped.require_backward_grad_sync = True
     wrapped.require_forward_param_sync = True
     # The forward ran under no_sync and so did not tell the reducer to expect a backward.
-    wrapped.reducer.prepare_for_backward([])
+    expect_backward(wrapped)
     try:
         yield
     finally:
@@ -105,5 +106,5 @@ def _find(model: torch.nn.Module) -> DistributedDataParallel | None:
     """The DDP wrapper, also underneath torch.compile."""
     # A wrapper with compiled regions is one itself, beside the original that it keeps.
     if not isinstance(model, DistributedDataParallel):
-        model = getattr(model, "_orig_mod", model)
+        model = original_of(model)
     return model if isinstance(model, DistributedDataParallel) else None

@@ -14,13 +14,15 @@ from accelerate.checkpoint.state import named_parameters, plain
 from accelerate.checkpoint.whole import added
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel.shards import complete, is_first_copy, local, scale_down, spread_as, total_norm, whole
+from accelerate.state import AcceleratorState
 from accelerate.strategies.rebind import Moved
 from accelerate.strategies.sharded import Sharded
+from accelerate.torch_internals.modules import parameters_of
 
 
 class DTensors(Sharded):
-    def __init__(self, device: torch.device, ddp: DistributedDataParallelKwargs) -> None:
-        super().__init__(device, ddp)
+    def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
+        super().__init__(state, ddp)
         self.moved = Moved()
         # The place of this process on the tensor axis, along which what is not split is the same.
         self.tensor_rank = 0
@@ -28,7 +30,7 @@ class DTensors(Sharded):
     def note_moved(self, before: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Remember which parameter became which. before: those that the model had, by name."""
         for prefix, module in model.named_modules(remove_duplicate=False):
-            for name, parameter in module._parameters.items():
+            for name, parameter in parameters_of(module).items():
                 if parameter is not None:
                     self.moved.note(before[f"{prefix}.{name}" if prefix else name], module, name)
 

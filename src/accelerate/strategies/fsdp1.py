@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -27,43 +26,38 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 from accelerate.checkpoint.named import Names
 from accelerate.checkpoint.state import plain
 from accelerate.checkpoint.whole import added
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.errors import CheckpointError
 from accelerate.parallel import values
+from accelerate.parallel.mesh import machines_mesh, sharding_mesh
 from accelerate.parallel.shards import scale_down, total_norm
-from accelerate.strategies.flat import Flat, unwrapped
+from accelerate.state import AcceleratorState
+from accelerate.strategies.flat import Flat
 from accelerate.strategies.rebind import Moved
 from accelerate.strategies.sharded import Sharded, names_of_each
 from accelerate.strategies.wrapping import average_gradients, compute_twice, ignored_modules, parts
-
-_HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+from accelerate.torch_internals.compile import compiled_like, original_of
+from accelerate.torch_internals.fsdp1 import exchanges, exchanging, give_mesh, is_hybrid, name_before
+from accelerate.torch_internals.modules import parameters_of
 
 
 class FSDP1(Sharded):
-    def __init__(
-        self,
-        device: torch.device,
-        ddp: DistributedDataParallelKwargs,
-        plugin: FullyShardedDataParallelPlugin,
-        mesh: tuple[DeviceMesh, DeviceMesh | None],
-    ) -> None:
-        """mesh: that of shards, and that of copies and shards for the hybrid strategies."""
-        super().__init__(device, ddp)
-        self.plugin = plugin
-        self.mesh = mesh
+    wrappers = (Wrapper,)
+
+    def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
+        super().__init__(state, ddp)
+        self.plugin = state.fsdp_plugin
+        # That of shards, and that of copies and shards for the hybrid strategies.
+        self.mesh = sharding_mesh(None, None, state.device), machines_mesh(state.device, state.world.local_size)
         self.moved = Moved()
         self._flats: weakref.WeakSet[Flat] = weakref.WeakSet()
 
     # --- preparing ----------------------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
-        inner: Any = getattr(model, "_orig_mod", model)
+        inner: Any = original_of(model)
         if isinstance(inner, Wrapper):  # whoever made it has wrapped it
-            for module in Wrapper.fsdp_modules(inner):
-                if module._device_mesh is None and module.sharding_strategy not in _HYBRID:
-                    # Its state dicts then hold tensors that know how they are spread.
-                    module._device_mesh = self.mesh[0]
+            give_mesh(inner, self.mesh[0])
             flat = Flat(inner)
             self._note(inner, flat, flat.same())
             return model
@@ -82,7 +76,7 @@ class FSDP1(Sharded):
         before = {
             (id(module), name): parameter
             for module in inner.modules()
-            for name, parameter in module._parameters.items()
+            for name, parameter in parameters_of(module).items()
             if parameter is not None
         }
         same = names_of_each(inner)
@@ -99,13 +93,13 @@ class FSDP1(Sharded):
         )
         whole = dict.fromkeys(part for module in ignored for part in module.modules())
         for part in whole:
-            for name, parameter in part._parameters.items():
+            for name, parameter in parameters_of(part).items():
                 if parameter is not None:
                     self.moved.note(before[id(part), name], part, name)
-        average_gradients({p for part in whole for p in part.parameters()}, lambda: wrapped._sync_gradients)
+        average_gradients({p for part in whole for p in part.parameters()}, lambda: exchanges(wrapped))
         self._note(wrapped, Flat(wrapped, before), same)
         # What was compiled is so again, from outside: inside, it would have its name in all names of parameters.
-        return wrapped if model is inner else type(model)(wrapped, model.dynamo_ctx)
+        return wrapped if model is inner else compiled_like(model, wrapped)
 
     def _note(self, wrapped: Any, flat: Flat, same: list[set[str]]) -> None:
         wrapped._accelerate_flat = flat
@@ -118,7 +112,7 @@ class FSDP1(Sharded):
         on_cpu = self.device.type == "cpu"
         return {
             "sharding_strategy": strategy,
-            "device_mesh": self.mesh[strategy in _HYBRID],
+            "device_mesh": self.mesh[is_hybrid(strategy)],
             # On the CPU they are where offloading would put them.
             "cpu_offload": CPUOffload(offload_params=False) if on_cpu else plugin.cpu_offload,
             "backward_prefetch": plugin.backward_prefetch,
@@ -146,9 +140,14 @@ class FSDP1(Sharded):
 
     # --- stepping -----------------------------------------------------------------------------------------------
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def micro_batch(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
+        wrapped = None if sync else _find(model)
+        return None if wrapped is None else wrapped.no_sync()
+
+    @classmethod
+    def sync_in_backward(cls, model: nn.Module) -> AbstractContextManager[Any] | None:
         wrapped = _find(model)
-        return nullcontext() if wrapped is None else wrapped.no_sync()
+        return None if wrapped is None else exchanging(wrapped)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         gradients = {id(p.grad): p for p in parameters if p.grad is not None}
@@ -196,7 +195,7 @@ class FSDP1(Sharded):
         found: dict[str, torch.Tensor] = {}
         for number, model in enumerate(models):
             flat = _flat(model)
-            own = {unwrapped(name): parameter for name, parameter in plain(model).named_parameters()}
+            own = {name_before(name): parameter for name, parameter in plain(model).named_parameters()}
             found |= _numbered({name: p for name, p in own.items() if flat is None or flat.counts(p) is None}, number)
         return found
 
@@ -323,29 +322,10 @@ def _of(number: int, values: dict[str, Any]) -> dict[str, Any]:
 def _find(model: nn.Module) -> Any:
     """The wrapper, also underneath torch.compile."""
     if not isinstance(model, Wrapper):
-        model = getattr(model, "_orig_mod", model)
+        model = original_of(model)
     return model if isinstance(model, Wrapper) else None
 
 
 def _flat(model: nn.Module) -> Flat | None:
     wrapped = _find(model)
     return None if wrapped is None else wrapped._accelerate_flat
-
-
-def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any] | None:
-    """A context in which the next backward exchanges gradients; None where this is not the model's engine."""
-    wrapped = _find(model)
-    return None if wrapped is None else _syncing(wrapped)
-
-
-@contextmanager
-def _syncing(wrapped: Any) -> Iterator[None]:
-    modules: list[Any] = Wrapper.fsdp_modules(wrapped)
-    before = [module._sync_gradients for module in modules]
-    for module in modules:
-        module._sync_gradients = True
-    try:
-        yield
-    finally:
-        for module, syncs in zip(modules, before, strict=True):
-            module._sync_gradients = syncs

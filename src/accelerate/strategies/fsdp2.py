@@ -5,53 +5,45 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from accelerate.checkpoint.state import named_parameters
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel import tensor, values
-from accelerate.parallel.mesh import axis_rank
+from accelerate.parallel.mesh import axis_rank, sharding_mesh
 from accelerate.parallel.shards import complete, local, spread_as, whole
-from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from accelerate.strategies.dtensors import DTensors
 from accelerate.strategies.wrapping import average_gradients, compute_twice, ignored_modules, parts
+from accelerate.torch_internals.compile import original_of
+from accelerate.torch_internals.fsdp2 import WaitingGradients
 
 
 class FSDP2(DTensors):
-    def __init__(
-        self,
-        device: torch.device,
-        ddp: DistributedDataParallelKwargs,
-        plugin: FullyShardedDataParallelPlugin,
-        mesh: DeviceMesh,
-        config: ParallelismConfig | None = None,
-        whole_mesh: DeviceMesh | None = None,
-    ) -> None:
-        """mesh: what is sharded over. config, whole_mesh: all axes, where there are others."""
-        super().__init__(device, ddp)
-        self.plugin = plugin
-        self.mesh = mesh
+    def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
+        super().__init__(state, ddp)
+        config, whole_mesh = state.parallelism_config, state.device_mesh
+        self.plugin = state.fsdp_plugin
+        self.mesh = sharding_mesh(config, whole_mesh, state.device)  # what is sharded over
         self.config = config
         self.tensor_mesh = whole_mesh["tp"] if whole_mesh is not None and config and config.tp_enabled else None
         self.tensor_rank = axis_rank(whole_mesh, "tp")
         # On an axis inside, a process has accumulated for a part of each layer only.
         self.takes_back = self.tensor_mesh is None
-        self._tables: weakref.WeakSet[_Aside] = weakref.WeakSet()
+        self._tables: weakref.WeakSet[WaitingGradients] = weakref.WeakSet()
 
     # --- preparing ----------------------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
-        inner: Any = getattr(model, "_orig_mod", model)
+        inner: Any = original_of(model)
         if isinstance(inner, FSDPModule):  # whoever loaded it has sharded it
             self._note(inner)
             return model
@@ -79,7 +71,7 @@ class FSDP2(DTensors):
         return model
 
     def _note(self, inner: Any) -> None:
-        inner._accelerate_aside = _Aside(inner)
+        inner._accelerate_aside = WaitingGradients(inner)
         self._tables.add(inner._accelerate_aside)
 
     def _take_values(self, model: nn.Module, plan: tensor.Styles | None) -> dict[str, torch.Tensor] | None:
@@ -113,9 +105,14 @@ class FSDP2(DTensors):
 
     # --- stepping -----------------------------------------------------------------------------------------------
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        inner = getattr(model, "_orig_mod", model)
-        return _sync(inner, False) if isinstance(inner, FSDPModule) else nullcontext()
+    def micro_batch(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
+        inner = original_of(model)
+        return _sync(inner, False) if not sync and isinstance(inner, FSDPModule) else None
+
+    @classmethod
+    def sync_in_backward(cls, model: nn.Module) -> AbstractContextManager[Any] | None:
+        inner = original_of(model)
+        return _sync(inner, True) if isinstance(inner, FSDPModule) else None
 
     def gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         # Without an exchange, gradients are kept as a whole beside the parameters.
@@ -169,36 +166,6 @@ class FSDP2(DTensors):
                 table.put(parameter, gradient)
 
 
-class _Aside:
-    """The gradients of one model that wait, as a whole, for the exchange at the end of a window."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._sharded: dict[int, Any] = {}
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                state: Any = module._get_fsdp_state()
-                groups = getattr(state, "_fsdp_param_groups", None)
-                for group in [state._fsdp_param_group] if groups is None else groups:
-                    for sharded in group.fsdp_params if group is not None else ():
-                        self._sharded[id(sharded.sharded_param)] = sharded
-
-    def get(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        sharded = self._sharded.get(id(parameter))
-        if sharded is None:
-            return None  # not of this model
-        gradient: torch.Tensor | None = sharded.unsharded_accumulated_grad
-        if gradient is None and hasattr(sharded, "_unsharded_param"):
-            gradient = sharded._unsharded_param.grad
-        return gradient
-
-    def put(self, parameter: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        sharded = self._sharded.get(id(parameter))
-        if sharded is not None:
-            sharded.unsharded_accumulated_grad = gradient
-            if hasattr(sharded, "_unsharded_param"):  # it has been used
-                sharded._unsharded_param.grad = None
-
-
 @contextmanager
 def _sync(model: Any, on: bool) -> Iterator[None]:
     """A context in which backward passes exchange gradients, or keep them to this process."""
@@ -210,9 +177,3 @@ def _sync(model: Any, on: bool) -> Iterator[None]:
     finally:
         model._accelerate_syncs = before
         model.set_requires_gradient_sync(before)
-
-
-def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any] | None:
-    """A context in which the next backward exchanges gradients; None where this is not the model's engine."""
-    inner = getattr(model, "_orig_mod", model)
-    return _sync(inner, True) if isinstance(inner, FSDPModule) else None

@@ -17,8 +17,8 @@ from accelerate.checkpoint.save import agree
 from accelerate.errors import CheckpointError
 from accelerate.modules import is_peft_model
 from accelerate.parallel.shards import local
-from accelerate.strategies.flat import unwrapped
 from accelerate.strategies.sharded import Sharded
+from accelerate.torch_internals.fsdp1 import name_before
 from accelerate.unwrap import extract_model_from_parallel
 
 Folder = str | os.PathLike[str]
@@ -222,7 +222,7 @@ def _adapter_of(model: torch.nn.Module) -> Callable[[dict[str, Any]], dict[str, 
         places = _places(inner)
         given = {_placed(name, places): value for name, value in state.items()}
         found = peft.get_peft_model_state_dict(inner, state_dict=given, adapter_name=inner.active_adapter)
-        return {unwrapped(name): value for name, value in found.items()}
+        return {name_before(name): value for name, value in found.items()}
 
     return keep
 
@@ -234,7 +234,7 @@ def _places(model: torch.nn.Module) -> dict[str, str]:
     """Where each module is now, by the name it had."""
     found: dict[str, str] = {}
     for name, _ in model.named_modules():
-        found.setdefault(unwrapped(name), name)
+        found.setdefault(name_before(name), name)
     return found
 
 

@@ -13,6 +13,7 @@ from accelerate.precision.sharded import ShardedScaler
 from accelerate.state import PartialState
 from accelerate.strategies.rebind import rebind
 from accelerate.strategies.wrapping import compute_twice, ignored_modules, matching, parts
+from accelerate.torch_internals.modules import parameters_of
 
 _PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
@@ -99,7 +100,7 @@ def ensure_weights_retied(
     """A function that gives modules their memory as `param_init_fn` does, and leaves shared parameters shared."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is not None:
                 owners.setdefault(id(parameter), []).append((module, name))
     shared = [places for places in owners.values() if len(places) > 1]
@@ -110,7 +111,8 @@ def ensure_weights_retied(
         for number, places in enumerate(shared):
             for owner, name in places:
                 if owner is module:
-                    made: Any = module._parameters[name]
-                    module._parameters[name] = first.setdefault(number, made)
+                    table = parameters_of(module)
+                    made: Any = table[name]
+                    table[name] = first.setdefault(number, made)
 
     return initialise if shared else param_init_fn

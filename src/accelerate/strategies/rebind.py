@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelerate.parallel.shards import spread_as
+from accelerate.torch_internals.modules import parameters_of
 
 
 class Moved:
@@ -20,7 +21,7 @@ class Moved:
         self._new: dict[int, tuple[weakref.ref[Any], weakref.ref[nn.Module], str]] = {}
 
     def note(self, old: torch.Tensor, module: nn.Module, name: str) -> None:
-        if old is not module._parameters[name]:
+        if old is not parameters_of(module)[name]:
             self._new[id(old)] = weakref.ref(old), weakref.ref(module), name
 
     def new(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -28,7 +29,7 @@ class Moved:
         if old is None or owner is None or old() is not parameter:  # the number may be that of a later object
             return parameter
         module = owner()
-        found = None if module is None else module._parameters.get(name)
+        found = None if module is None else parameters_of(module).get(name)
         return parameter if found is None else found
 
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:

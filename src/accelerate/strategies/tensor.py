@@ -4,37 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel import tensor, values
-from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from accelerate.strategies.dtensors import DTensors
+from accelerate.torch_internals.compile import original_of
 
 
 class TensorParallel(DTensors):
     takes_back = False  # all get the same data
 
-    def __init__(
-        self,
-        device: torch.device,
-        ddp: DistributedDataParallelKwargs,
-        config: ParallelismConfig,
-        mesh: DeviceMesh,
-    ) -> None:
-        super().__init__(device, ddp)
-        self.config = config
-        self.mesh = mesh
+    def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
+        super().__init__(state, ddp)
+        self.config = state.parallelism_config
+        self.mesh = state.device_mesh
 
     @property
     def gathers(self) -> bool:
         return False
 
     def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
-        inner: Any = getattr(model, "_orig_mod", model)
+        inner: Any = original_of(model)
         plan = tensor.plan_of(inner, self.mesh["tp"], self.config)
         if plan is None:
             return model

@@ -15,6 +15,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.torch_internals.modules import parameters_of
+from accelerate.torch_internals.wrap_policies import chosen_by
 
 
 def ignored_modules(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn.Module]:
@@ -48,9 +50,8 @@ def parts(plugin: FullyShardedDataParallelPlugin, model: nn.Module, ignored: lis
     policy: Any = plugin.auto_wrap_policy
     if policy is None:
         return []
-    if hasattr(policy, "_run_policy"):  # torch's policies that are objects
-        chosen = set(policy._run_policy(model, set(ignored), {}))
-    else:
+    chosen = chosen_by(policy, model, ignored)
+    if chosen is None:
         chosen = set()
         _choose(model, policy, {id(m) for root in ignored for m in root.modules()}, chosen)
     chosen.discard(model)
@@ -78,7 +79,7 @@ def _owns_its_parameters(module: nn.Module, model: nn.Module) -> bool:
     """Whether no part outside has one of its parameters: shared ones have to be gathered together."""
     inside = set(module.modules())
     own = {id(parameter) for parameter in module.parameters()}
-    outside = (p for other in model.modules() if other not in inside for p in other._parameters.values())
+    outside = (p for other in model.modules() if other not in inside for p in parameters_of(other).values())
     return not any(id(parameter) in own for parameter in outside if parameter is not None)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import types
 from collections.abc import Callable, Iterator, MutableMapping, Set
 from typing import Any
 
@@ -77,6 +79,24 @@ def non_persistent_buffers(module: nn.Module) -> Set[str]:
         return module._non_persistent_buffers_set
     except AttributeError:
         return set(buffers_of(module)) - set(module.state_dict(keep_vars=True))
+
+
+def with_own_children(module: nn.Module) -> nn.Module:
+    """A copy of a module that shares all with it but the table of its children.
+
+    Without torch's name for the table, all that is no tensor and no module is copied.
+    """
+    if "_modules" not in module.__dict__:
+        shared = [*module.parameters(), *module.buffers(), *module.children()]
+        return copy.deepcopy(module, {id(part): part for part in shared})
+    twin = module.__class__.__new__(module.__class__)
+    twin.__dict__.update(module.__dict__)
+    twin.__dict__["_modules"] = dict(module._modules)
+    for name, value in module.__dict__.items():
+        # A forward that was put on the instance would go on to run the original's children.
+        if isinstance(value, types.MethodType) and value.__self__ is module:
+            twin.__dict__[name] = types.MethodType(value.__func__, twin)
+    return twin
 
 
 def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -6,9 +6,10 @@ import os
 from typing import Any
 
 from accelerate.config.enums import LoggerType
+from accelerate.errors import warn
 from accelerate.state import PartialState
 from accelerate.tracking.aim import AimTracker
-from accelerate.tracking.base import GeneralTracker, check_attributes, missing_sentence, on_main_process, warn
+from accelerate.tracking.base import GeneralTracker, check_attributes, missing_sentence, on_main_process
 from accelerate.tracking.clearml import ClearMLTracker
 from accelerate.tracking.comet_ml import CometMLTracker
 from accelerate.tracking.dvclive import DVCLiveTracker

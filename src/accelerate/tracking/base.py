@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -103,14 +101,6 @@ class LibraryTracker(GeneralTracker):
             if error.name != self.package:
                 raise  # it is there, and lacks something itself
             raise ImportError(missing_sentence(type(self))) from None
-
-
-def warn(message: str) -> None:
-    """Warn about the line outside of this package that led here."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "accelerate":
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
 
 
 def missing_sentence(kind: type[LibraryTracker]) -> str:

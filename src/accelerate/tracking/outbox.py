@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from accelerate.comm.tree import leaves
-from accelerate.tracking.base import GeneralTracker, warn
+from accelerate.errors import warn
+from accelerate.tracking.base import GeneralTracker
 
 # The most that one call waits for its tracker, so that what a script calls on the library itself comes after it.
 PATIENCE = 0.05

@@ -6,7 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from accelerate.tracking.base import GeneralTracker, warn
+from accelerate.errors import warn
+from accelerate.tracking.base import GeneralTracker
 from accelerate.tracking.outbox import Outbox, time_limit
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from accelerate import Accelerator
+from accelerate.checkpointing import verify_checkpoint
 from accelerate.state import GradientState
 from accelerate.utils import (
     AutocastKwargs,
@@ -189,5 +190,11 @@ def _schedule(folder: str) -> None:
     assert not list(Path(folder).iterdir())
 
 
-def test_end_training_on_one_process() -> None:
-    Accelerator().end_training()
+def test_the_end_of_training_on_one_process_waits_for_the_checkpoint(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    accelerator.prepare(Net())
+    accelerator.save_state(tmp_path / "x", async_save=True)
+    accelerator.end_training()
+    assert verify_checkpoint(tmp_path / "x")["world_size"] == 1
+    accelerator.end_training()  # nothing is left to end
+    assert accelerator.gather(torch.ones(1)).tolist() == [1.0]

@@ -4,9 +4,7 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from accelerate.errors import CheckpointError
 from accelerate.utils import OffloadedWeightsLoader, load_state_dict
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 from tests.harness import run_world
+from tests.unit.big_modeling.interrupts import ControlC
 from tests.unit.big_modeling.models import Net, saved
 
 TOKENS = torch.arange(8)
@@ -436,21 +435,12 @@ def test_an_interrupt_while_reading(model: Net, tmp_path: Path, monkeypatch: pyt
     """Whoever presses Ctrl-C does not have a model written to behind their back, nor wait for all of it."""
     folder = saved(model, tmp_path)
     monkeypatch.setattr(reading, "PIECE", 4)
-    read, calls = os.preadv, []
     before = set(threading.enumerate())
-
-    def interrupt(*args: Any) -> int:
-        calls.append(args)
-        if len(calls) == 20:
-            os.kill(os.getpid(), signal.SIGINT)
-        if len(calls) >= 20:
-            time.sleep(0.2)
-        return read(*args)
-
-    monkeypatch.setattr(os, "preadv", interrupt)
+    read = ControlC(os.preadv, 20, monkeypatch)
+    monkeypatch.setattr(os, "preadv", read)
     with pytest.raises(KeyboardInterrupt):
         load_checkpoint_in_model(Net(), folder)
-    assert set(threading.enumerate()) == before and len(calls) < 60
+    assert set(threading.enumerate()) == before and 20 <= read.calls < 60
 
 
 def load_from_first(folder: str) -> tuple[bool, bool]:

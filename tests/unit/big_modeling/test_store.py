@@ -4,13 +4,10 @@ import errno
 import json
 import os
 import resource
-import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -28,6 +25,7 @@ from accelerate.utils import (
     offload_weight,
     save_offload_index,
 )
+from tests.unit.big_modeling.interrupts import ControlC
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn]
 
@@ -132,21 +130,13 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_while_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replace, calls = os.replace, []
-
-    def interrupt(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 30:
-            os.kill(os.getpid(), signal.SIGINT)
-        if len(calls) >= 30:
-            time.sleep(0.2)
-        replace(*args)
-
-    monkeypatch.setattr(os, "replace", interrupt)
+    replace = ControlC(os.replace, 30, monkeypatch)
+    monkeypatch.setattr(os, "replace", replace)
     with pytest.raises(KeyboardInterrupt):
         offload_state_dict(tmp_path, {f"w{number}": torch.ones(2) for number in range(100)})
     written = os.listdir(tmp_path)
-    assert len(written) < 60 and all(name.endswith(".dat") for name in written)
+    assert 30 <= len(written) == replace.calls < 60, "what was being written then is whole, and nothing was begun after"
+    assert all(name.endswith(".dat") for name in written)
 
 
 def test_a_whole_state_dict(tmp_path: Path) -> None:

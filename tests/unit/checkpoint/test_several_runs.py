@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accelerate import Accelerator
-from accelerate.checkpoint import commit, disk, layout, load
+from accelerate.checkpoint import background, commit, disk, layout, load
+from accelerate.checkpoint.background import Background
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpointing import verify_checkpoint
 from accelerate.errors import CheckpointError
@@ -111,13 +112,19 @@ def test_one_process_at_a_time_moves_files(tmp_path: Path, monkeypatch: pytest.M
 def test_two_accelerators_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a cell of a notebook that is run again while its first save is still being written."""
     _saved(tmp_path / "x", 1)
-    plain = disk.write
+    write, wait, second = disk.write, Background.wait, threading.Event()
 
-    def slowly(*args: Any) -> None:
-        time.sleep(0.05)
-        plain(*args)
+    def write_later(*args: Any) -> None:
+        assert second.wait(60), "the first save is being written until the second one waits for it"
+        write(*args)
 
-    monkeypatch.setattr(disk, "write", slowly)
+    def noted(waiting: Background) -> None:
+        if background._writing:
+            second.set()
+        wait(waiting)
+
+    monkeypatch.setattr(disk, "write", write_later)
+    monkeypatch.setattr(Background, "wait", noted)
     runs = []
     for value in (2, 3):
         accelerator = Accelerator(cpu=True)

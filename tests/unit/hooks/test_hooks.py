@@ -104,7 +104,8 @@ def test_several_hooks(net: Net) -> None:
     assert isinstance(net._hf_hook, SequentialHook) and len(net._hf_hook.hooks) == 2
     assert torch.equal(net(X), expected)
     remove_hook_from_module(net)
-    assert torch.equal(net(X + 11) + 22, expected)
+    assert torch.equal(net(X + 1 + 10) + 2 + 20, expected)
+    assert not torch.equal(net(X), expected)
 
 
 def test_without_gradients(net: Net) -> None:

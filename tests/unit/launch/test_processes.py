@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,6 +33,40 @@ def test_handlers_are_put_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
     assert processes.supervise([sys.executable, "-c", "raise SystemExit(5)"], os.environ) == 5
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+HANDLER_IN_C = """
+#include <signal.h>
+#include <unistd.h>
+static void hear(int number) { write(1, "heard in C\\n", 11); }
+__attribute__((constructor)) static void install(void) { signal(SIGUSR1, hear); }
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs LD_PRELOAD")
+def test_a_handler_that_c_code_installed_stays_its_own(tmp_path: Path) -> None:
+    """As a profiler that is loaded before Python starts: Python can neither show such a handler nor put it back."""
+    library = tmp_path / "handler.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", library], input=HANDLER_IN_C, text=True, check=True)
+    program = """
+import os, signal, sys
+from accelerate.launch import processes
+del os.environ["LD_PRELOAD"]
+assert signal.getsignal(signal.SIGUSR1) is None
+before = signal.getsignal(signal.SIGTERM)
+print("ended", processes.supervise([sys.executable, "-c", "raise SystemExit(5)"], os.environ), flush=True)
+assert signal.getsignal(signal.SIGTERM) is before
+signal.raise_signal(signal.SIGUSR1)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LD_PRELOAD": str(library)},
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "ended 5\nheard in C\n"), done.stderr
 
 
 def test_descendants_are_found_and_killed() -> None:

@@ -4,9 +4,12 @@ import os
 from typing import Any
 
 import pytest
+import torch
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
+from accelerate.utils import TorchDynamoPlugin
+from tests.harness import run_world
 
 
 @pytest.mark.parametrize("asked", [{"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)}, {}])
@@ -40,3 +43,37 @@ def test_a_mesh_needs_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_objects(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} is a str"):
         Accelerator(cpu=True, **{name: "yes"})  # type: ignore[arg-type]
+
+
+def test_a_second_accelerator_cannot_ask_for_other_plugins() -> None:
+    Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+    Accelerator(cpu=True)  # asks for nothing
+    Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))  # asks for the same
+    with pytest.raises(ValueError, match=r"changed to dynamo_plugin with backend=.*INDUCTOR.* \(it is .*EAGER"):
+        Accelerator(cpu=True, dynamo_backend="inductor")
+    with pytest.raises(ValueError, match=r"parallelism_config=ParallelismConfig\(...\) \(it has none\)"):
+        Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+
+
+def _another_fsdp() -> list[str]:
+    def plugin(**settings: Any) -> FullyShardedDataParallelPlugin:
+        policy = "size_based_wrap"
+        return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy, min_num_params=10, **settings)
+
+    first = plugin()
+    accelerator = Accelerator(fsdp_plugin=first, mixed_precision="bf16")
+    accelerator.prepare(torch.nn.Linear(4, 4))
+    Accelerator(fsdp_plugin=first)
+    Accelerator(fsdp_plugin=plugin())
+    said = []
+    for other in (plugin(reshard_after_forward=False), FullyShardedDataParallelPlugin(fsdp_version=1)):
+        with pytest.raises(ValueError) as error:
+            Accelerator(fsdp_plugin=other)
+        said.append(str(error.value))
+    return said
+
+
+def test_a_second_accelerator_cannot_ask_for_another_fsdp() -> None:
+    for said in run_world(_another_fsdp, 2):
+        assert "reshard_after_forward=False (it is True)" in said[0]
+        assert "fsdp_version=1 (it is 2)" in said[1]

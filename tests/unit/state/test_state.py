@@ -135,7 +135,9 @@ def test_engines_of_later_versions(
 def test_an_engine_that_is_switched_off_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "false")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "0")
-    Accelerator()
+    accelerator = Accelerator()
+    assert accelerator.distributed_type is DistributedType.NO and accelerator.state.deepspeed_plugin is None
+    assert type(accelerator.prepare(torch.nn.Linear(1, 1))) is torch.nn.Linear
 
 
 def test_accumulation_steps_from_the_environment_beat_the_argument(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,10 +59,10 @@ def test_attributes_of_an_instance_count() -> None:
 
 def test_blank_does_nothing() -> None:
     blank = GeneralTracker(_blank=True)
-    blank.start()
-    blank.store_init_configuration({})
-    blank.log({"a": 1}, step=1, more=2)
-    blank.finish()
+    done = [blank.start(), blank.store_init_configuration({}), blank.log({"a": 1}, step=1, more=2), blank.finish()]
+    assert done == [None] * 4 and vars(blank) == {}
+    with pytest.raises(NotImplementedError):
+        GeneralTracker()  # without a name, unlike one that stands in for another
 
 
 class Decorated(ListTracker):

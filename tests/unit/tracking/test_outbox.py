@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -324,16 +324,22 @@ def test_a_call_that_ends_while_the_tracker_is_being_closed(
     tracker: ListTracker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     outbox = Outbox(tracker)
-    gate = threading.Event()
+    gate, idle = threading.Event(), threading.Event()
     outbox._for_calls = Allowance(0.0, 0.0)
+    wait_for = outbox._change.wait_for
+
+    def noted(predicate: Callable[[], Any], timeout: float | None = None) -> Any:
+        if threading.current_thread() is outbox._thread and not outbox._calls:
+            idle.set()
+        return wait_for(predicate, timeout)
+
+    monkeypatch.setattr(outbox._change, "wait_for", noted)
     outbox.call("log", gate.wait)
 
     def release() -> None:
         gate.set()
         assert outbox.flush(10)
-        thread = outbox._thread
-        assert thread is not None
-        thread.join(0.1)  # it has nothing left to do at this moment
+        assert idle.wait(60), "the thread has nothing left to do at this moment, and waits"
 
     monkeypatch.setattr(tracker, "_release", release)
     outbox.close()

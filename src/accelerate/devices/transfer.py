@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from accelerate.comm.tree import leaves, send_to_device
-from accelerate.devices import DEVICES
 
 # A loader that pins memory pins all of it: a look at the first tensors is enough.
 _LOOKED_AT = 2
@@ -29,7 +28,7 @@ class Transfer:
         """Return when the source of the last started batch is no longer needed."""
 
 
-class Blocking(Transfer):
+class BlockingTransfer(Transfer):
     """Copied when the loop asks for it."""
 
     def __init__(self, device: torch.device, non_blocking: bool) -> None:
@@ -40,7 +39,7 @@ class Blocking(Transfer):
         return send_to_device(batch, self.device, self.non_blocking)
 
 
-class OnHost(Blocking):
+class CpuTransfer(BlockingTransfer):
     """To the CPU, where batches nearly always are already."""
 
     def finish(self, batch: Any) -> Any:
@@ -51,7 +50,7 @@ class OnHost(Blocking):
         return batch
 
 
-class Behind(Blocking):
+class OverlappedTransfer(BlockingTransfer):
     """Copied on a side stream behind the compute, where batches lie in pinned memory.
 
     The side stream first waits for all work the loop has submitted so far, so a copy runs beside the step of the
@@ -97,19 +96,3 @@ class Behind(Blocking):
         if self._copied is not None:
             self._copied.synchronize()
             self._copied = None
-
-
-def side_stream(device: torch.device) -> Any | None:
-    """A stream for copies behind the compute, where the device has such a thing."""
-    return next((kind.new_stream() for kind in DEVICES if kind.name == device.type), None)
-
-
-def transfer_to(device: torch.device | None, non_blocking: bool) -> Transfer:
-    """How batches get to `device`; None leaves them where they are."""
-    if device is None:
-        return Transfer()
-    device = torch.device(device)
-    stream = side_stream(device)
-    if stream is not None:
-        return Behind(device, non_blocking, stream)
-    return (OnHost if device.type == "cpu" else Blocking)(device, non_blocking)

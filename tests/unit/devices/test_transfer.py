@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.data_loader.transfer import Behind
+from accelerate.devices.transfer import OverlappedTransfer
 
 CPU = torch.device("cpu")
 
@@ -56,7 +56,7 @@ def batches(kind: type[Asked]) -> list[dict[str, Any]]:
 def test_the_driver_is_asked_about_the_first_batch_alone(kind: type[Asked], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu.Stream, "wait_event", lambda self, event: None, raising=False)
     stream = Stream()
-    transfer = Behind(CPU, False, stream)
+    transfer = OverlappedTransfer(CPU, False, stream)
     given = batches(kind)
     found = []
     upcoming = transfer.start(given[0])
@@ -80,14 +80,14 @@ def test_the_driver_is_asked_about_the_first_batch_alone(kind: type[Asked], monk
 def test_a_batch_that_is_not_all_pinned_is_copied_when_the_loop_asks_for_it(
     given: dict[str, torch.Tensor], asked_for: bool, waits_no_longer_than_the_source: bool
 ) -> None:
-    transfer = Behind(CPU, asked_for, Stream())
+    transfer = OverlappedTransfer(CPU, asked_for, Stream())
     assert transfer.start(given) is given
     assert transfer.non_blocking is waits_no_longer_than_the_source
     assert set(transfer.finish(given)) == set(given)
 
 
 def test_a_first_batch_without_tensors_does_not_confuse_the_next() -> None:
-    transfer = Behind(CPU, False, Stream())
+    transfer = OverlappedTransfer(CPU, False, Stream())
     words = transfer.start(["a", "b"])
     pinned = transfer.start({"x": torch.ones(1).as_subclass(PinnedTensor)})
     assert transfer.finish(words) == ["a", "b"]

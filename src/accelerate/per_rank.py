@@ -1,0 +1,55 @@
+"""State that each rank has for itself: one for the process, or one for each thread where ranks are threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+_ranks_are_threads = False
+
+
+def ranks_are_threads(yes: bool = True) -> None:
+    """Say that the ranks of this process are its threads, as some devices run them: before any state is made."""
+    global _ranks_are_threads
+    _ranks_are_threads = yes
+
+
+class PerRank(Generic[T]):
+    """A value of this rank, made when it is first asked for.
+
+    thread_local: always one for each thread; by default only where `ranks_are_threads`.
+    """
+
+    def __init__(self, make: Callable[[], T], thread_local: bool = False) -> None:
+        self._make = make
+        self._thread_local = thread_local
+        self._of_process = make()
+        self._of_thread = threading.local()
+
+    def get(self) -> T:
+        if not (_ranks_are_threads or self._thread_local):
+            return self._of_process
+        try:
+            value: T = self._of_thread.value
+        except AttributeError:
+            value = self._of_thread.value = self._make()
+        return value
+
+
+class ThreadLocalSharedDict:
+    """A class attribute that hands out one dict to all instances on a rank: per process, or per thread."""
+
+    def __init__(self, thread_local: bool = False) -> None:
+        self._storage: PerRank[dict[str, Any]] = PerRank(dict, thread_local)
+
+    def __get__(self, obj: Any, objtype: type | None = None) -> dict[str, Any]:
+        return self._storage.get()
+
+    def __set__(self, obj: Any, value: dict[str, Any]) -> None:
+        items = dict(value)  # it may be the very dict
+        storage = self._storage.get()
+        storage.clear()
+        storage.update(items)

@@ -1,0 +1,95 @@
+"""How an optimizer takes a step: by itself, or through a gradient scaler that may leave it out."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accelerate.torch_internals.grad_scaler import found_inf
+from accelerate.torch_internals.optimizers import decides_on_the_device
+
+
+class Stepper:
+    """One optimizer's steps, as `AcceleratedOptimizer` asks for them. The base class is the plain case.
+
+    An engine that steps in its own way returns one of its own from `Strategy.stepper`.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step; returns what the optimizer returns."""
+        return self.optimizer.step() if closure is None else self.optimizer.step(closure)
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Clear the gradients. None: as the optimizer does by default."""
+        if set_to_none is None:
+            self.optimizer.zero_grad()
+        else:
+            self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the last step was left out, as for a gradient that is not finite."""
+        return False
+
+    def for_copy(self, optimizer: Any) -> Stepper:
+        """The same for a copy of the optimizer."""
+        return type(self)(optimizer)
+
+
+class ScaledStepper(Stepper):
+    """Steps through a gradient scaler, which leaves a step out when a gradient is not finite."""
+
+    def __init__(self, optimizer: Any, scaler: torch.amp.GradScaler) -> None:
+        super().__init__(optimizer)
+        self.scaler = scaler
+        self._accelerate_step_called = False
+        self._overflow = False
+        self._found_inf: list[torch.Tensor] = []
+        # Ours waits for the other optimizers before it updates its factor.
+        self._finish: Callable[[], None] = getattr(scaler, "finish_step", scaler.update)
+        # Fused optimizers are always called and decide on the device.
+        self._told_of_inf = decides_on_the_device(optimizer)
+        optimizer.step = patch_optimizer_step(self, optimizer.step)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        scaler = self.scaler
+        self._accelerate_step_called = False
+        result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure)
+        self._overflow = not self._accelerate_step_called
+        if self._told_of_inf:
+            # On the device still: asked for only when somebody wants to know.
+            self._found_inf = found_inf(scaler, self.optimizer)
+        self._finish()
+        return result
+
+    @property
+    def skipped(self) -> bool:
+        if self._found_inf:
+            self._overflow = any(bool(flag) for flag in self._found_inf)
+            self._found_inf = []
+        return self._overflow
+
+    def for_copy(self, optimizer: Any) -> ScaledStepper:
+        return type(self)(optimizer, self.scaler)
+
+
+def patch_optimizer_step(accelerated_optimizer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    """`method`, the `step` of `accelerated_optimizer.optimizer`, noting on the former that it was called.
+
+    A scaler does not call it when it leaves a step out.
+    """
+
+    @functools.wraps(method)
+    def step(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        accelerated_optimizer._accelerate_step_called = True
+        return method(*args, **kwargs)
+
+    # A method as the original was: torch's schedulers look for the function in it.
+    return types.MethodType(step, accelerated_optimizer.optimizer)

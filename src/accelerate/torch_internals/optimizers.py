@@ -1,0 +1,24 @@
+"""torch.optim: whether an optimizer has hooks for loading, and whether it unscales gradients itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def has_load_hooks(optimizer: Any) -> bool:
+    """Whether hooks of an optimizer run before or after `load_state_dict`.
+
+    Every optimizer counts as one with hooks where torch does not tell: it gets whole tensors, which takes longer.
+    """
+    try:
+        return bool(optimizer._optimizer_load_state_dict_pre_hooks or optimizer._optimizer_load_state_dict_post_hooks)
+    except AttributeError:
+        return True
+
+
+def decides_on_the_device(optimizer: Any) -> bool:
+    """Whether the step of a (fused) optimizer is called in any case, and is itself what skips infinite gradients.
+
+    Without torch's mark no optimizer counts as such: a step that it skips is reported as one that was taken.
+    """
+    return hasattr(optimizer, "_step_supports_amp_scaling")
