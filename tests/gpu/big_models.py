@@ -205,7 +205,7 @@ def offloaded_order_may_change() -> None:
 def offloaded_without_locked_memory() -> None:
     """Where memory cannot be locked, weights go through buffers."""
     reference = expected(network(), tokens())
-    with mock.patch("accelerate.big_modeling.cuda_copier._lock", lambda device, flags, address, size: False):
+    with mock.patch("accelerate.devices.page_lock.lock", lambda device, flags, address, size: False):
 
         def test(kind: str, model: nn.Module) -> None:
             for _ in range(4):

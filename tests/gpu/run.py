@@ -9,7 +9,7 @@ import sys
 import time
 import traceback
 
-from tests.gpu import big_models, checks, launchers, launching, loading, sharding  # noqa: F401  (its checks add themselves)
+from tests.gpu import big_models, checks, launchers, launching, loading, pinning, sharding  # noqa: F401  (its checks add themselves)
 
 
 def run_world(processes: int, name: str) -> str | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import os
 import weakref
@@ -17,28 +16,7 @@ from accelerate.big_modeling.slot import Slot
 from accelerate.big_modeling.staging import Job, Stager
 from accelerate.big_modeling.store import FileRange
 from accelerate.big_modeling.tensors import has_plain_memory
-
-_PORTABLE = 1  # cudaHostRegisterPortable: locked for every GPU
-_READ_ONLY = 8  # cudaHostRegisterReadOnly: pages of files can be locked like this alone
-
-
-# A refusal stays behind as the last error of the calling thread, and the next launch of a kernel there would raise it:
-# so both are only ever called by threads that do nothing else.
-
-
-def _lock(device: torch.device, flags: int, address: int, size: int) -> bool:
-    with torch.cuda.device(device):
-        return int(torch.cuda.cudart().cudaHostRegister(address, size, flags)) == 0
-
-
-def _unlock(device: torch.device, address: int) -> None:
-    with torch.cuda.device(device):
-        torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _is_locked(address: int) -> bool:
-    # A tensor's own is_pinned looks at the first byte of its storage alone.
-    return torch.frombuffer((ctypes.c_uint8 * 1).from_address(address), dtype=torch.uint8).is_pinned()
+from accelerate.devices import page_lock
 
 
 class CudaLane:
@@ -81,9 +59,8 @@ class CudaCopier:
         self._lane = CudaLane(self.device)
         self._stager_lane = CudaLane(self.device)
         self._stager = Stager(self._stager_lane)
-        unlock = functools.partial(_unlock, self.device)
-        self._locks = PageLocks(functools.partial(_lock, self.device, _PORTABLE), unlock, _is_locked)
-        self._files = LockedFiles(functools.partial(_lock, self.device, _PORTABLE | _READ_ONLY), unlock)
+        self._locks = PageLocks(*page_lock.calls_for(self.device), page_lock.is_locked)
+        self._files = LockedFiles(*page_lock.calls_for(self.device, read_only=True))
         self._copies = LockedCopies(self._lane.buffer)
         # When the process ends the memory goes anyway.
         close = weakref.finalize(self, _close, os.getpid(), self._stager, self._lane, self._locks, self._files)

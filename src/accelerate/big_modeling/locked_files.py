@@ -23,8 +23,8 @@ import numpy as np
 import torch
 
 from accelerate.big_modeling.memory import free_host_memory
-from accelerate.big_modeling.pagelock import Locker
 from accelerate.big_modeling.store import FileRange
+from accelerate.devices.page_lock import Lock, Locker, Unlock
 
 # A process can have 65,530 mappings, and store.py keeps some as well.
 _MOST = 16_384
@@ -65,12 +65,7 @@ class LockedFiles:
     lock, unlock: as of a `Locker`, for memory that is only read. free: how many bytes the system calls free.
     """
 
-    def __init__(
-        self,
-        lock: Callable[[int, int], bool],
-        unlock: Callable[[int], None],
-        free: Callable[[], int] = free_host_memory,
-    ) -> None:
+    def __init__(self, lock: Lock, unlock: Unlock, free: Callable[[], int] = free_host_memory) -> None:
         self._locker = Locker(lock, unlock)
         self._free = free
         self._room: int | None = None

@@ -1,10 +1,7 @@
-"""Page-locked host memory: a device reads it at the speed of the bus, and while the host does something else.
+"""Weights in page-locked host memory: a device reads them at the speed of the bus, and behind the compute.
 
 Memory is locked where it is, by threads of their own, because that takes a while (up to a fifth of a second for each
-GiB): what is not locked yet, or cannot be, goes through buffers (staging.py).
-
-Only whole pages can be locked, and CUDA refuses to copy memory of which a part is locked and a part is not. So a page
-that holds anything else must not be locked: copies of that, by anybody in the process, would fail.
+GiB): what is not locked yet, or cannot be, goes through buffers (staging.py). See devices/page_lock.py for the rest.
 """
 
 from __future__ import annotations
@@ -12,22 +9,21 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import accumulate
 
 import torch
 
+from accelerate.devices.page_lock import Lock, Locker, Unlock
+
 # From this size on glibc gives an allocation pages of its own, unless it has a place that is large enough left.
 OWN_PAGES = 32 * 1024 * 1024
-_MAPPED, _FLAGS = 2, 7  # in a size that glibc notes
 # Tensors smaller than this are copied to locked memory once, instead of through buffers again and again ...
 SMALL = 64 * 1024
 # ... up to as many bytes together.
 MOST_COPIES = 64 * 1024 * 1024
-_ALIGNED = 64
-_THREADS = 4
+_ALIGNED = 64  # as torch aligns what it allocates
 
 
 def pages_of(storage: torch.UntypedStorage, page: int = mmap.PAGESIZE) -> tuple[int, int]:
@@ -40,25 +36,30 @@ def pages_of(storage: torch.UntypedStorage, page: int = mmap.PAGESIZE) -> tuple[
 def has_own_pages(storage: torch.UntypedStorage) -> bool:
     """Whether nothing else can lie in the pages of a storage.
 
-    A storage that is a piece of something (of a mapped file, a numpy array, another storage) cannot be resized.
+    A storage that is a piece of something (of a mapped file, a numpy array, another storage) cannot be resized. Of the
+    others the allocator says how many bytes are theirs to use. Where glibc has mapped pages for one alone, it begins
+    right behind a note in the first page, and may use all of the last page. Between others it may not: the note of the
+    next allocation would have no room.
     """
-    return storage.nbytes() >= OWN_PAGES and storage.resizable() and _is_mapped(storage)
-
-
-def _is_mapped(storage: torch.UntypedStorage) -> bool:
-    """Whether glibc says of an allocation that it has pages of its own.
-
-    In front of it are two words: how far it is from its first page, and its size with some flags. What another
-    allocator has there, which need not be anything, cannot be taken for that.
-    """
-    address, word = storage.data_ptr(), ctypes.sizeof(ctypes.c_size_t)
-    if address % mmap.PAGESIZE < 2 * word:
+    if storage.nbytes() < OWN_PAGES or not storage.resizable():
         return False
-    before, size = (ctypes.c_size_t * 2).from_address(address - 2 * word)
-    start = address - 2 * word - before
-    whole = before + (size & ~_FLAGS)
-    fits = start % mmap.PAGESIZE == whole % mmap.PAGESIZE == 0 and start + whole >= address + storage.nbytes()
-    return bool(size & _MAPPED) and fits
+    address = storage.data_ptr()
+    usable_size = _usable_size()
+    if usable_size is None or not 0 < address % mmap.PAGESIZE <= _ALIGNED:
+        return False
+    return (address + usable_size(address)) % mmap.PAGESIZE == 0
+
+
+@functools.cache
+def _usable_size() -> Callable[[int], int] | None:
+    """`malloc_usable_size`, of the allocator that is in use. Without it no memory is locked where it lies."""
+    try:
+        function = ctypes.CDLL(None).malloc_usable_size
+    except (OSError, TypeError, AttributeError):  # not a system of the kind
+        return None
+    function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_size_t
+    usable_size: Callable[[int], int] = function
+    return usable_size
 
 
 class LockedCopies:
@@ -99,79 +100,6 @@ def _is_small(tensor: torch.Tensor) -> bool:
     return 0 < tensor.nbytes < SMALL and not tensor.is_inference()
 
 
-class Locker:
-    """Locks memory in threads that do nothing else, and unlocks it at the end.
-
-    lock, unlock: take an address and a size, or an address; lock says whether it succeeded.
-    """
-
-    def __init__(self, lock: Callable[[int, int], bool], unlock: Callable[[int], None]) -> None:
-        self._lock = lock
-        self._unlock = unlock
-        self._locked: list[int] = []
-        self._todo: deque[tuple[int, int, Callable[[bool], None]]] = deque()
-        self._guard = threading.Lock()
-        self._working = 0
-        self._threads: list[threading.Thread] = []
-        self._closed = False
-
-    def add(self, start: int, size: int, tell: Callable[[bool], None]) -> None:
-        """Lock whole pages soon. tell: called then, with whether it succeeded."""
-        with self._guard:
-            self._todo.append((start, size, tell))
-            if self._working < _THREADS:
-                self._start_thread()
-
-    def _start_thread(self) -> None:
-        self._working += 1
-        self._threads = [thread for thread in self._threads if thread.is_alive()]
-        thread = threading.Thread(target=self._work, name="page-lock", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _next(self) -> tuple[int, int, Callable[[bool], None]] | None:
-        with self._guard:
-            if self._todo and not self._closed:
-                return self._todo.popleft()
-            self._working -= 1
-            return None
-
-    def _work(self) -> None:
-        while (wanted := self._next()) is not None:
-            start, size, tell = wanted
-            succeeded = self._lock(start, size)
-            if succeeded:
-                self._locked.append(start)
-            tell(succeeded)
-        if self._closed:
-            self._unlock_all()
-
-    def _unlock_all(self) -> None:
-        while self._locked:
-            self._unlock(self._locked.pop())
-
-    def adopt(self, start: int) -> None:
-        """Unlock in the end what another one has locked."""
-        self._locked.append(start)
-
-    def wait(self) -> None:
-        """Until everything that was added is locked, or was refused."""
-        for thread in list(self._threads):
-            if thread is not threading.current_thread():  # where garbage is collected that this belongs to
-                thread.join()
-
-    def close(self) -> None:
-        """Unlock everything: memory must not be freed while it is locked."""
-        self._closed = True
-        self.wait()
-        if threading.current_thread() in self._threads:
-            self._unlock_all()  # without the guard, which this very thread may hold
-            return
-        with self._guard:
-            self._start_thread()
-        self.wait()
-
-
 # Those that are not closed yet.
 _OPEN: dict[int, PageLocks] = {}
 
@@ -184,9 +112,7 @@ class PageLocks:
     lock, unlock: as of a `Locker`. is_locked: whether an address lies in locked memory.
     """
 
-    def __init__(
-        self, lock: Callable[[int, int], bool], unlock: Callable[[int], None], is_locked: Callable[[int], bool]
-    ) -> None:
+    def __init__(self, lock: Lock, unlock: Unlock, is_locked: Callable[[int], bool]) -> None:
         self._locker = Locker(lock, self._give_up)
         self._unlock = unlock
         self._is_locked = is_locked

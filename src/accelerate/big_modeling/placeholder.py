@@ -6,69 +6,74 @@ parent of its module, say, which does not run the module's hook), the value is b
 
 from __future__ import annotations
 
+import contextlib
 import copy
-import sys
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from accelerate.big_modeling.graphs import outside_graphs
 from accelerate.big_modeling.parameters import has_parts, of_kind
 from accelerate.big_modeling.store import find_source, full_name
+from accelerate.comm.tree import recursively_apply
+from accelerate.torch_internals.offloaded_tensors import BecomesParameter, describing_functions
 
 if TYPE_CHECKING:
     from accelerate.big_modeling.slot import Slot
 
 # What can be answered without the value: everything that describes a tensor.
-_DESCRIPTIONS = {
-    getattr(torch.Tensor, name)
-    for name in [
-        "size",
-        "stride",
-        "numel",
-        "nelement",
-        "dim",
-        "ndimension",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_signed",
-        "is_contiguous",
-        "storage_offset",
-        "data_ptr",
-        "untyped_storage",
-        "get_device",
-        "requires_grad_",
-        "register_hook",
-        "is_pinned",
-        "is_shared",
-        "is_inference",
-        "retain_grad",
-        "__len__",
-        "__repr__",
-        "__hash__",
-        "_is_view",
-        "_is_zerotensor",
-        "is_conj",
-        "is_neg",
-        "register_post_accumulate_grad_hook",
-    ]
-} | {
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.is_conj,
-    torch.is_inference,
-    torch.is_tensor,
-    torch.numel,
-    torch._has_compatible_shallow_copy_type,
-}
+_DESCRIPTIONS = (
+    describing_functions()
+    | {
+        getattr(torch.Tensor, name)
+        for name in [
+            "size",
+            "stride",
+            "numel",
+            "nelement",
+            "dim",
+            "ndimension",
+            "element_size",
+            "is_floating_point",
+            "is_complex",
+            "is_signed",
+            "is_contiguous",
+            "storage_offset",
+            "data_ptr",
+            "untyped_storage",
+            "get_device",
+            "requires_grad_",
+            "register_hook",
+            "is_pinned",
+            "is_shared",
+            "is_inference",
+            "retain_grad",
+            "__len__",
+            "__repr__",
+            "__hash__",
+            "is_conj",
+            "is_neg",
+            "register_post_accumulate_grad_hook",
+        ]
+    }
+    | {
+        torch.is_floating_point,
+        torch.is_complex,
+        torch.is_conj,
+        torch.is_inference,
+        torch.is_tensor,
+        torch.numel,
+    }
+)
 # Attributes that are computed from the value.
 _COMPUTED = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 # What gives the same tensor again, perhaps in another dtype: put off until it is used.
-_SAME = {torch.Tensor.detach, torch.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+_DETACH = {torch.Tensor.detach, torch.detach}
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _CASTS: dict[Any, torch.dtype] = {
     torch.Tensor.half: torch.float16,
     torch.Tensor.bfloat16: torch.bfloat16,
@@ -79,11 +84,17 @@ _CASTS: dict[Any, torch.dtype] = {
 _WRITING = {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__"}
 _WRITING |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-_MAKES_PARAMETER = nn.Parameter.__new__.__code__
-_IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+# Runs a function of torch on what a placeholder is to torch: an empty tensor on the meta device.
+_as_meta: Callable[..., Any] = nn.Parameter.__torch_function__
+_DTYPE, _REQUIRES_GRAD = torch.Tensor.dtype.__get__, torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+# Functions of nn.init that leave a tensor of the meta device alone, where the others let it decide.
+_INITIALISERS = ("trunc_normal_", "dirac_", "orthogonal_", "sparse_")
+_WRITING_INITIALISERS: dict[str, Callable[..., torch.Tensor]] = {}  # what is there instead, by name
+# Whether a module is being cast in this thread.
+_CASTING: ContextVar[bool] = ContextVar("casting", default=False)
 
 
-class Offloaded:
+class Offloaded(BecomesParameter):
     """The behaviour of both kinds of placeholder.
 
     slot: where the value is. put_back: the tensor that a module got for good, for those that share it.
@@ -99,20 +110,17 @@ class Offloaded:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
         if name == "__get__":
-            described = function not in _COMPUTED and function not in _SAME
+            described = function not in _COMPUTED and function != _DATA
         else:
             described = name in ("__set__", "__delete__") or function in _DESCRIPTIONS
         if described:
             if function == _SET_DATA and not _is_cast(args[0], args[1]):
                 return _replace(args[0], args[1])
-            if function == _IS_META and sys._getframe(1).f_globals is nn.init.__dict__:
-                return False  # it would leave the weight as it is
-            with torch._C.DisableTorchFunctionSubclass():
-                return function(*args, **kwargs)
+            return _as_meta(function, types, args, kwargs)
         if args and isinstance(args[0], Offloaded):
-            if function in _SAME:
-                if sys._getframe(1).f_code is _MAKES_PARAMETER:
-                    return args[0]._alike()  # which it insists on: see `_is_param`
+            if function in _DETACH:
+                return args[0]._detached()
+            if function == _DATA:
                 return args[0]._again(args[0].dtype)  # type: ignore[attr-defined]
             if function is torch.Tensor.view_as:  # how nn.init writes to a weight
                 return args[0]._again(args[0].dtype, args[1].shape)  # type: ignore[attr-defined]
@@ -122,38 +130,28 @@ class Offloaded:
         written = _written(name, args, kwargs)
         if written:
             return _write(function, written, args, kwargs)
-        args, kwargs = tree_map(_bring, args), tree_map(_bring, kwargs)
+        args, kwargs = _brought_in(args), _brought_in(kwargs)
         return function(*args, **kwargs)
 
     def _again(self, dtype: torch.dtype, shape: torch.Size | None = None) -> OffloadedTensor:
         """The same value as a tensor that has no part in gradients, in this dtype and shape."""
-        with torch._C.DisableTorchFunctionSubclass():
-            meta = torch.empty_strided(self.size(), self.stride(), dtype=dtype, device="meta")  # type: ignore[attr-defined]
-            meta = meta if shape is None else meta.view(shape)
-        made = OffloadedTensor._around(meta)
+        meta = _meta(cast(torch.Tensor, self), dtype)
+        made = OffloadedTensor._around(meta if shape is None else meta.view(shape))
         made.slot = self.slot
         return made
 
-    def _alike(self) -> Any:
-        """Another one of the same class."""
-        made = cast(Any, type(self))._around(self)
+    def _detached(self) -> Any:
+        """The same value without a part in gradients. `nn.Parameter` insists on the same class, too."""
+        made = cast(Any, type(self))._without_gradients(cast(torch.Tensor, self))
         made.slot = self.slot
         return made
 
-    @property
-    def _is_param(self) -> bool:
-        return bool(self.__dict__.get("_is_param", False))
+    def became_parameter(self) -> None:
+        """`nn.Parameter` has made this one of a placeholder: a parameter to be trained, so it gets a value.
 
-    @_is_param.setter
-    def _is_param(self, value: bool) -> None:
-        """`nn.Parameter` sets it on what it has made of a placeholder: a parameter to be trained, so it gets a value.
-
-        Casts of a module may put what they have made in the place of a placeholder, and that remains one.
+        What a cast of a module makes takes the place of a placeholder, and remains one.
         """
-        self.__dict__["_is_param"] = value
-        caller = sys._getframe(1)
-        casts = getattr(caller.f_back, "f_globals", None) is nn.modules.module.__dict__
-        if caller.f_code is _MAKES_PARAMETER and not casts:
+        if not _CASTING.get():
             tensor = cast(torch.Tensor, self)
             made = nn.Parameter(_bring(tensor).detach().clone(), requires_grad=tensor.requires_grad)
             torch.utils.swap_tensors(tensor, made)
@@ -182,7 +180,9 @@ class OffloadedTensor(Offloaded, torch.Tensor):
 
     @classmethod
     def _around(cls, tensor: torch.Tensor) -> Any:
-        return torch.Tensor._make_subclass(cls, _meta(tensor), False)
+        return _meta(tensor).as_subclass(cls)
+
+    _without_gradients = _around
 
 
 class OffloadedParameter(Offloaded, nn.Parameter):
@@ -201,22 +201,74 @@ class OffloadedParameter(Offloaded, nn.Parameter):
 
     @classmethod
     def _around(cls, tensor: torch.Tensor) -> Any:
-        made = torch.Tensor._make_subclass(cls, _meta(tensor), tensor.requires_grad)
+        made = nn.Parameter.__new__(cls, _meta(tensor), tensor.requires_grad)
         if not has_parts(type(tensor)):  # which are attributes of it
             made.__dict__.update(tensor.attributes() if isinstance(tensor, Offloaded) else tensor.__dict__)
         return made
 
+    @classmethod
+    def _without_gradients(cls, tensor: torch.Tensor) -> Any:
+        return nn.Parameter.__new__(cls, _meta(tensor), False)
 
-def _meta(tensor: torch.Tensor) -> torch.Tensor:
-    with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+def stand_in_for(tensor: torch.Tensor, slot: Slot) -> Any:
+    """The placeholder of a tensor."""
+    made = (OffloadedParameter if isinstance(tensor, nn.Parameter) else OffloadedTensor)._around(tensor)
+    made.slot = slot
+    _let_initialisers_write()
+    return made
+
+
+def traits_of(stand_in: torch.Tensor) -> tuple[torch.dtype, bool]:
+    """The dtype of a placeholder and whether it requires gradients, faster than by its attributes."""
+    return _as_meta(_DTYPE, (), (stand_in,), {}), _as_meta(_REQUIRES_GRAD, (), (stand_in,), {})
+
+
+def _meta(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    with torch.no_grad():
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype or tensor.dtype, device="meta")
+
+
+@contextlib.contextmanager
+def casting() -> Iterator[None]:
+    """Inside, a module is cast: parameters that are made of placeholders remain placeholders."""
+    token = _CASTING.set(True)
+    try:
+        yield
+    finally:
+        _CASTING.reset(token)
+
+
+def _let_initialisers_write() -> None:
+    """Have the functions of nn.init write to placeholders that would otherwise take these for empty."""
+    for name in _INITIALISERS:
+        function = getattr(nn.init, name, None)
+        if function is not None and function is not _WRITING_INITIALISERS.get(name):
+            _WRITING_INITIALISERS[name] = made = _writing(function)
+            setattr(nn.init, name, made)
+
+
+def _writing(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(function)
+    def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(tensor, Offloaded):
+            return _write(function, [tensor], (tensor, *args), kwargs)
+        return function(tensor, *args, **kwargs)
+
+    return initialise
+
+
+def _brought_in(values: Any) -> Any:
+    return recursively_apply(_bring, values, test_type=_is_offloaded)
+
+
+def _is_offloaded(value: Any) -> bool:
+    return isinstance(value, Offloaded)
 
 
 @outside_graphs
 def _bring(value: Any) -> Any:
-    if not isinstance(value, Offloaded):
-        return value
-    tensor = cast(torch.Tensor, value)
+    tensor: torch.Tensor = value
     brought = value.slot.value().to(tensor.dtype)
     if brought.shape != tensor.shape:
         brought = brought.view(tensor.shape)
@@ -231,13 +283,14 @@ def _cast_to(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> to
         wanted = kwargs.get("dtype", args[1] if len(args) > 1 else None)
         return wanted if isinstance(wanted, torch.dtype) else None
     if function is torch.Tensor.to:
-        if "copy" in kwargs or sum(isinstance(arg, bool) for arg in args) > 1:
+        flags = [arg for arg in args[1:] if isinstance(arg, bool)]
+        if "copy" in kwargs or len(flags) > 1:
             return None  # what it gives is to be written to, say
-        # torch's own types say that these are never None.
-        parsed: tuple[Any, ...] = torch._C._nn._parse_to(*args[1:], **kwargs)
-        device, dtype, _, memory_format = parsed
-        if device is None and memory_format is None:
-            return dtype or args[0].dtype
+        given = [arg for arg in args[1:] if arg is not None and not isinstance(arg, (bool, torch.dtype))]
+        given += [value for key, value in kwargs.items() if key not in ("dtype", "non_blocking") and value is not None]
+        if not given:  # neither a device nor a tensor that is on one, nor another order of memory
+            dtypes = [value for value in (*args[1:], kwargs.get("dtype")) if isinstance(value, torch.dtype)]
+            return dtypes[0] if dtypes else args[0].dtype
     return None
 
 
@@ -258,19 +311,20 @@ def _write(function: Callable[..., Any], written: list[Any], args: tuple[Any, ..
         return args[0]  # it has this value
     hosts = {id(offloaded): _writable(offloaded, function.__name__) for offloaded in written}
     for gpu in {offloaded.slot.device for offloaded in written if offloaded.slot.device.type == "cuda"}:
-        torch.cuda.synchronize(gpu)  # copies for earlier forwards may be queued there, and read what is written to
+        torch.accelerator.synchronize(
+            gpu
+        )  # copies for earlier forwards may be queued there, and read what is written to
     device = next(iter(hosts.values())).device
 
     def there(value: Any) -> Any:
         if id(value) in hosts:
             return hosts[id(value)]
-        value = _bring(value)
-        return value.to(device) if isinstance(value, torch.Tensor) else value
+        return (_bring(value) if _is_offloaded(value) else value).to(device)
 
     with torch.no_grad():
-        result = function(*tree_map(there, args), **tree_map(there, kwargs))
+        result = function(*recursively_apply(there, args), **recursively_apply(there, kwargs))
     given = {id(hosts[id(offloaded)]): offloaded for offloaded in written}
-    return tree_map(lambda value: given.get(id(value), value), result)
+    return recursively_apply(lambda value: given.get(id(value), value), result)
 
 
 def _writable(offloaded: Any, how: str) -> torch.Tensor:

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from accelerate.big_modeling.parameters import has_parts, is_packed, of_kind
-from accelerate.big_modeling.placeholder import Offloaded, OffloadedParameter, OffloadedTensor
+from accelerate.big_modeling.placeholder import Offloaded, stand_in_for, traits_of
 from accelerate.big_modeling.store import FileRange, find_source, full_name
+from accelerate.torch_internals.offloaded_tensors import version_of
 
 Device = int | str | torch.device
 
@@ -52,14 +53,14 @@ class Slot:
         tensor = cast(torch.Tensor, self.table[attribute])
         # The class of a tensor that is not a plain one, and its strides where it does not lie row by row.
         self.kind: type[torch.Tensor] | None = _kind_of(tensor)
-        self.placeholder = _stand_in(tensor, self)
+        self.placeholder = stand_in_for(tensor, self)
         self.stand_in: type[torch.Tensor] = type(self.placeholder)
         self.strides = _unusual_strides(self.placeholder)
         self.nbytes = self.placeholder.nbytes
         self.table[attribute] = self.placeholder
         # What the copy that is on its way is made of, with its version then: see `take`.
         self._taken: torch.Tensor | None = None
-        self._version = 0
+        self._version: int | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Slot:
         memo[id(self)] = made = Slot.__new__(Slot)
@@ -90,13 +91,14 @@ class Slot:
         stand_in = self.table[self.attribute]
         if stand_in is not self.placeholder and isinstance(stand_in, Offloaded):
             self.placeholder = stand_in  # a cast of the model may have put another one there
-        with torch._C.DisableTorchFunctionSubclass():  # the attributes of a placeholder, without a detour
-            if value.dtype is not stand_in.dtype:
-                value = value.to(stand_in.dtype)
-            if self.strides is not None and value.stride() != self.strides:
-                value = value.new_empty_strided(value.shape, self.strides).copy_(value.detach())
-            if self.is_parameter and self.kind is None:
-                value = nn.Parameter(value, requires_grad=gradients and stand_in.requires_grad)
+        dtype, requires_grad = traits_of(stand_in)
+        requires_grad = gradients and requires_grad
+        if value.dtype is not dtype:
+            value = value.to(dtype)
+        if self.strides is not None and value.stride() != self.strides:
+            value = value.new_empty_strided(value.shape, self.strides).copy_(value.detach())
+        if self.is_parameter and self.kind is None:
+            value = nn.Parameter(value, requires_grad=requires_grad)
         if self.is_parameter and (len(stand_in.__dict__) > 1 or self.kind is not None):
             # In a module that was unpickled a plain parameter stands in.
             attributes = stand_in.attributes() if isinstance(stand_in, Offloaded) else dict(stand_in.__dict__)
@@ -106,7 +108,7 @@ class Slot:
                 known = type(value) is not torch.Tensor or has_parts(self.kind) or issubclass(self.kind, nn.Parameter)
                 if not known:
                     value = value.as_subclass(self.kind)  # files know no classes
-                value = of_kind(self.kind, value, gradients and stand_in.requires_grad, attributes)
+                value = of_kind(self.kind, value, requires_grad, attributes)
         self.table[self.attribute] = value
         return value
 
@@ -139,18 +141,13 @@ class Slot:
     def take(self) -> torch.Tensor | FileRange:
         """The source, for a copy that is used later: see `is_outdated`."""
         source = self.source()
-        self._taken = None
-        if isinstance(source, torch.Tensor):
-            try:
-                self._version = source._version
-                self._taken = source
-            except RuntimeError:  # a tensor of inference mode: nobody knows when it is written to
-                pass
+        self._taken = source if isinstance(source, torch.Tensor) else None
+        self._version = None if self._taken is None else version_of(self._taken)
         return source
 
     def is_outdated(self) -> bool:
         """Whether a copy of what was taken last must not be used: it was written to, or something else is there now."""
-        if self._taken is not None and self._taken._version != self._version:
+        if self._taken is not None and version_of(self._taken) != self._version:
             return True
         return self.table.get(self.attribute) is not self.placeholder
 
@@ -205,17 +202,5 @@ def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor] | None:
 
 def _unusual_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
     """The strides of a tensor that has all of its memory for itself, but not in the usual order."""
-    with torch._C.DisableTorchFunctionSubclass():
-        if tensor.is_contiguous() or torch.empty_like(tensor).stride() != tensor.stride():
-            return None
-        return tensor.stride()
-
-
-def _stand_in(tensor: torch.Tensor, slot: Slot) -> Any:
-    made: Any
-    if isinstance(tensor, nn.Parameter):
-        made = OffloadedParameter._around(tensor)
-    else:
-        made = OffloadedTensor._around(tensor)
-    made.slot = slot
-    return made
+    strides, empty = tensor.stride(), torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
+    return None if empty.is_contiguous() or torch.empty_like(empty).stride() != strides else strides

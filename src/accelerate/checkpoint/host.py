@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +17,8 @@ import torch
 
 from accelerate.checkpoint.stream import flat
 from accelerate.checkpoint.threads import threads
+from accelerate.devices import page_lock
+from accelerate.devices.page_lock import Locker, whole_pages
 from accelerate.files import view_of
 
 _ALIGNMENT = 64
@@ -43,7 +47,7 @@ class HostMemory:
             starts[key] = size
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         gpus = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
-        memory = self._take(size, pinned=bool(gpus))
+        memory = self._take(size, next(iter(gpus), None))
         copies = {key: memory.part(starts[key], tensor) for key, tensor in tensors.items()}
         copy([(copies[key], tensor.detach()) for key, tensor in tensors.items() if tensor.device.type == "cpu"])
         for key, tensor in tensors.items():
@@ -52,14 +56,15 @@ class HostMemory:
                 waits = tensor.device.type != "cuda" or tensor.is_conj() or tensor.is_neg()
                 copies[key].copy_(tensor.detach(), non_blocking=not waits)
         for device in gpus:
-            torch.cuda.synchronize(device)
+            torch.accelerator.synchronize(device)
         return _rebuilt(content, copies)
 
-    def _take(self, size: int, pinned: bool) -> _Memory:
-        """Memory of this size: that of an earlier save of the same shape, else new."""
+    def _take(self, size: int, gpu: torch.device | None) -> _Memory:
+        """Memory of this size: that of an earlier save of the same shape, else new. gpu: pinned for copies from it."""
+        pinned = gpu is not None
         found = next((memory for memory in self._free if (memory.size, memory.pinned) == (size, pinned)), None)
         if found is None:
-            found = _Memory(size, pinned)
+            found = _Memory(size, gpu)
         else:
             self._free.remove(found)
         self._used.append(found)
@@ -67,16 +72,21 @@ class HostMemory:
 
 
 class _Memory:
-    """Host memory of exactly this size, where torch's own allocator of pinned memory would take up to twice as much."""
+    """Host memory of exactly this size, where torch's own allocator of pinned memory would take up to twice as much.
 
-    def __init__(self, size: int, pinned: bool) -> None:
-        self.size, self.pinned = size, pinned
-        self._memory = torch.empty(size, dtype=torch.uint8)
-        self._registered = False
-        if pinned:
-            runtime = torch.cuda.cudart()
-            # Where the system does not allow so much, the memory is as good, and slower.
-            self._registered = runtime.cudaHostRegister(self._memory.data_ptr(), size, 0) == runtime.cudaError.success
+    gpu: pinned for copies from it, and from all others. Where the system does not allow so much, the memory is as good,
+    and slower.
+    """
+
+    def __init__(self, size: int, gpu: torch.device | None) -> None:
+        self.size, self.pinned = size, gpu is not None
+        self._memory = torch.empty(size, dtype=torch.uint8) if gpu is None else whole_pages(size)
+        if gpu is not None and size:
+            locker = Locker(*page_lock.calls_for(gpu))
+            # When the process ends the memory goes anyway.
+            weakref.finalize(self, _unpin, os.getpid(), locker, self._memory).atexit = False
+            locker.add(self._memory.data_ptr(), -(-size // mmap.PAGESIZE) * mmap.PAGESIZE, lambda pinned: None)
+            locker.wait()
 
     def part(self, start: int, like: torch.Tensor) -> torch.Tensor:
         """A tensor in a part of this memory, which to all the world has a memory of its own."""
@@ -85,10 +95,11 @@ class _Memory:
         view = memoryview(self._memory.numpy())[start : start + like.nbytes]  # type: ignore[arg-type]
         return torch.frombuffer(view, dtype=torch.uint8).view(like.dtype).reshape(like.shape)
 
-    def __del__(self) -> None:
-        if self._registered:
-            with suppress(Exception):  # at the end of the program CUDA may be gone
-                torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+
+def _unpin(process: int, locker: Locker, memory: torch.Tensor) -> None:
+    """Before the memory is freed, which this keeps until then."""
+    if process == os.getpid():  # a fork of it (the worker of a data loader) has no CUDA
+        locker.close()
 
 
 def copy(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:

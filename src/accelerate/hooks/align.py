@@ -14,7 +14,7 @@ from torch import nn
 from accelerate.big_modeling.copier import copier_for
 from accelerate.big_modeling.graphs import outside_graphs
 from accelerate.big_modeling.parameters import is_quantized
-from accelerate.big_modeling.placeholder import OffloadedTensor
+from accelerate.big_modeling.placeholder import casting
 from accelerate.big_modeling.slot import Slot, refuse_shapes
 from accelerate.big_modeling.store import OffloadedWeightsLoader, full_name, root_of
 from accelerate.big_modeling.streaming import Block, Streamer
@@ -27,6 +27,7 @@ from accelerate.big_modeling.tensors import (
 )
 from accelerate.comm.tree import find_device, send_arguments_to_device, send_to_device
 from accelerate.hooks.base import ModelHook, SequentialHook, add_hook_to_module
+from accelerate.torch_internals.offloaded_tensors import apply_of_class, replace_apply, restore_apply
 
 Device = int | str | torch.device
 
@@ -145,7 +146,7 @@ class AlignDevicesHook(ModelHook):
             self._handles.append(nn.Module.register_state_dict_post_hook(holder, _fill_in))
             self._handles.append(nn.Module._register_load_state_dict_pre_hook(holder, take_over, with_module=True))
             # What `to`, `cuda` and their likes call, on this module and on those around it.
-            holder._apply = functools.partial(_apply, holder)  # type: ignore[method-assign]
+            replace_apply(holder, functools.partial(_apply, holder))
         self._lists = [holder for holder in holders if isinstance(holder, nn.RNNBase)]
         self._forget()
 
@@ -233,7 +234,7 @@ class AlignDevicesHook(ModelHook):
         if self._block is not None and self._streamer is not None:
             self._streamer.discard(self._block)
             for slot in self._block.slots:
-                slot.holder.__dict__.pop("_apply", None)
+                restore_apply(slot.holder)
                 slots[slot.name] = slot
         for handle in self._handles:
             handle.remove()
@@ -328,7 +329,7 @@ def _fill_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_m
     for attribute in (*module._parameters.keys(), *module._buffers.keys()):
         entry = state_dict.get(f"{prefix}{attribute}")
         # With keep_vars the entry is the parameter itself.
-        if type(entry) is OffloadedTensor and entry is not table_of(module, attribute)[attribute]:
+        if isinstance(entry, STAND_INS) and entry is not table_of(module, attribute)[attribute]:
             state_dict[f"{prefix}{attribute}"] = entry.slot.host().detach().to(entry.dtype)
 
 
@@ -337,17 +338,20 @@ def _apply(module: nn.Module, function: Callable[[torch.Tensor], Any], *args: An
 
     def checked(tensor: torch.Tensor) -> Any:
         result = function(tensor)
-        if isinstance(tensor, STAND_INS) and not isinstance(result, STAND_INS):
+        if not isinstance(tensor, STAND_INS):
+            return result
+        if not isinstance(result, STAND_INS):
             name = full_name(tensor.slot.weights, tensor.slot.name)
             raise RuntimeError(
                 f"This {type(module).__name__} cannot be moved: {name} lies in host memory or on disk, and is brought "
                 "in when it is used; call `remove_hook_from_submodules` on the model first, or offload it with another "
                 "device."
             )
-        return result
+        tensor.data = result
+        return tensor
 
-    applied: nn.Module = type(module)._apply(module, checked, *args, **kwargs)
-    return applied
+    with casting():
+        return apply_of_class(module, checked, *args, **kwargs)
 
 
 def take_over(

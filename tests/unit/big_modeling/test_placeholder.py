@@ -279,7 +279,8 @@ def test_a_stand_in_is_cast_alone() -> None:
 
 @pytest.mark.parametrize("way", ["overwrite", "swap"])
 def test_casts_that_make_parameters_anew(way: str) -> None:
-    layer, value = offloaded()
+    layer: Any = cpu_offload(nn.Linear(3, 4), "cpu")
+    value = layer.state_dict()["weight"]
     choose = getattr(torch.__future__, f"set_{way}_module_params_on_conversion")
     choose(True)
     try:
@@ -287,3 +288,4 @@ def test_casts_that_make_parameters_anew(way: str) -> None:
     finally:
         choose(False)
     assert layer.weight.is_meta and torch.equal(layer.weight + 0, value.double())
+    assert isinstance(layer.weight, OffloadedParameter) and layer(torch.ones(1, 3).double()).dtype is torch.float64

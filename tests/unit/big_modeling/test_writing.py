@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,17 @@ def test_random_values_are_those_of_a_plain_model() -> None:
         torch.manual_seed(1)
         model.reset_parameters()  # type: ignore[operator]
     assert all(torch.equal(offloaded.state_dict()[name], value) for name, value in plain.state_dict().items())
+
+
+def test_initialisers_that_leave_empty_tensors_alone() -> None:
+    """Those of nn.init that would take an offloaded weight for one, and all others are as they were."""
+    plain, offloaded = nn.Conv1d(4, 4, 3), cpu_offload(nn.Conv1d(4, 4, 3), "cpu")
+    for model in (plain, offloaded):
+        assert nn.init.dirac_(tensor=model.weight, groups=2) is model.weight
+    assert torch.equal(offloaded.state_dict()["weight"], plain.weight)
+    empty = torch.empty(4, 4, 3, device="meta")
+    assert nn.init.dirac_(empty) is empty and nn.init.orthogonal_(empty) is empty
+    assert pickle.loads(pickle.dumps(nn.init.dirac_)) is nn.init.dirac_
 
 
 def test_data_of_another_kind_is_refused() -> None:
