@@ -11,12 +11,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from torch.nn.parameter import UninitializedParameter
 
 from accelerate.big_modeling.parameters import like
 from accelerate.big_modeling.walk import without_collecting_garbage
 from accelerate.config.environment import parse_flag_from_env
+from accelerate.torch_internals.modules import (
+    buffers_of,
+    children_of,
+    has_registration_hooks,
+    is_new_name,
+    parameters_of,
+)
 
 _META = torch.device("meta")
 
@@ -108,7 +114,7 @@ def _placing(device: torch.device) -> Place:
             if known is None or known[0]() is not parameter:
                 known = moved[id(parameter)] = weakref.ref(parameter), move(parameter)
             parameter = known[1]
-        module._parameters[name] = parameter
+        parameters_of(module)[name] = parameter
 
     return place
 
@@ -118,7 +124,7 @@ def _register_parameters(replace: Replace) -> None:
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        registered = module._parameters[name]  # a hook may have put another one there
+        registered = parameters_of(module)[name]  # a hook may have put another one there
         if registered is not None and _HERE.place is not None:
             _HERE.place(module, name, registered)
 
@@ -130,19 +136,19 @@ def _set_attributes(replace: Replace) -> None:
     set_attribute, register = nn.Module.__setattr__, nn.Module.register_parameter
 
     def __setattr__(module: nn.Module, name: str, value: Any) -> None:
-        own, kind = module.__dict__, type(value)
-        if "_modules" in own and name not in own["_modules"] and name not in own["_buffers"]:
-            if kind in _PLAIN and name not in own["_parameters"]:
+        kind = type(value)
+        if is_new_name(module, name):
+            if kind in _PLAIN:
                 object.__setattr__(module, name, value)
                 return
             if (
                 kind is nn.Parameter
                 and value.grad_fn is None
-                and name not in own
+                and name not in module.__dict__
                 and "." not in name
                 and not hasattr(type(module), name)
                 and type(module).register_parameter is register
-                and not torch_module._global_parameter_registration_hooks
+                and not has_registration_hooks()
                 and (place := _HERE.place) is not None
             ):
                 place(module, name, value)
@@ -200,8 +206,9 @@ def _unless_empty(function: Callable[[nn.Module], None]) -> Callable[[nn.Module]
     @functools.wraps(function)
     def reset_parameters(module: nn.Module) -> None:
         # One with buffers or modules of its own has more to do.
-        parameters = module._parameters.values()
-        if module._buffers or module._modules or not all(value is None or value.is_meta for value in parameters):
+        parameters = parameters_of(module).values()
+        has_more = buffers_of(module) or children_of(module)
+        if has_more or not all(value is None or value.is_meta for value in parameters):
             function(module)
 
     return reset_parameters

@@ -13,6 +13,7 @@ from torch import nn
 from accelerate.big_modeling.tensors import resolve_dtype
 from accelerate.big_modeling.walk import TENSORS, Modules, all_modules, own_tensors
 from accelerate.config.enums import CustomDtype
+from accelerate.torch_internals import xla
 
 _CUSTOM_SIZES = {CustomDtype.FP8: 1, CustomDtype.INT4: 1 / 2, CustomDtype.INT2: 1 / 4}
 
@@ -35,9 +36,7 @@ def dtype_byte_size(dtype: Dtype) -> int | float:
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     """Returns what tells the memory of a tensor from that of others: device, address, bytes."""
     if tensor.device.type == "xla":
-        import torch_xla
-
-        return tensor.device, torch_xla._XLAC._xla_get_tensor_id(tensor), tensor.untyped_storage().nbytes()
+        return tensor.device, xla.tensor_id(tensor), tensor.untyped_storage().nbytes()
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
 

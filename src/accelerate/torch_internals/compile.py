@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
+import sys
 from typing import Any
 
 import torch
@@ -34,3 +37,29 @@ def compiled_like(compiled: Any, module: nn.Module) -> Any:
     """Another module, compiled with the settings of a compiled one; with those that are usual, if torch lost them."""
     settings = getattr(compiled, "dynamo_ctx", None)
     return torch.compile(module) if settings is None else type(compiled)(module, settings)
+
+
+def compiler_is_loaded() -> bool:
+    """Whether something may have been compiled in this process; always, where torch has its compiler elsewhere."""
+    return "torch._dynamo" in sys.modules or not _has_dynamo()
+
+
+@functools.cache
+def _has_dynamo() -> bool:
+    return importlib.util.find_spec("torch._dynamo") is not None
+
+
+def keep_out_of_graphs(function: Any, reason: str) -> None:
+    """Mark a function so that the compiler neither compiles it nor looks into it, without loading the compiler.
+
+    Without these names the compiler looks into the function, and loses time, until it meets one that is disabled by
+    `torch.compiler.disable`.
+    """
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = reason
+    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    if hasattr(frames, "skip_code"):
+        frames.skip_code(function.__code__)
+    elif hasattr(frames, "_FrameExecStrategy"):  # from torch 2.8 on
+        action = frames._FrameAction
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))

@@ -179,3 +179,26 @@ def refresh_flat_weights(module: nn.RNNBase) -> None:
         return
     for name, weight in list(parameters_of(module).items()):
         setattr(module, name, weight)
+
+
+def is_new_name(module: nn.Module, name: str) -> bool:
+    """Whether a module is set up and has neither a parameter nor a buffer nor a child of this name.
+
+    False where torch keeps its tables elsewhere: an attribute of that name is then set by the long way.
+    """
+    own = module.__dict__
+    try:
+        return name not in own["_parameters"] and name not in own["_buffers"] and name not in own["_modules"]
+    except KeyError:
+        return False
+
+
+def add_pre_load_hook(module: nn.Module, hook: Callable[..., None]) -> Any:
+    """Have a hook called before a module takes its tensors out of a state dict; returns a handle that removes it.
+
+    By the method of the base class, which works on modules of TorchScript as well; the public one refuses these.
+    """
+    register: Any = getattr(nn.Module, "_register_load_state_dict_pre_hook", None)
+    if register is not None:
+        return register(module, hook, with_module=True)
+    return module.register_load_state_dict_pre_hook(hook)
