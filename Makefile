@@ -5,14 +5,19 @@ PEER := .venv-peer
 TRACKERS := .venv-trackers
 QUANTIZATION := .venv-quantization
 CLIENTS := .venv-clients
+TORCH_OLDEST := .venv-torch-2.6
+TORCH_MIDDLE := .venv-torch-2.9
 BIN := $(VENV)/bin
 PIP := -m pip --disable-pip-version-check install --quiet
+# Half of the time a test waits, mostly for processes to start: so two workers. All of a file is run by one of them.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Debian keeps the pip that `venv` copies in a package of its own; without it, the system's pip installs one.
 make_venv = $(PYTHON) -m venv $(1) || \
 	{ $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 
-.PHONY: help quickstart test trackers peer-checkpoints peer-models quantization clients peer-launch soak lint format bench
+.PHONY: help quickstart test trackers peer-checkpoints peer-models quantization clients torch-oldest torch-middle peer-launch soak \
+	lint format bench
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +29,8 @@ help:
 	@echo "make peer-models  device maps and sizes as in the released package"
 	@echo "make quantization weights in 8 and 4 bits, with the real bitsandbytes"
 	@echo "make clients      transformers, peft, diffusers and trl as released, on this package"
+	@echo "make torch-oldest the tests on the oldest release of torch that is supported"
+	@echo "make torch-middle the tests on a release of torch between the oldest and the current one"
 	@echo "make soak         kill saves at thousands of moments"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite the code"
@@ -68,6 +75,16 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt benchmarks/peer-requirements.t
 	$(CLIENTS)/bin/python $(PIP) --no-deps --upgrade --target $(CLIENTS)/released $$(grep ^accelerate benchmarks/peer-requirements.txt)
 	@touch $@
 
+# Older releases of torch come as CUDA builds: without what they depend on, and with stand-ins for the CUDA libraries.
+.venv-torch-%/.ready: tests/torch_versions/%.txt tests/torch_versions/requirements.txt \
+		tests/torch_versions/without_cuda.py pyproject.toml
+	@echo "installing torch $* into $(@D)"
+	test -x $(@D)/bin/python -a -x $(@D)/bin/pip || $(call make_venv,$(@D))
+	$(@D)/bin/python $(PIP) -r tests/torch_versions/requirements.txt
+	$(@D)/bin/python $(PIP) --no-deps -r tests/torch_versions/$*.txt -e .
+	$(@D)/bin/python tests/torch_versions/without_cuda.py
+	@touch $@
+
 # On CPU even where there is a GPU: two processes cannot share one.
 quickstart: $(VENV)/.ready-examples
 	ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/quickstart.py
@@ -82,9 +99,8 @@ format: $(VENV)/.ready-test
 	$(BIN)/ruff format .
 
 # ARGS goes to pytest: make test ARGS="tests/unit -k sampler"
-# Half of the time a test waits, mostly for processes to start: so two workers. All of a file is run by one of them.
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python $(PYTEST) $(ARGS)
 
 # These libraries are heavy, so they have an environment of their own. One that is missing there is a failure.
 trackers: $(TRACKERS)/.ready
@@ -104,6 +120,12 @@ quantization: $(QUANTIZATION)/.ready
 
 clients: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
+torch-oldest: $(TORCH_OLDEST)/.ready
+	$(TORCH_OLDEST)/bin/python $(PYTEST) $(ARGS)
+
+torch-middle: $(TORCH_MIDDLE)/.ready
+	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(ARGS)
 
 # The tests of crashes, with SOAK times as many moments.
 soak: $(VENV)/.ready-test

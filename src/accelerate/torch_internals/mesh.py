@@ -43,7 +43,7 @@ def _cut_in_turn(
     shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[Sequence[int], Sequence[int]]:
     sizes, offsets = list(shape), [0] * len(shape)
-    coordinate: Sequence[int] = mesh.get_coordinate() or ()
+    coordinate = tuple(mesh.get_coordinate() or ())
     for axis, (rank, placement) in enumerate(zip(coordinate, placements, strict=True)):
         if type(placement) is Shard:
             size = sizes[placement.dim]
