@@ -132,6 +132,7 @@ class Offloaded(BecomesParameter):
         args, kwargs = _brought_in(args), _brought_in(kwargs)
         return function(*args, **kwargs)
 
+    @outside_graphs
     def _again(self, dtype: torch.dtype, shape: torch.Size | None = None) -> OffloadedTensor:
         """The same value as a tensor that has no part in gradients, in this dtype and shape."""
         meta = _meta(cast(torch.Tensor, self), dtype)
@@ -139,6 +140,7 @@ class Offloaded(BecomesParameter):
         made.slot = self.slot
         return made
 
+    @outside_graphs
     def _detached(self) -> Any:
         """The same value without a part in gradients. `nn.Parameter` insists on the same class, too."""
         made = cast(Any, type(self))._without_gradients(cast(torch.Tensor, self))
