@@ -52,7 +52,8 @@ def keep_out_of_graphs(function: Any, reason: str) -> None:
     """
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = reason
-    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    inside: Any = getattr(getattr(torch, "_C", None), "_dynamo", None)
+    frames: Any = getattr(inside, "eval_frame", None)
     if hasattr(frames, "skip_code"):
         frames.skip_code(function.__code__)
     elif hasattr(frames, "_FrameExecStrategy"):  # from torch 2.8 on
