@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
 
-from accelerate.torch_internals.compile import compiler_is_loaded, keep_out_of_graphs
+from accelerate.torch_internals.compile import compiler_module, keep_out_of_graphs
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -19,12 +20,13 @@ def outside_graphs(function: Function) -> Function:
     `torch.compiler.disable` does this too, and loads the whole compiler (over a second) where nothing is compiled.
     """
     disabled: Callable[..., Any] | None = None
+    compiler = compiler_module()
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal disabled
         if disabled is None:
-            if not compiler_is_loaded():
+            if compiler not in sys.modules:
                 return function(*args, **kwargs)
             disabled = torch.compiler.disable(function)
         return disabled(*args, **kwargs)

@@ -19,9 +19,9 @@ from accelerate.config.environment import parse_flag_from_env
 from accelerate.torch_internals.modules import (
     buffers_of,
     children_of,
-    has_registration_hooks,
     is_new_name,
     parameters_of,
+    registration_hooks,
 )
 
 _META = torch.device("meta")
@@ -133,7 +133,7 @@ def _register_parameters(replace: Replace) -> None:
 
 def _set_attributes(replace: Replace) -> None:
     """A shorter way for what nearly all attributes are, numbers and new parameters: it is a quarter of the time."""
-    set_attribute, register = nn.Module.__setattr__, nn.Module.register_parameter
+    set_attribute, register, hooks = nn.Module.__setattr__, nn.Module.register_parameter, registration_hooks()
 
     def __setattr__(module: nn.Module, name: str, value: Any) -> None:
         kind = type(value)
@@ -148,7 +148,7 @@ def _set_attributes(replace: Replace) -> None:
                 and "." not in name
                 and not hasattr(type(module), name)
                 and type(module).register_parameter is register
-                and not has_registration_hooks()
+                and not hooks
                 and (place := _HERE.place) is not None
             ):
                 place(module, name, value)

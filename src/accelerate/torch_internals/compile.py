@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import sys
 from typing import Any
 
 import torch
@@ -39,14 +38,10 @@ def compiled_like(compiled: Any, module: nn.Module) -> Any:
     return torch.compile(module) if settings is None else type(compiled)(module, settings)
 
 
-def compiler_is_loaded() -> bool:
-    """Whether something may have been compiled in this process; always, where torch has its compiler elsewhere."""
-    return "torch._dynamo" in sys.modules or not _has_dynamo()
-
-
 @functools.cache
-def _has_dynamo() -> bool:
-    return importlib.util.find_spec("torch._dynamo") is not None
+def compiler_module() -> str:
+    """The module in `sys.modules` without which nothing has been compiled; torch itself, where it is not known."""
+    return "torch._dynamo" if importlib.util.find_spec("torch._dynamo") else "torch"
 
 
 def keep_out_of_graphs(function: Any, reason: str) -> None:
@@ -57,7 +52,8 @@ def keep_out_of_graphs(function: Any, reason: str) -> None:
     """
     function._torchdynamo_disable = True
     function._torchdynamo_disable_msg = reason
-    frames: Any = getattr(getattr(torch._C, "_dynamo", None), "eval_frame", None)
+    inside: Any = getattr(getattr(torch, "_C", None), "_dynamo", None)
+    frames: Any = getattr(inside, "eval_frame", None)
     if hasattr(frames, "skip_code"):
         frames.skip_code(function.__code__)
     elif hasattr(frames, "_FrameExecStrategy"):  # from torch 2.8 on

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, MutableMapping, Set
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
 from typing import Any
 
 import torch
@@ -147,15 +147,15 @@ def loads_by_code_of(module: nn.Module) -> str:
     return "" if code is None else str(code.__module__)
 
 
-def has_registration_hooks() -> bool:
-    """Whether hooks are called for every parameter that is registered, in any module.
+def registration_hooks() -> Mapping[Any, Any]:
+    """The hooks that are called for every parameter that is registered, in any module; it changes as they do.
 
-    True, which costs time where modules are made, where torch does not tell.
+    One that nobody has registered, which costs time where modules are made, where torch does not tell.
     """
     try:
-        return bool(nn.modules.module._global_parameter_registration_hooks)
+        return nn.modules.module._global_parameter_registration_hooks
     except AttributeError:
-        return True
+        return {"unknown": None}
 
 
 def metadata_of(state: Any) -> dict[str, Any]:
