@@ -133,6 +133,7 @@ class Offloaded(BecomesParameter):
         args, kwargs = _brought_in(args), _brought_in(kwargs)
         return function(*args, **kwargs)
 
+    @outside_graphs
     def _again(self, dtype: torch.dtype, shape: torch.Size | None = None) -> OffloadedTensor:
         """The same value as a tensor that has no part in gradients, in this dtype and shape."""
         meta = _meta(cast(torch.Tensor, self), dtype)
