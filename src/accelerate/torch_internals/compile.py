@@ -56,6 +56,6 @@ def keep_out_of_graphs(function: Any, reason: str) -> None:
     frames: Any = getattr(inside, "eval_frame", None)
     if hasattr(frames, "skip_code"):
         frames.skip_code(function.__code__)
-    elif hasattr(frames, "_FrameExecStrategy"):  # from torch 2.8 on
+    elif hasattr(frames, "_FrameExecStrategy") and hasattr(frames, "_FrameAction"):  # from torch 2.8 on
         action = frames._FrameAction
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
