@@ -12,6 +12,9 @@ from torch import nn
 # Under which name a compiled module has the one that it was made of. Ours with compiled regions use the same.
 ORIGINAL = "_orig_mod"
 
+# What torch puts into the names of parameters when it compiles a module, or computes its activations twice.
+ADDED_TO_NAMES = (ORIGINAL, "_checkpoint_wrapped_module")
+
 
 def is_compiled(module: Any) -> bool:
     """Whether a module is what `torch.compile` returned. By the name of the class: importing it takes seconds."""
