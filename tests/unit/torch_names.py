@@ -208,3 +208,11 @@ class Hiding(importlib.abc.MetaPathFinder):
     def install(self) -> None:
         assert not any(name.startswith("accelerate.torch_internals.") for name in sys.modules)
         sys.meta_path.insert(0, self)
+
+
+def without(name: str, file: str) -> Any:
+    """A file of `torch_internals` as it is where torch has no longer this name, beside the one that all others use."""
+    spec: Any = Hiding(name).find_spec(f"accelerate.torch_internals.{file}", None)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -1,6 +1,6 @@
 """Trains on one device as if torch had lost a private name, for each of the names given, in a process of its own.
 
-`python -m tests.unit.train_without FOLDER NAME...` writes what came out to FOLDER/NAME: JSON, of losses or a traceback.
+`python -m tests.unit.train_without FOLDER NAME...` writes what came out to FOLDER/NAME, in JSON: losses or a traceback.
 "nothing" hides nothing. Forked from a process that has imported torch, and nothing of accelerate.
 """
 
