@@ -61,7 +61,6 @@ CUDA = {
     "devices": "the devices",
     "available.py": "asks whether there is one",
     "big_modeling/cuda_copier.py": "copies weights on a stream of their own",
-    "big_modeling/reading.py": "sends what it reads on a stream of its own",
     "checkpoint/stream.py": "copies what it writes on a stream of its own",
     "config/environment.py": "finds the processors near a GPU; stands below the devices",
     "test_utils/backend.py": "says how to measure memory, for tests of other projects",
