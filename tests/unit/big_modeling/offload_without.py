@@ -1,6 +1,6 @@
 """Offloads models as if torch had lost a private name, for each of the names given, in a process of its own.
 
-`python -m tests.unit.big_modeling.offload_without FOLDER NAME...` writes to FOLDER/NAME what came out, in JSON: outputs,
+`python -m tests.unit.big_modeling.offload_without FOLDER NAME...` writes to FOLDER/NAME what came out, in JSON: outputs
 or a traceback. "nothing" hides nothing. Forked from a process that has imported torch, and nothing of accelerate.
 """
 
