@@ -22,6 +22,7 @@ SET_BY_IMPORTS = frozenset(
         "KMP_INIT_AT_FORK",  # scikit-learn
         "TORCHINDUCTOR_CACHE_DIR",  # torch._dynamo
         "TRITON_CACHE_DIR",  # torch._inductor
+        "CUDA_MODULE_LOADING",  # a CUDA build of torch, where it looks for a GPU
     }
 )
 # Threads that live as long as the process by design: tqdm's monitor.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
 import warnings
@@ -52,7 +53,7 @@ class Shards:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                dcp.save({self.key: self.content}, storage_writer=writer, process_group=group, no_dist=not _several())
+                dcp.save({self.key: self.content}, storage_writer=writer, process_group=group)
             except CheckpointException as error:  # no Exception, but raised on all processes alike
                 failed, (failure, _) = next(iter(error.failures.items()))
                 known = failure if isinstance(failure, Exception) else RuntimeError(failure)
@@ -110,7 +111,7 @@ def fill(flat: dict[str, Any], reader: FolderReader) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no process group is used, which is the point
         try:
-            dcp.load(flat, storage_reader=reader, planner=_Planner(folder), no_dist=True)
+            _load_alone(flat, storage_reader=reader, planner=_Planner(folder), no_dist=True)
         except CheckpointException as error:
             failure, _ = next(iter(error.failures.values()))
             if isinstance(failure, CheckpointError):
@@ -119,6 +120,12 @@ def fill(flat: dict[str, Any], reader: FolderReader) -> None:
                 f"{folder} cannot be read ({type(failure).__name__}: {failure}): copy the checkpoint again, or load "
                 "another one."
             ) from error
+
+
+def _load_alone(*args: Any, **kwargs: Any) -> None:
+    # Before torch 2.7 `load` knows no `no_dist`, and asks all processes of the group.
+    knows = "no_dist" in inspect.signature(dcp.load).parameters
+    (dcp.load if knows else dcp.load_state_dict)(*args, **kwargs)
 
 
 def whole(keys: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -40,7 +40,12 @@ def try_weights_only(pickled: bytes) -> None:
 
     unpickler = Unpickler(io.BytesIO(pickled), encoding="utf-8")
     unpickler.persistent_load = without_memory  # type: ignore[method-assign]
-    unpickler.load()
+    to_check = getattr(torch._utils, "_sparse_tensors_to_validate", [])
+    before = len(to_check)
+    try:
+        unpickler.load()
+    finally:
+        del to_check[before:]  # which the next `torch.load` would do, and fail of, as these have no values
 
 
 def _typed(memory: torch.UntypedStorage, dtype: torch.dtype) -> Any:

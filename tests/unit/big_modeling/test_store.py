@@ -25,6 +25,7 @@ from accelerate.utils import (
     offload_weight,
     save_offload_index,
 )
+from tests.harness.torch_features import has_dtype
 from tests.unit.big_modeling.interrupts import ControlC
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.bool, torch.int64, torch.float8_e4m3fn]
@@ -56,7 +57,10 @@ def test_several_write_the_same_weight(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.dat"]
 
 
-@pytest.mark.parametrize("name", ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"])
+RARE = ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu", "float4_e2m1fn_x2"]
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=has_dtype(name)) for name in RARE])
 def test_rare_types_in_safetensors_files(name: str, tmp_path: Path) -> None:
     weight = torch.randint(0, 255, (4, 8), dtype=torch.uint8)
     save_file({"a": weight.view(getattr(torch, name))}, tmp_path / "w.safetensors")

@@ -7,7 +7,7 @@ import mmap
 import os
 import pickle
 import sys
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -227,7 +227,7 @@ def test_the_way_that_is_named_works(tmp_path: Path, name: str) -> None:
     accelerator.save_state(tmp_path)
     (tmp_path / "accelerate_manifest.json").unlink()
     content = torch.load(tmp_path / name, weights_only=False)
-    torch.save({**content, "extra": defaultdict(int, a=1)}, tmp_path / name)
+    torch.save({**content, "extra": deque([1])}, tmp_path / name)
     with pytest.raises(CheckpointError, match=f"{name} asks for coll.* load it with `load_kwargs=.'weights_only'"):
         accelerator.load_state(tmp_path)
     accelerator.load_state(tmp_path, load_kwargs={"weights_only": False})

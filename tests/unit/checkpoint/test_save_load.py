@@ -41,6 +41,7 @@ from accelerate.checkpointing import (
 )
 from accelerate.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
+from tests.harness.torch_features import refuses_defaultdict
 from tests.unit.accelerator.toys import Net, loader, optimizer_values, weights
 
 WIDEST = torch.complex64
@@ -611,7 +612,13 @@ def test_plain_types_of_python(tmp_path: Path, value: Any, caplog: pytest.LogCap
     assert not caplog.records
 
 
-@pytest.mark.parametrize("value", [deque([1]), defaultdict(int, a=1)], ids=["deque", "defaultdict"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(deque([1]), id="deque"),
+        pytest.param(defaultdict(int, a=1), id="defaultdict", marks=refuses_defaultdict),
+    ],
+)
 def test_what_torch_never_allows_has_another_way(tmp_path: Path, value: Any) -> None:
     """Release 1.x wrote them as pickle does: made empty, and then filled."""
     accelerator = Accelerator(cpu=True)
@@ -730,6 +737,13 @@ def test_odd_tensors_in_objects(tmp_path: Path, kind: str, behind: bool) -> None
         assert torch.equal(found.dequantize(), value.dequantize())
     elif kind != "without contents":
         assert torch.equal(found.to_dense(), value.to_dense())
+
+
+@pytest.mark.parametrize("kind", ["sparse", "sparse rows"])
+@pytest.mark.filterwarnings("ignore:.*beta state")
+def test_sparse_tensors_in_objects_where_torch_checks_them(tmp_path: Path, kind: str) -> None:
+    with torch.sparse.check_sparse_tensor_invariants():
+        test_odd_tensors_in_objects(tmp_path, kind, behind=False)
 
 
 class Tied(nn.Module):
