@@ -72,7 +72,6 @@ def test_who_takes_part_in_loading() -> None:
     assert without("_load_state_dict_post_hooks", "modules").has_post_load_hooks(plain)
     assert without("_load_state_dict_pre_hooks", "modules").has_pre_load_hooks(plain)
     assert without("_load_from_state_dict", "modules").loads_by_code_of(plain) == ""
-    assert without("_global_parameter_registration_hooks", "modules").has_registration_hooks()
 
 
 def test_weights_of_an_rnn() -> None:
