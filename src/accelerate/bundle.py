@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 # Which list of a Bundle takes an object. Stand-ins for objects that an engine makes itself (a "dummy" optimizer, say)
-# are of none of these classes: they name their list in a class attribute `prepared_as`.
+# are of none of these classes: they name their list in a class attribute `_accelerate_kind`.
 _KINDS: tuple[tuple[type, str], ...] = (
     (DataLoader, "loaders"),
     (torch.nn.Module, "models"),
@@ -22,11 +22,11 @@ _KINDS: tuple[tuple[type, str], ...] = (
 
 def kind_of(item: Any) -> str | None:
     """The list of a `Bundle` that an object belongs to; None for what `prepare` hands back as it is."""
-    named: str | None = getattr(type(item), "prepared_as", None)
-    return named or next((kind for base, kind in _KINDS if isinstance(item, base)), None)
+    known = next((kind for base, kind in _KINDS if isinstance(item, base)), None)
+    return known or getattr(type(item), "_accelerate_kind", None)
 
 
-@dataclass
+@dataclass(eq=False)
 class Entry:
     """One object. `value` is what was given, and in the end what `prepare` returns in its place."""
 
@@ -43,8 +43,8 @@ class Entry:
 class Bundle:
     """The objects of one call, each an `Entry` in the list of its kind, and what earlier calls have prepared.
 
-    Precision and strategy replace the `value` of entries. Lists of earlier objects are for looking at: an optimizer
-    may be prepared before its model, or a model before the optimizer that an engine must have together with it.
+    Precision and strategy replace the `value` of entries. Earlier objects are for looking at: an optimizer may be
+    prepared before its model.
     """
 
     models: list[Entry] = field(default_factory=list)
@@ -58,11 +58,17 @@ class Bundle:
     def add(
         self, item: Any, placement: bool | None = None, *, kind: str | None = None, evaluation: bool = False
     ) -> Entry:
-        """Sort one object in; an object of no kind gets an entry that nobody looks at. kind: where it is known."""
-        entry = Entry(item, placement, evaluation)
+        """Sort one object in; an object of no kind gets an entry that nobody looks at. kind: where it is known.
+
+        An object that comes twice has one entry, except for loaders: each of them has a place of its own.
+        """
         kind = kind or kind_of(item)
-        if kind is not None:
-            getattr(self, kind).append(entry)
+        entries: list[Entry] = [] if kind is None else getattr(self, kind)
+        same = next((entry for entry in entries if entry.value is item and kind != "loaders"), None)
+        if same is not None:
+            return same
+        entry = Entry(item, placement, evaluation)
+        entries.append(entry)
         return entry
 
     def every_optimizer(self) -> Iterable[Any]:

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from accelerate.big_modeling.device_map import infer_auto_device_map
 from accelerate.big_modeling.sizes import compute_module_sizes
 from accelerate.comm.ops import broadcast_data
 from accelerate.comm.tree import ignorant_find_batch_size, leaves, recursively_apply, send_to_device
 from accelerate.state import PartialState
+from accelerate.torch_internals import pytree
+from accelerate.torch_internals.fake_tensors import without_content
 from accelerate.torch_internals.pipelines import waits_for_every_tensor
 
 
@@ -228,7 +229,7 @@ def prepare_pippy(
         )
     piece = math.ceil(size / chunks)
     cut = functools.partial(_rows, size=size, start=0, stop=piece)
-    args, kwargs = send_to_device((tree_map(cut, args), tree_map(cut, kwargs)), "cpu")
+    args, kwargs = send_to_device((recursively_apply(cut, args), recursively_apply(cut, kwargs)), "cpu")
     structure = _output_structure(model, args, kwargs)
     pipe = _traced(model, split_points, args, kwargs)
     _refuse_late_inputs(model, pipe)
@@ -260,10 +261,8 @@ def _find_split_points(model: nn.Module, stages: int, no_split_module_classes: l
 
 def _output_structure(model: nn.Module, args: Any, kwargs: Any) -> Any:
     """What the model returns, as stages only pass on tensors. Nothing is computed."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        values, structure = tree_flatten(model(*args, **kwargs))
+    with without_content("a model in stages on several processes"), torch.no_grad():
+        values, structure = pytree.flatten(model(*args, **kwargs))
     for number, value in enumerate(values):
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             raise ValueError(
@@ -316,7 +315,7 @@ def _outputs(model: nn.Module, pipe: Any) -> list[Any]:
     nodes = list(pipe.split_gm.graph.nodes)
     last = [node for node in nodes if node.op == "call_module"][-1]
     found: list[Any] = []
-    values: list[Any] = tree_flatten(nodes[-1].args[0])[0]
+    values, _ = pytree.flatten(nodes[-1].args[0])
     for number, value in enumerate(values):
         if value is last:
             found.append(_FromLast(0))
@@ -338,7 +337,7 @@ def _step(schedule: Any, structure: Any, outputs: list[Any], *args: Any, **kwarg
     if output is None:
         return None
     tensors = [output] if isinstance(output, torch.Tensor) else list(output)
-    return tree_unflatten([tensors[out.number] if isinstance(out, _FromLast) else out for out in outputs], structure)
+    return pytree.unflatten([tensors[out.number] if isinstance(out, _FromLast) else out for out in outputs], structure)
 
 
 def _in_rounds(
@@ -352,7 +351,7 @@ def _in_rounds(
     for start in range(0, size, room):
         count = min(room, size - start)
         cut = functools.partial(_rows, size=size, start=start, stop=start + count)
-        part_args, part_kwargs = _fill([tree_map(cut, args), tree_map(cut, kwargs)], count, room)
+        part_args, part_kwargs = _fill([recursively_apply(cut, args), recursively_apply(cut, kwargs)], count, room)
         output = pippy_forward(forward, num_chunks, gather_output, *part_args, **part_kwargs)
         outputs.append(recursively_apply(functools.partial(_cut, size=count, full=room), output))
     if outputs[0] is None or len(outputs) == 1:
@@ -361,6 +360,5 @@ def _in_rounds(
     return recursively_apply(lambda _: next(tensors), outputs[0])
 
 
-def _rows(value: Any, size: int, start: int, stop: int) -> Any:
-    is_batch = isinstance(value, torch.Tensor) and value.ndim and len(value) == size
-    return value[start:stop] if is_batch else value
+def _rows(value: torch.Tensor, size: int, start: int, stop: int) -> torch.Tensor:
+    return value[start:stop] if value.ndim and len(value) == size else value

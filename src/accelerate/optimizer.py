@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from accelerate.comm.tree import recursively_apply
-from accelerate.precision.stepping import ScaledStepper, Stepper, patch_optimizer_step
+from accelerate.precision.stepping import Stepper, patch_optimizer_step, stepper_for
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.torch_internals.grad_scaler import has_scaled
 
@@ -38,20 +38,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         stepper: Stepper | None = None,
     ) -> None:
         # Not Optimizer.__init__: groups, state and hooks are those of the wrapped optimizer.
-        self.optimizer = optimizer
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._scaler = _enabled(scaler)
+        self._stepper = stepper_for(optimizer, self._scaler) if stepper is None else stepper
         self.accelerator_state = AcceleratorState()
         self.gradient_state = GradientState()
         self.device_placement = device_placement
         # Whether the engine counts micro-batches itself, and is stepped at each of them.
         self.every_micro_batch = False
-        # Called after a step and after gradients were cleared; and after a step alone.
+        # Called after a step, and also when gradients were cleared.
         self.on_sync: Callable[[], None] | None = None
+        # Called after a step alone, skipped or not.
         self.after_step: Callable[[], None] | None = None
         self._backwards_seen = 0
         self._warned = False
         self._prepared_parameters: Callable[[], tuple[set[int], set[int]]] | None = None
-        self._stepper = self._default_stepper() if stepper is None else stepper
         if device_placement and optimizer.state:
             device = self.accelerator_state.device
             for parameter, values in optimizer.state.items():
@@ -59,26 +59,45 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         # What torch's Optimizer keeps on the instance (hooks, for one), and what other optimizers add.
-        if name == "optimizer":
+        if name == "_stepper":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def __repr__(self) -> str:
         return f"AcceleratedOptimizer({self.optimizer!r})"
 
-    def _default_stepper(self) -> Stepper:
-        return Stepper(self.optimizer) if self.scaler is None else ScaledStepper(self.optimizer, self.scaler)
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer inside."""
+        return self._stepper.optimizer
+
+    @optimizer.setter
+    def optimizer(self, optimizer: Any) -> None:
+        self._stepper = self._stepper.for_other(optimizer)
+
+    @property
+    def scaler(self) -> torch.amp.GradScaler | None:
+        """The gradient scaler that steps go through; None where there is none."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
+        self._scaler = _enabled(scaler)
+        self._stepper = stepper_for(self.optimizer, self._scaler)
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process, and not to the optimizer, is found again where it is unpickled.
         dropped = ("accelerator_state", "on_sync", "after_step", "_stepper", "_prepared_parameters")
-        return {name: value for name, value in self.__dict__.items() if name not in dropped}
+        kept = {name: value for name, value in self.__dict__.items() if name not in dropped}
+        return {**kept, "inner": self.optimizer, "skipped": self.step_was_skipped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        optimizer, skipped = state.pop("inner"), state.pop("skipped")
         self.__dict__.update(state)
         self.accelerator_state = AcceleratorState()
         self.on_sync = self.after_step = self._prepared_parameters = None
-        self._stepper = self._default_stepper()
+        self._stepper = stepper_for(optimizer, self._scaler, skipped)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedOptimizer:
         # A copy takes part in the same training: only the optimizer inside is another one.
@@ -87,7 +106,6 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         twin.__dict__.update(self.__dict__)
         twin.optimizer = copy.deepcopy(self.optimizer, memo)
         twin._prepared_parameters = None
-        twin._stepper = self._stepper.for_copy(twin.optimizer)
         return twin
 
     @property
@@ -137,7 +155,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Clear the gradients, unless they are still being accumulated."""
         sync = self.gradient_state.sync_gradients
         if sync or self.every_micro_batch:
-            self._stepper.zero_grad(set_to_none)
+            self._stepper.zero_grad(set_to_none, last=sync)
             if sync and self.on_sync is not None:
                 self.on_sync()
 
@@ -145,7 +163,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """Take a step, unless gradients are still being accumulated."""
         gradient_state = self.gradient_state
         if not gradient_state.sync_gradients:
-            return self._stepper.step(closure) if self.every_micro_batch else None
+            return self._stepper.step(closure, last=False) if self.every_micro_batch else None
         if self._prepared_parameters is not None:
             self._check_ownership()
         backwards = gradient_state.backwards
@@ -208,3 +226,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 "`prepare` returned.",
                 stacklevel=3,
             )
+
+
+def _enabled(scaler: torch.amp.GradScaler | None) -> torch.amp.GradScaler | None:
+    return scaler if scaler is not None and scaler.is_enabled() else None

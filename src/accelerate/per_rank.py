@@ -28,6 +28,7 @@ class PerRank(Generic[T]):
         self._thread_local = thread_local
         self._of_process = make()
         self._of_thread = threading.local()
+        _everything.append(self)
 
     def get(self) -> T:
         if not (_ranks_are_threads or self._thread_local):
@@ -37,6 +38,24 @@ class PerRank(Generic[T]):
         except AttributeError:
             value = self._of_thread.value = self._make()
         return value
+
+
+# Every value there is; they belong to modules and classes, and live as long.
+_everything: list[PerRank[Any]] = []
+
+
+def on_this_rank(function: Callable[[], None]) -> Callable[[], None]:
+    """`function` to be run by a helper thread of this rank: it finds the values of the thread that calls here."""
+    if not _ranks_are_threads:
+        return function
+    values = [(item, item.get()) for item in _everything]
+
+    def run() -> None:
+        for item, value in values:
+            item._of_thread.value = value
+        function()
+
+    return run
 
 
 class ThreadLocalSharedDict:

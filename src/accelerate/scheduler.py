@@ -37,7 +37,7 @@ class AcceleratedScheduler:
     moves on by that many steps: write it for one process and it fits any number.
     """
 
-    prepared_as = "schedulers"
+    _accelerate_kind = "schedulers"
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from accelerate.per_rank import ranks_are_threads
 from accelerate.state import GradientState, PartialState
 from tests.contract import test_toy_engine
 from tests.contract.test_training import TOY
+from tests.contract.toy_engine import Toy
 from tests.harness import run_world
 from tests.unit.accelerator.toys import weights
 
@@ -46,6 +47,9 @@ class Between(Communicator):
         self.meet.wait()
         return found
 
+    def side_channel(self) -> tuple[Any, Any]:
+        return BetweenHelpers(self.rank).gather_objects, None
+
     def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.cat(parts) for parts in zip(*self.gather_objects(tensors), strict=True)]
 
@@ -58,6 +62,13 @@ class Between(Communicator):
 
     def broadcast_objects(self, values: list[Any], source: int = 0) -> None:
         values[:] = self.gather_objects(values)[source]
+
+
+class BetweenHelpers(Between):
+    """The same for the threads behind the training."""
+
+    values: list[Any] = [None] * RANKS
+    meet = threading.Barrier(RANKS, timeout=60)
 
 
 class Threads(CPU):
@@ -92,6 +103,7 @@ def on_every_rank(function: Any, *args: Any) -> list[Any]:
             Between.meet.abort()
 
     Between.meet.reset()
+    BetweenHelpers.meet.reset()
     ranks = [threading.Thread(target=run, args=(rank,), name=str(rank)) for rank in range(RANKS)]
     for rank in ranks:
         rank.start()
@@ -120,16 +132,18 @@ def test_they_train_as_processes_do(threads: None) -> None:
         assert torch.equal(found[rank], expected[rank])
 
 
-def _saves_and_loads(folder: str) -> bool:
+def _saves_and_loads(folder: str, behind: bool) -> bool:
     accelerator, model, optimizer, batches = test_toy_engine._prepared()
     test_toy_engine._train(accelerator, model, optimizer, batches, upto=2)
     saved = weights(model)
-    accelerator.save_state(folder)
+    accelerator.save_state(folder, async_save=behind)
     test_toy_engine._train(accelerator, model, optimizer, batches)
     changed = not torch.equal(weights(model), saved)
     accelerator.load_state(folder)
     return changed and torch.equal(weights(model), saved)
 
 
-def test_they_save_together(threads: None, tmp_path: Path) -> None:
-    assert on_every_rank(_saves_and_loads, str(tmp_path / "checkpoint")) == [True, True]
+@pytest.mark.parametrize("behind", [False, True])
+def test_they_save_together(behind: bool, threads: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Toy, "can_snapshot", True)
+    assert on_every_rank(_saves_and_loads, str(tmp_path / "checkpoint"), behind) == [True, True]

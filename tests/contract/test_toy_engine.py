@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from accelerate import Accelerator
 from accelerate.errors import CheckpointError
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from tests.contract.test_training import TOY
-from tests.contract.toy_engine import Toy, ToyOptimizer
+from tests.contract.toy_engine import Toy, ToyLoader, ToyOptimizer
 from tests.harness import run_world
-from tests.unit.accelerator.toys import ALONE, Net, loader, weights
+from tests.unit.accelerator.toys import ALONE, Net, data, loader, weights
 
 WORLDS = [pytest.param(1, ALONE | TOY, id="1"), pytest.param(2, TOY, id="2")]
 BOTH = [*WORLDS, pytest.param(2, {}, id="ddp-2")]
@@ -89,6 +89,39 @@ def _makes_its_optimizer() -> bool:
 @pytest.mark.parametrize(("processes", "env"), WORLDS)
 def test_an_optimizer_that_the_engine_makes(processes: int, env: dict[str, str | None]) -> None:
     assert all(run_world(_makes_its_optimizer, processes, env=env))
+
+
+def _steps(inside: bool, **settings: Any) -> int:
+    plugin = GradientAccumulationPlugin(num_steps=2, **settings)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+    plain = Net()
+    inner = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(plain, inner)
+    steps = []
+    inner.register_step_post_hook(lambda *_: steps.append(1))
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(2, 4)).sum())
+            if inside:
+                optimizer.step()
+                optimizer.zero_grad()
+        if not inside:
+            optimizer.step()
+            optimizer.zero_grad()
+    return len(steps)
+
+
+@pytest.mark.parametrize("settings", [{}, {"sync_each_batch": True}])
+@pytest.mark.parametrize("inside", [True, False])
+def test_it_steps_once_per_window(inside: bool, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY", "1")
+    assert _steps(inside, **settings) == 2
+
+
+def test_a_loader_that_the_engine_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOY", "1")
+    batches = Accelerator(cpu=True).prepare(ToyLoader(data(6)))
+    assert [len(x) for x, _ in batches] == [2, 2, 2]
 
 
 def _shares_data(dispatched: bool) -> dict[str, Any]:

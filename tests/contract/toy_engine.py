@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accelerate.bundle import Bundle
 from accelerate.checkpoint.files import read_torch
@@ -45,10 +46,22 @@ class ToyModule(nn.Module):
 class ToyOptimizer:
     """Stands for an optimizer that the engine makes itself, once it has the model."""
 
-    prepared_as = "optimizers"
+    _accelerate_kind = "optimizers"
 
     def __init__(self, lr: float) -> None:
         self.lr = lr
+
+
+class ToyLoader:
+    """Stands for a loader that the engine makes itself."""
+
+    _accelerate_kind = "loaders"
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def make(self) -> DataLoader[Any]:
+        return DataLoader(self.dataset, batch_size=2)
 
 
 class ToyEngine(Stepper):
@@ -58,7 +71,6 @@ class ToyEngine(Stepper):
         super().__init__(optimizer)
         self.loss_scale = loss_scale
         self.parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.boundary = True
         self._overflow = False
         self.clear()
 
@@ -88,16 +100,16 @@ class ToyEngine(Stepper):
             mean = communicator.all_reduce(total / max(self.micro_batches, 1)) / communicator.size
             parameter.grad = mean.to(parameter.dtype)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        if not self.boundary:
+    def step(self, closure: Callable[[], Any] | None = None, *, last: bool = True) -> Any:
+        if not last:
             return None
         self.exchange()
         gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         self._overflow = not all(bool(gradient.isfinite().all()) for gradient in gradients)
         return None if self._overflow else super().step(closure)
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        if self.boundary:
+    def zero_grad(self, set_to_none: bool | None = None, *, last: bool = True) -> None:
+        if last:
             super().zero_grad(set_to_none)
             self.clear()
 
@@ -115,7 +127,7 @@ class ToyEngine(Stepper):
         self.sums = {id(self.parameters[number]): total for number, total in window["sums"].items()}
         self.micro_batches = window["micro_batches"]
 
-    def for_copy(self, optimizer: Any) -> ToyEngine:
+    def for_other(self, optimizer: Any) -> ToyEngine:
         return type(self)(optimizer, self.loss_scale)
 
 
@@ -131,6 +143,7 @@ class Toy(Strategy):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.engines: dict[int, ToyEngine] = {}  # by optimizer
+        self.models: list[tuple[nn.Module, bool]] = []  # of the micro-batch
 
     # --- preparing ----------------------------------------------------------------------------------------------
 
@@ -148,7 +161,10 @@ class Toy(Strategy):
                 current().broadcast_objects([None])  # engines talk while they prepare: all ranks come here alike
                 model.value = ToyModule(model.value, DTYPES.get(self.state.mixed_precision))
 
-    def stepper(self, optimizer: Any) -> Stepper:
+    def loader(self, loader: Any, prepare: Callable[[Any], Any]) -> Any:
+        return prepare(loader.make() if isinstance(loader, ToyLoader) else loader)
+
+    def stepper(self, optimizer: Any, scaler: Any) -> Stepper:
         return self.engines[id(optimizer)]
 
     def free_memory(self) -> None:
@@ -167,20 +183,21 @@ class Toy(Strategy):
     # --- one step -----------------------------------------------------------------------------------------------
 
     def micro_batch(self, model: nn.Module, *, sync: bool) -> Any:
-        return self._boundary({id(parameter) for parameter in model.parameters()}, sync)
+        return self._about(model, sync)
 
     @contextmanager
-    def _boundary(self, parameters: set[int], sync: bool) -> Iterator[None]:
-        engines = [e for e in self.engines.values() if not parameters.isdisjoint(map(id, e.parameters))]
-        for engine in engines:
-            engine.boundary = sync
-        yield
-        for engine in engines:
-            engine.boundary = True
+    def _about(self, model: nn.Module, sync: bool) -> Iterator[None]:
+        """Whose backward it is going to be."""
+        self.models.append((model, sync))
+        try:
+            yield
+        finally:
+            self.models.pop()
 
     def backward(self, loss: torch.Tensor, *, divide: bool = True, **kwargs: Any) -> None:
         scale = next((engine.loss_scale for engine in self.engines.values()), 1.0)
         (loss * scale).backward(**kwargs)
+        assert all(sync == self.gradient_state.sync_gradients or sync for _, sync in self.models)
         for engine in self.engines.values():
             engine.take(divide=divide)
 

@@ -127,6 +127,7 @@ class AcceleratorBase(ProcessControl):
 
         plugin = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.gradient_state = GradientState.owned_by(self, plugin)
+        self._strategy.gradient_state = self.gradient_state
         self._accumulation = Accumulation(self.gradient_state, self._strategy)
         self._items = ItemWindows(self._strategy)
         # What the windows are about, and for how many models and parameter groups that was found out.

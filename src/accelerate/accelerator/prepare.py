@@ -24,6 +24,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler, horizon
 from accelerate.strategies import Strategy
 
+# The public method that prepares one object of a kind.
+_METHODS = {"models": "prepare_model", "optimizers": "prepare_optimizer", "schedulers": "prepare_scheduler"}
+
 
 class Preparing(AcceleratorBase):
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
@@ -38,36 +41,50 @@ class Preparing(AcceleratorBase):
             raise ValueError(
                 f"device_placement has {len(device_placement)} entries for {len(args)} objects: give one for each."
             )
-        bundle = self._new_bundle()
+        bundle = Bundle()
         entries = [bundle.add(item, placement) for item, placement in zip(args, device_placement, strict=True)]
         for item in args:
             if isinstance(item, (list, tuple)):
                 _warn_of_list(item)
+        self._call_overrides(bundle, "models")
+        self._call_overrides(bundle, "optimizers")
+        schedulers = _split_off(bundle.schedulers) if self._overrides("schedulers") else []
         self._prepare_bundle(bundle)
+        for scheduler in schedulers:
+            scheduler.value = self.prepare_scheduler(scheduler.value)
         prepared = [entry.value for entry in entries]
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
-    def _new_bundle(self) -> Bundle:
-        return Bundle(
-            earlier_models=self._models, earlier_optimizers=[optimizer.optimizer for optimizer in self._optimizers]
-        )
+    def _overrides(self, kind: str) -> bool:
+        """Whether somebody has put a method in place of ours for one kind of object."""
+        name = _METHODS[kind]
+        return getattr(getattr(self, name), "__func__", None) is not getattr(Preparing, name)
+
+    def _call_overrides(self, bundle: Bundle, kind: str) -> None:
+        """Have objects prepared by the method that a subclass has for their kind; it may call ours."""
+        if self._overrides(kind):
+            for entry in _split_off(getattr(bundle, kind)):
+                entry.value = getattr(self, _METHODS[kind])(entry.value, device_placement=entry.placement)
 
     def _prepare_bundle(self, bundle: Bundle) -> None:
         """From what a script made to what this process trains, in place. The order of the kinds matters:
 
-        an engine may read the batch size off the prepared loaders, optimizers get the parameters of spread models, and
-        schedulers follow the optimizers, wherever these stood.
+        models come first, since memory may run out; an engine may read the batch size off the prepared loaders;
+        optimizers get the parameters of spread models; schedulers follow the optimizers, wherever these stood.
         """
-        for loader in bundle.loaders:
-            loader.value = self.prepare_data_loader(loader.value, device_placement=loader.placement)
-        _set_aside(bundle.models, self._models)
-        _set_aside(bundle.optimizers, self._optimizers)
-        _set_aside(bundle.schedulers, self._schedulers)
+        _set_aside(bundle.models, self._models, _is_prepared)
+        _set_aside(bundle.optimizers, self._optimizers, lambda item: isinstance(item, AcceleratedOptimizer))
+        _set_aside(bundle.schedulers, self._schedulers, lambda item: isinstance(item, AcceleratedScheduler))
+        bundle.earlier_models = list(self._models)
+        bundle.earlier_optimizers = [optimizer.optimizer for optimizer in self._optimizers]
         for model in bundle.models:
             self._place(model)
+        for loader in bundle.loaders:
+            ours = functools.partial(self.prepare_data_loader, device_placement=loader.placement)
+            loader.value = self._strategy.loader(loader.value, ours)
         for optimizer in bundle.optimizers:
             _warn_of_offloaded(optimizer.value)
-        if self.native_amp and self._precision.casts:
+        if self.native_amp:
             self._precision.convert(bundle)
         self._strategy.prepare(bundle)
         for model in bundle.models:
@@ -131,7 +148,7 @@ class Preparing(AcceleratorBase):
         return prepared
 
     def _prepare_alone(self, item: Any, kind: str, device_placement: bool | None = None, **known: Any) -> Any:
-        bundle = self._new_bundle()
+        bundle = Bundle()
         entry = bundle.add(item, device_placement, kind=kind, **known)
         self._prepare_bundle(bundle)
         return entry.value
@@ -142,7 +159,7 @@ class Preparing(AcceleratorBase):
             optimizer,
             device_placement=self.device_placement if entry.placement is None else entry.placement,
             scaler=self.scaler,
-            stepper=self._strategy.stepper(optimizer),
+            stepper=self._strategy.stepper(optimizer, self.scaler),
         )
         prepared.gradient_state = self.gradient_state
         prepared.every_micro_batch = self._strategy.owns_accumulation
@@ -351,12 +368,19 @@ def _ends_unevenly(loader: Any) -> bool:
     return len(lengths) > 1
 
 
-def _set_aside(entries: list[Entry], prepared: list[Any]) -> None:
-    """Leave out what was prepared before; it is taken up where another Accelerator has prepared it."""
-    for entry in [entry for entry in entries if _is_prepared(entry.value)]:
-        entries.remove(entry)
-        if not any(entry.value is item for item in prepared):
+def _set_aside(entries: list[Entry], prepared: list[Any], is_prepared: Callable[[Any], bool]) -> None:
+    """Leave out what was prepared before; it is taken up where another Accelerator, or the script, has prepared it."""
+    for entry in _split_off(entries):
+        if not is_prepared(entry.value):
+            entries.append(entry)
+        elif not any(entry.value is item for item in prepared):
             prepared.append(entry.value)
+
+
+def _split_off(entries: list[Entry]) -> list[Entry]:
+    """All entries, of a list that has none afterwards."""
+    taken, entries[:] = list(entries), []
+    return taken
 
 
 def _is_prepared(item: Any) -> bool:

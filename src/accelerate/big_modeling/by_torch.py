@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -15,6 +15,14 @@ from accelerate.big_modeling.parameters import like
 from accelerate.big_modeling.sources import Contents, report_names
 from accelerate.big_modeling.tensors import STAND_INS, table_of
 from accelerate.hooks.align import take_over
+from accelerate.torch_internals.modules import (
+    buffers_of,
+    has_post_load_hooks,
+    has_pre_load_hooks,
+    loads_by_code_of,
+    parameters_of,
+    set_metadata,
+)
 
 Places = dict[str, tuple[nn.Module, str]]
 
@@ -26,19 +34,17 @@ def loads_by_itself(model: nn.Module, names_fit: bool) -> bool:
     only know older names.
     """
     return type(model).load_state_dict is not nn.Module.load_state_dict or any(
-        _has_hooks(module)
+        has_post_load_hooks(module)
+        or has_pre_load_hooks(module, except_for=take_over)
         or type(module).set_extra_state is not nn.Module.set_extra_state
-        or (
-            type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-            and not (names_fit and type(module).__module__.startswith("torch.nn."))
-        )
+        or _has_code(module, names_fit)
         for module in model.modules()
     )
 
 
-def _has_hooks(module: Any) -> bool:
-    before = module._load_state_dict_pre_hooks.values()
-    return bool(module._load_state_dict_post_hooks) or any(hook.hook is not take_over for hook in before)
+def _has_code(module: nn.Module, names_fit: bool) -> bool:
+    code = loads_by_code_of(module)
+    return code != nn.Module.__module__ and not (names_fit and code.startswith("torch.nn."))
 
 
 def load_by_torch(
@@ -47,7 +53,7 @@ def load_by_torch(
     """Hand a checkpoint to `load_state_dict`. Where that fails, the tensors of the model are left as they were."""
     state = OrderedDict({name: source.mapped() for name, source in contents.tensors.items()} | contents.others)
     if contents.metadata:
-        state._metadata = OrderedDict(contents.metadata)  # type: ignore[attr-defined]
+        set_metadata(state, OrderedDict(contents.metadata))
     with _kept_on_failure(model):
         empty = _make_room(places)
         try:
@@ -78,7 +84,7 @@ def _make_room(places: Places) -> dict[str, torch.Tensor]:
         if id(tensor) not in filled:
             with torch.inference_mode(False):
                 zeros = torch.zeros_like(tensor, device="cpu")
-            filled[id(tensor)] = like(tensor, zeros) if attribute in module._parameters else zeros
+            filled[id(tensor)] = like(tensor, zeros) if attribute in parameters_of(module) else zeros
         empty[name] = tensor
         table[attribute] = filled[id(tensor)]
     return empty
@@ -87,7 +93,9 @@ def _make_room(places: Places) -> dict[str, torch.Tensor]:
 @contextlib.contextmanager
 def _kept_on_failure(model: nn.Module) -> Iterator[None]:
     """Hooks may change anything, so what was there is put aside: in host memory, which a device may have less of."""
-    owners: list[dict[str, Any]] = [table for part in model.modules() for table in (part._parameters, part._buffers)]
+    owners: list[MutableMapping[str, Any]] = [
+        table for part in model.modules() for table in (parameters_of(part), buffers_of(part))
+    ]
     tables = [(table, dict(table)) for table in owners]
     tensors = {id(tensor): tensor for _, content in tables for tensor in content.values() if _has_value(tensor)}
     values = {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}

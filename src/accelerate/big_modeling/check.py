@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
+
+from accelerate.torch_internals.modules import EXTRA_STATE
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torch.device]) -> None:
     """Raises where a device map leaves out a tensor of the model, and warns of names that the model has not."""
     # Extra state is no tensor of a module, and lies nowhere.
-    tensors = [name for name in model.state_dict() if name.rpartition(".")[2] != _EXTRA_STATE_KEY_SUFFIX]
+    tensors = [name for name in model.state_dict() if name.rpartition(".")[2] != EXTRA_STATE]
     known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(tensors)
     unknown = [name for name in device_map if name not in known]
     if unknown:

@@ -24,6 +24,7 @@ from accelerate.big_modeling.sizes import (
 )
 from accelerate.big_modeling.ties import check_tied_parameters_on_same_device, ties_in
 from accelerate.big_modeling.walk import Modules, all_modules, without_collecting_garbage
+from accelerate.torch_internals.modules import buffers_of, children_of, non_persistent_buffers, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +258,7 @@ def _with_buffers(modules: Modules) -> set[str]:
     """The names of all modules that have a buffer, of their own or further inside."""
     found: set[str] = set()
     for name, module in modules:
-        if module._buffers:
+        if buffers_of(module):
             while name and name not in found:
                 found.add(name)
                 name = name.rpartition(".")[0]
@@ -268,7 +269,7 @@ def _other_names(modules: Modules) -> Iterator[tuple[str, str]]:
     """Yields every further name that a tensor or module has in the same parent, with the first one."""
     for parent, module in modules:
         start = f"{parent}." if parent else ""
-        for table in (module._parameters, module._buffers, module._modules):
+        for table in (parameters_of(module), buffers_of(module), children_of(module)):
             first: dict[int, str] = {}
             for name, part in table.items():
                 if part is not None and first.setdefault(id(part), name) != name:
@@ -291,11 +292,8 @@ def _groups_of_modules(ties: list[list[str]]) -> dict[str, list[list[str]]]:
 
 def _parts_of(name: str, module: nn.Module) -> list[Entry]:
     """What a module is replaced with when it is split; buffers that are not saved go with whatever uses them."""
-    saved = [
-        (key, value)
-        for key, value in module.named_buffers(recurse=False)
-        if key not in module._non_persistent_buffers_set
-    ]
+    left_out = non_persistent_buffers(module)
+    saved = [(key, value) for key, value in module.named_buffers(recurse=False) if key not in left_out]
     parts = [*module.named_parameters(recurse=False), *saved, *module.named_children()]
     return [(f"{name}.{key}", part) for key, part in parts]
 

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.available import is_cuda_available
 from accelerate.big_modeling.store import offload_weight
 from accelerate.big_modeling.tensors import find_tensor, set_module_tensor_to_device
+from accelerate.torch_internals.modules import parameters_of
 
 
 def quantize_and_offload_8bit(
@@ -29,9 +31,9 @@ def quantize_and_offload_8bit(
     scales = fp16_statistics
     if scales is None:
         # On the GPU if there is one: it is much faster there.
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        device = torch.device("cuda", 0) if is_cuda_available() else torch.device("cpu")
         set_module_tensor_to_device(model, param_name, device, value=param, dtype=new_dtype, clear_cache=False)
-        quantized: Any = holder._parameters[name]
+        quantized: Any = parameters_of(holder)[name]
         param, scales = quantized.data, getattr(quantized, "SCB", None)
     offload_weight(param, param_name, offload_folder, offload_index)
     if scales is not None:

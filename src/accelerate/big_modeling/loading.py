@@ -45,6 +45,7 @@ from accelerate.big_modeling.ties import (
 )
 from accelerate.errors import CheckpointError
 from accelerate.modules import model_has_dtensor
+from accelerate.torch_internals.modules import buffers_of, parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -210,10 +211,11 @@ class _Loader:
 
     def put(self, name: str, value: torch.Tensor) -> None:
         module, attribute = self.places[name]
-        if attribute in module._buffers:
-            module._buffers[attribute] = value
+        buffers = buffers_of(module)
+        if attribute in buffers:
+            buffers[attribute] = value
         else:
-            module._parameters[attribute] = like(self.tensor(name), value)
+            parameters_of(module)[attribute] = like(self.tensor(name), value)
 
     def fill(self) -> None:
         """Gives the tensors of the model their values where they are."""
@@ -302,7 +304,7 @@ class _Loader:
         index: dict[str, Any] = {}
         for name in sorted(names):
             module, attribute = self.places[name]
-            if attribute in module._buffers and not self.offload_buffers:
+            if attribute in buffers_of(module) and not self.offload_buffers:
                 continue  # it is read into memory, with all others
             dtype = self._wanted(name)
             source = self.found.pop(name)

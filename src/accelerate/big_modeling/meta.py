@@ -11,17 +11,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as torch_module
 from torch.nn.parameter import UninitializedParameter
 
 from accelerate.big_modeling.parameters import like
 from accelerate.big_modeling.walk import without_collecting_garbage
 from accelerate.config.environment import parse_flag_from_env
+from accelerate.torch_internals.modules import (
+    buffers_of,
+    children_of,
+    is_new_name,
+    parameters_of,
+    registration_hooks,
+)
 
 _META = torch.device("meta")
 
 Replace = Callable[[Any, str, Any], None]
-Place = Callable[[nn.Module, str, nn.Parameter], None]
+Move = Callable[[nn.Parameter], nn.Parameter]
 
 # Attributes of these classes are neither tensors nor modules.
 _PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
@@ -30,7 +36,7 @@ _PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
 class _Here(threading.local):
     """What holds in this thread: what is done with a new parameter, and where buffers go."""
 
-    place: Place | None = None
+    move: Move | None = None
     buffers: torch.device | None = None
 
 
@@ -65,8 +71,8 @@ def init_on_device(device: torch.device | int | str, include_buffers: bool | Non
         if device.type == "meta":
             stack.enter_context(_EMPTY)
             stack.enter_context(without_collecting_garbage())
-        stack.callback(vars(_HERE).update, place=_HERE.place, buffers=_HERE.buffers)
-        _HERE.place = _placing(device)
+        stack.callback(vars(_HERE).update, move=_HERE.move, buffers=_HERE.buffers)
+        _HERE.move = _moving(device)
         _HERE.buffers = device if include_buffers else _HERE.buffers
         yield
 
@@ -97,20 +103,20 @@ class _Replaced:
                 self._old.close()
 
 
-def _placing(device: torch.device) -> Place:
+def _moving(device: torch.device) -> Move:
     # A parameter that is given to two modules is still one when it has moved; its memory is not kept for that.
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
-    move = _emptied if device.type == "meta" else functools.partial(_moved, device=device)
+    make = _emptied if device.type == "meta" else functools.partial(_moved, device=device)
 
-    def place(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if parameter.device != device:
-            known = moved.get(id(parameter))
-            if known is None or known[0]() is not parameter:
-                known = moved[id(parameter)] = weakref.ref(parameter), move(parameter)
-            parameter = known[1]
-        module._parameters[name] = parameter
+    def move(parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.device == device:
+            return parameter
+        known = moved.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            known = moved[id(parameter)] = weakref.ref(parameter), make(parameter)
+        return known[1]
 
-    return place
+    return move
 
 
 def _register_parameters(replace: Replace) -> None:
@@ -118,34 +124,34 @@ def _register_parameters(replace: Replace) -> None:
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        registered = module._parameters[name]  # a hook may have put another one there
-        if registered is not None and _HERE.place is not None:
-            _HERE.place(module, name, registered)
+        registered = parameters_of(module).get(name)  # a hook may have put another one there
+        if registered is not None and _HERE.move is not None and (moved := _HERE.move(registered)) is not registered:
+            parameters_of(module)[name] = moved
 
     replace(nn.Module, "register_parameter", register_parameter)
 
 
 def _set_attributes(replace: Replace) -> None:
     """A shorter way for what nearly all attributes are, numbers and new parameters: it is a quarter of the time."""
-    set_attribute, register = nn.Module.__setattr__, nn.Module.register_parameter
+    set_attribute, register, hooks = nn.Module.__setattr__, nn.Module.register_parameter, registration_hooks()
 
     def __setattr__(module: nn.Module, name: str, value: Any) -> None:
-        own, kind = module.__dict__, type(value)
-        if "_modules" in own and name not in own["_modules"] and name not in own["_buffers"]:
-            if kind in _PLAIN and name not in own["_parameters"]:
+        kind = type(value)
+        if is_new_name(module, name):
+            if kind in _PLAIN:
                 object.__setattr__(module, name, value)
                 return
             if (
                 kind is nn.Parameter
                 and value.grad_fn is None
-                and name not in own
+                and name not in module.__dict__
                 and "." not in name
                 and not hasattr(type(module), name)
                 and type(module).register_parameter is register
-                and not torch_module._global_parameter_registration_hooks
-                and (place := _HERE.place) is not None
+                and not hooks
+                and (move := _HERE.move) is not None
             ):
-                place(module, name, value)
+                parameters_of(module)[name] = move(value)
                 return
         set_attribute(module, name, value)
 
@@ -200,8 +206,9 @@ def _unless_empty(function: Callable[[nn.Module], None]) -> Callable[[nn.Module]
     @functools.wraps(function)
     def reset_parameters(module: nn.Module) -> None:
         # One with buffers or modules of its own has more to do.
-        parameters = module._parameters.values()
-        if module._buffers or module._modules or not all(value is None or value.is_meta for value in parameters):
+        parameters = parameters_of(module).values()
+        has_more = buffers_of(module) or children_of(module)
+        if has_more or not all(value is None or value.is_meta for value in parameters):
             function(module)
 
     return reset_parameters

@@ -27,6 +27,7 @@ from accelerate.hooks.attach import attach_align_device_hook
 from accelerate.hooks.base import add_hook_to_module
 from accelerate.hooks.cpu_offload import CpuOffload, UserCpuOffloadHook
 from accelerate.state import PartialState
+from accelerate.torch_internals.modules import parameters_of
 
 Device = int | str | torch.device
 
@@ -170,7 +171,7 @@ def tie_offloaded(model: nn.Module, tied: list[list[str]]) -> None:
         homes = []
         for name in group:
             path, _, attribute = name.rpartition(".")
-            homes.append((model.get_submodule(path)._parameters, attribute))
+            homes.append((parameters_of(model.get_submodule(path)), attribute))
         shared: dict[torch.device, Any] = {}
         for real_ones in (True, False):
             for table, attribute in homes:
@@ -199,13 +200,13 @@ def align_module_device(module: nn.Module, execution_device: torch.device | None
     elif execution_device is not None:
         devices = {name: parameter.device for name, parameter in module.named_parameters(recurse=False)}
         # From the meta device nothing comes back.
-        kept = dict(module._parameters) if torch.device(execution_device).type == "meta" else {}
+        kept = dict(parameters_of(module)) if torch.device(execution_device).type == "meta" else {}
         try:
             for name in devices:
                 set_module_tensor_to_device(module, name, execution_device)
             yield
         finally:
-            module._parameters.update(kept)
+            parameters_of(module).update(kept)
             for name, device in devices.items():
                 set_module_tensor_to_device(module, name, device)
     else:

@@ -16,6 +16,7 @@ from itertools import accumulate
 import torch
 
 from accelerate.devices.page_lock import Lock, Locker, Unlock
+from accelerate.torch_internals.offloaded_tensors import version_of
 
 # From this size on glibc gives an allocation pages of its own, unless it has a place that is large enough left.
 OWN_PAGES = 32 * 1024 * 1024
@@ -68,7 +69,7 @@ class LockedCopies:
     def __init__(self, allocate: Callable[[int], torch.Tensor], most: int = MOST_COPIES) -> None:
         self._allocate = allocate
         self._room = most
-        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._copies: dict[int, tuple[torch.Tensor, int | None, torch.Tensor]] = {}
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         fresh: dict[int, torch.Tensor] = {}
@@ -82,14 +83,14 @@ class LockedCopies:
         for (address, tensor), start in zip(fresh.items(), starts, strict=False):
             assert buffer is not None
             copied = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-            self._copies[address] = tensor, tensor._version, copied
+            self._copies[address] = tensor, version_of(tensor), copied
 
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The copy of a tensor, unless it has been written to since."""
         known, version, copied = self._copies.get(tensor.data_ptr(), (None, -1, None))
-        if known is None or known._version != version or known.shape != tensor.shape or known.dtype != tensor.dtype:
+        if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
             return None
-        return copied
+        return copied if version_of(known) == version else None
 
 
 def _aligned(tensor: torch.Tensor) -> int:
@@ -97,7 +98,7 @@ def _aligned(tensor: torch.Tensor) -> int:
 
 
 def _is_small(tensor: torch.Tensor) -> bool:
-    return 0 < tensor.nbytes < SMALL and not tensor.is_inference()
+    return 0 < tensor.nbytes < SMALL and version_of(tensor) is not None
 
 
 # Those that are not closed yet.

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.torch_internals.modules import parameters_of
+
 # By name, so that bitsandbytes need not be there.
 _EIGHT_BIT = "Int8Params"
 _FOUR_BIT = ("Params4bit", "FP4Params")
@@ -70,9 +72,10 @@ def place_quantized(
 
     statistics: the scales of an 8-bit value.
     """
-    old: Any = holder._parameters[name]
+    parameters = parameters_of(holder)
+    old: Any = parameters[name]
     place = _place_eight_bit if type(old).__name__ == _EIGHT_BIT else _place_four_bit
-    holder._parameters[name] = place(holder, old, value, device, statistics)
+    parameters[name] = place(holder, old, value, device, statistics)
 
 
 def _place_eight_bit(

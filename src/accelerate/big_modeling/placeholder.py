@@ -86,7 +86,6 @@ _WRITING |= {"__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"}
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 # Runs a function of torch on what a placeholder is to torch: an empty tensor on the meta device.
 _as_meta: Callable[..., Any] = nn.Parameter.__torch_function__
-_DTYPE, _REQUIRES_GRAD = torch.Tensor.dtype.__get__, torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 # Functions of nn.init that leave a tensor of the meta device alone, where the others let it decide.
 _INITIALISERS = ("trunc_normal_", "dirac_", "orthogonal_", "sparse_")
 _WRITING_INITIALISERS: dict[str, Callable[..., torch.Tensor]] = {}  # what is there instead, by name
@@ -141,6 +140,7 @@ class Offloaded(BecomesParameter):
         made.slot = self.slot
         return made
 
+    @outside_graphs
     def _detached(self) -> Any:
         """The same value without a part in gradients. `nn.Parameter` insists on the same class, too."""
         made = cast(Any, type(self))._without_gradients(cast(torch.Tensor, self))
@@ -221,8 +221,13 @@ def stand_in_for(tensor: torch.Tensor, slot: Slot) -> Any:
 
 
 def traits_of(stand_in: torch.Tensor) -> tuple[torch.dtype, bool]:
-    """The dtype of a placeholder and whether it requires gradients, faster than by its attributes."""
-    return _as_meta(_DTYPE, (), (stand_in,), {}), _as_meta(_REQUIRES_GRAD, (), (stand_in,), {})
+    """The dtype of a placeholder and whether it requires gradients, without a detour for each."""
+    traits: tuple[torch.dtype, bool] = _as_meta(_traits, (), (stand_in,), {})
+    return traits
+
+
+def _traits(tensor: torch.Tensor) -> tuple[torch.dtype, bool]:
+    return tensor.dtype, tensor.requires_grad
 
 
 def _meta(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:

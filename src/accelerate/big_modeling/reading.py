@@ -205,7 +205,7 @@ class _Buffer:
         self.bytes = torch.empty(PIECE, dtype=torch.uint8, device="cpu", pin_memory=pinned)
         self.view = self.bytes.numpy().data
         # Who waits for it sleeps: the cores are needed to read.
-        self._free: Any = torch.cuda.Event(blocking=True) if pinned else None
+        self._free: Any = torch.get_device_module(device).Event(blocking=True) if pinned else None
 
     def fill(self, piece: _Piece, reader: Reader) -> torch.Tensor:
         """Reads a piece; returns its bytes."""
@@ -213,7 +213,7 @@ class _Buffer:
         piece.read.source.read_into(self.view if whole else self.view[: piece.size], piece.start, reader)
         return self.bytes if whole else self.bytes[: piece.size]
 
-    def leaves_with(self, stream: torch.cuda.Stream) -> None:
+    def leaves_with(self, stream: torch.Stream) -> None:
         """It is free again when what was sent until now has been copied."""
         self._free.record(stream)
 
@@ -266,15 +266,16 @@ class _CudaWay(_Way):
     """By way of two buffers in turn, in the stream of the caller."""
 
     def __init__(self, device: torch.device, reads: Sequence[Read]) -> None:
-        self._stream = torch.cuda.current_stream(device)
+        self._module = torch.get_device_module(device)
+        self._stream = self._module.current_stream(device)
         # Memory for all tensors at once: asking for each by itself takes longer than reading them.
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             with contextlib.suppress(torch.OutOfMemoryError):
                 torch.empty(sum(read.new_bytes() for read in reads), dtype=torch.uint8, device=device)
             super().__init__(device, reads)
 
     def work(self, hands: _Hands, failed: threading.Event) -> None:
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             super().work(hands, failed)
 
     def bring(self, piece: _Piece, hands: _Hands) -> None:

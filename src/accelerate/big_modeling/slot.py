@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, cast
 
 import torch
@@ -13,6 +13,7 @@ from torch import nn
 from accelerate.big_modeling.parameters import has_parts, is_packed, of_kind
 from accelerate.big_modeling.placeholder import Offloaded, stand_in_for, traits_of
 from accelerate.big_modeling.store import FileRange, find_source, full_name
+from accelerate.torch_internals.modules import buffers_of, parameters_of
 from accelerate.torch_internals.offloaded_tensors import version_of
 
 Device = int | str | torch.device
@@ -47,9 +48,11 @@ class Slot:
         self.home = device  # where the tensor was before it was offloaded
         # By device: tensors of others that are this one. Found now, since later something else may have its address.
         self.shared = self._find_shared(tied)
-        self.is_parameter = attribute in holder._parameters
-        table: Any = holder._parameters if self.is_parameter else holder._buffers
-        self.table: dict[str, Any] | _Scripted = table if isinstance(table, dict) else _Scripted(table)
+        self.is_parameter = attribute in parameters_of(holder)
+        table: Any = parameters_of(holder) if self.is_parameter else buffers_of(holder)
+        self.table: MutableMapping[str, Any] | _Scripted = (
+            table if isinstance(table, MutableMapping) else _Scripted(table)
+        )
         tensor = cast(torch.Tensor, self.table[attribute])
         # The class of a tensor that is not a plain one, and its strides where it does not lie row by row.
         self.kind: type[torch.Tensor] | None = _kind_of(tensor)

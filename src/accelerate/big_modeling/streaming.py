@@ -48,6 +48,8 @@ class Block:
     def __init__(self, slots: list[Slot]) -> None:
         self.slots = slots
         self.nbytes = sum(slot.nbytes for slot in slots)
+        # Types of devices, of which there is one at most, for which there is autocast.
+        self.autocasts = {slot.device.type for slot in slots if torch.amp.is_autocast_available(slot.device.type)}
         self.users = 0
         self._installed: list[tuple[Slot, torch.Tensor]] = []
 
@@ -58,7 +60,7 @@ class Block:
     def install(self, slots: list[Slot], tensors: list[torch.Tensor]) -> None:
         # Autocast keeps casts of what requires gradients until it ends: of all blocks, in the end. So nothing does,
         # where there are no gradients.
-        gradients = torch.is_grad_enabled() or not torch._C._is_any_autocast_enabled()
+        gradients = torch.is_grad_enabled() or not any(map(torch.is_autocast_enabled, self.autocasts))
         self._installed = [(slot, slot.fill(tensor, gradients)) for slot, tensor in zip(slots, tensors, strict=True)]
 
     def requires_grad(self) -> bool:
@@ -104,6 +106,7 @@ class Streamer:
         self._lookahead = copier.lookahead
         self._known: dict[Block, None] = {}
         self._untold: list[Block] = []
+        self._autocasts: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Streamer:
         """A copied model learns its own order; what a device has to copy with cannot be copied."""
@@ -122,6 +125,7 @@ class Streamer:
     def add(self, block: Block) -> None:
         self._known[block] = None
         self._untold.append(block)
+        self._autocasts |= block.autocasts
 
     def discard(self, block: Block) -> None:
         """Forget a block whose hook is taken off."""
@@ -161,7 +165,7 @@ class Streamer:
                 self._order.use(END)
             self._next = {}
             self._drop_all()
-            if self._trains and torch.is_grad_enabled() and torch._C._is_any_autocast_enabled():
+            if self._trains and torch.is_grad_enabled() and any(map(torch.is_autocast_enabled, self._autocasts)):
                 torch.clear_autocast_cache()  # it keeps casts of weights that have left: see `Block.install`
 
     def enter(self, block: Block) -> None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from accelerate.big_modeling.parameters import is_packed, is_quantized, like, place_quantized
 from accelerate.big_modeling.placeholder import OffloadedParameter, OffloadedTensor
 from accelerate.memory import clear_device_cache
+from accelerate.torch_internals.modules import EXTRA_STATE, buffers_of, non_persistent_buffers, parameters_of
 
 Device = int | str | torch.device
 
@@ -42,11 +42,11 @@ def named_module_tensors(
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
     """Returns the names of buffers that are not in the state dict; with `fqns` as seen from `module`."""
     if not recurse:
-        return set(module._non_persistent_buffers_set)
+        return set(non_persistent_buffers(module))
     return {
         f"{prefix}.{name}" if fqns and prefix else name
         for prefix, part in module.named_modules(remove_duplicate=False)
-        for name in part._non_persistent_buffers_set
+        for name in non_persistent_buffers(part)
     }
 
 
@@ -77,7 +77,7 @@ def with_index(device: Device) -> torch.device:
 def extra_state_names(model: nn.Module) -> list[str]:
     """The names in the state dict of what modules keep there besides tensors."""
     return [
-        f"{prefix}.{_EXTRA_STATE_KEY_SUFFIX}" if prefix else _EXTRA_STATE_KEY_SUFFIX
+        f"{prefix}.{EXTRA_STATE}" if prefix else EXTRA_STATE
         for prefix, module in model.named_modules(remove_duplicate=False)
         if type(module).set_extra_state is not nn.Module.set_extra_state
     ]
@@ -88,18 +88,20 @@ def tensor_places(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
     found: dict[str, tuple[nn.Module, str]] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
         start = f"{prefix}." if prefix else ""
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is not None:
                 found[f"{start}{name}"] = module, name
-        for name, buffer in module._buffers.items():
-            if buffer is not None and name not in module._non_persistent_buffers_set:
+        left_out = non_persistent_buffers(module)
+        for name, buffer in buffers_of(module).items():
+            if buffer is not None and name not in left_out:
                 found[f"{start}{name}"] = module, name
     return found
 
 
-def table_of(module: nn.Module, attribute: str) -> dict[str, Any]:
+def table_of(module: nn.Module, attribute: str) -> MutableMapping[str, Any]:
     """Returns the parameters or the buffers of a module, whichever a tensor is one of."""
-    return module._parameters if attribute in module._parameters else module._buffers
+    parameters = parameters_of(module)
+    return parameters if attribute in parameters else buffers_of(module)
 
 
 def names_of_shared(places: Mapping[str, tuple[nn.Module, str]]) -> list[list[str]]:
@@ -114,10 +116,10 @@ def find_tensor(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     """Returns the module that holds a tensor, and the tensor's name there."""
     path, _, attribute = name.rpartition(".")
     holder = nn.Module.get_submodule(module, path)  # which modules of TorchScript refuse to do
-    if attribute not in holder._parameters and attribute not in holder._buffers:
+    if attribute not in parameters_of(holder) and attribute not in buffers_of(holder):
         raise ValueError(
             f"{type(module).__name__} has no parameter or buffer called {name}: its module there, a "
-            f"{type(holder).__name__}, has {_listed([*holder._parameters, *holder._buffers])}."
+            f"{type(holder).__name__}, has {_listed([*parameters_of(holder), *buffers_of(holder)])}."
         )
     return holder, attribute
 
@@ -145,14 +147,15 @@ def set_module_tensor_to_device(
     clear_cache: give memory that torch keeps for later back to the device.
     """
     holder, name = find_tensor(module, tensor_name)
-    old = table_of(holder, name)[name]
+    parameters, buffers = parameters_of(holder), buffers_of(holder)
+    old: Any = table_of(holder, name)[name]
     if old is None:
         raise ValueError(f"{tensor_name} of this {type(module).__name__} is None: there is no tensor to be placed.")
 
     for known in (value, old):
         shared = _shared(tied_params_map, known).get(device)
         if shared is not None:
-            holder._parameters[name] = shared
+            parameters[name] = shared
             return
 
     target = torch.device(device)
@@ -166,18 +169,18 @@ def set_module_tensor_to_device(
         )
 
     with torch.no_grad():
-        if name in holder._buffers:
-            holder._buffers[name] = _moved(old, value, target, dtype, non_blocking)
+        if name in buffers:
+            buffers[name] = _moved(old, value, target, dtype, non_blocking)
         elif is_quantized(old):
             place_quantized(holder, name, value, target, fp16_statistics)
         elif value is not None or not check_device_same(old.device, target):
-            holder._parameters[name] = like(old, _moved(old, value, target, dtype, non_blocking))
+            parameters[name] = like(old, _moved(old, value, target, dtype, non_blocking))
         elif old.is_meta and dtype is not None:
-            holder._parameters[name] = like(old, old.to(resolve_dtype(dtype)))
+            parameters[name] = like(old, old.to(resolve_dtype(dtype)))
 
     if clear_cache and target.type not in ("cpu", "meta"):
         clear_device_cache()
-    placed = None if name in holder._buffers else holder._parameters[name]
+    placed = None if name in buffers else parameters[name]
     for known in (old, value):
         if placed is not None and known is not None and tied_params_map and known.data_ptr() in tied_params_map:
             tied_params_map[known.data_ptr()].setdefault(device, placed)

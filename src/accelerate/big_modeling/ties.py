@@ -13,6 +13,7 @@ from torch import nn
 
 from accelerate.big_modeling.check import closest_entry
 from accelerate.big_modeling.walk import Modules, all_modules
+from accelerate.torch_internals.modules import parameters_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +28,11 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 def ties_in(modules: Modules) -> list[list[str]]:
     """Does what `find_tied_parameters` says, for a model whose modules are known already."""
-    known = [id(value) for _, module in modules for value in module._parameters.values() if value is not None]
+    known = [id(value) for _, module in modules for value in parameters_of(module).values() if value is not None]
     tied = {key for key, count in Counter(known).items() if count > 1} if len(set(known)) < len(known) else set()
     groups: dict[int, list[str]] = {}
     for module_name, module in modules if tied else ():
-        for name, value in module._parameters.items():
+        for name, value in parameters_of(module).items():
             if id(value) in tied:
                 groups.setdefault(id(value), []).append(f"{module_name}.{name}" if module_name else name)
     return [sorted(group) for group in groups.values()]

@@ -7,21 +7,19 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
-
-import torch.distributed as dist
 
 from accelerate.checkpoint.host import HostMemory
 from accelerate.comm import current
+from accelerate.per_rank import PerRank, on_this_rank
 
 logger = logging.getLogger(__name__)
 
 # How the processes exchange something: the value of each, by rank.
 Gather = Callable[[Any], list[Any]]
 
-# Those of all Accelerators of this process: a notebook may make a second one while the first still writes.
-_writing: set[threading.Thread] = set()
+# Those of all Accelerators of this rank: a notebook may make a second one while the first still writes.
+_writing: PerRank[set[threading.Thread]] = PerRank(set)
 
 
 class Background:
@@ -30,31 +28,31 @@ class Background:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        self._group: Any = None
         self._waited_for = False
         self.memory = HostMemory()
 
     def start(self, work: Callable[[Gather, Any], None]) -> None:
         """Run `work` behind the training; call it on all processes, after `wait`."""
-        gather, first = self._gather(), current().rank == 0
+        gather, group = current().side_channel()
+        first = current().rank == 0
 
         def run() -> None:
             time.sleep(0.001)  # so that it is the training that goes on first, and not this
             try:
-                work(gather, self._group)
+                work(gather, group)
             except Exception as error:
                 self._error = error
                 if first:  # a script that ends now would never hear of it
                     logger.error("The last checkpoint was not saved: %s", error)
             finally:
-                _writing.discard(threading.current_thread())
+                _writing.get().discard(threading.current_thread())
 
         if not threading.main_thread().is_alive():  # the end has come, which waits for nothing that begins now
             run()
             return
         # No daemon: a checkpoint that was begun is finished, also at the end of the program.
-        self._thread = threading.Thread(target=run, name="accelerate-checkpoint")
-        _writing.add(self._thread)
+        self._thread = threading.Thread(target=on_this_rank(run), name="accelerate-checkpoint")
+        _writing.get().add(self._thread)
         self._thread.start()
         if not self._waited_for:
             # Python waits for threads at its end, but lets them start no others by then, which a save needs to do.
@@ -64,28 +62,12 @@ class Background:
 
     def wait(self) -> None:
         """Return when the last save of this process is on the disk; raise what our own failed with, once."""
-        for thread in (*_writing, *([] if self._thread is None else [self._thread])):
+        for thread in (*_writing.get(), *([] if self._thread is None else [self._thread])):
             thread.join()
         self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-    def _gather(self) -> Gather:
-        communicator = current()
-        if communicator.size == 1:
-            return communicator.gather_objects
-        if self._group is None:
-            # Messages of the training must not meet those of the save. A disk may be slow: a day, not half an hour.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
-        group, size = self._group, communicator.size
-
-        def gather(value: Any) -> list[Any]:
-            values: list[Any] = [None] * size
-            dist.all_gather_object(values, value, group=group)
-            return values
-
-        return gather
 
 
 def _join(background: weakref.ref[Background]) -> None:

@@ -48,6 +48,13 @@ class Communicator:
         """The value of every rank, by rank."""
         return [value]
 
+    def side_channel(self) -> tuple[Callable[[Any], list[Any]], Any]:
+        """For a thread that works behind the training, whose messages must not meet those of the training:
+
+        its `gather_objects`, and the process group it goes over (None where there is none). To be called on all ranks.
+        """
+        return self.gather_objects, None
+
     def broadcast_objects(self, values: list[Any], source: int = 0) -> None:
         """Overwrite the items of `values` with those of rank `source`."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import zlib
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +99,7 @@ class TorchDistributed(Communicator):
         self.size = dist.get_world_size()
         self.device = device
         self._host_group = self._group_for_host()
+        self._side_group: dist.ProcessGroup | None = None
         self._on_device = device.type != "cpu" and _has_backend(device)
         self.fast_device = device if self._on_device else None
         self._eager = torch.zeros(_EAGER_BYTES, dtype=torch.uint8)
@@ -149,6 +152,19 @@ class TorchDistributed(Communicator):
         else:
             gathered = _unpack([content], lengths, messages)[0]
         return [pickle.loads(part.numpy().data) for part in gathered.split(lengths[0])]
+
+    def side_channel(self) -> tuple[Callable[[Any], list[Any]], Any]:
+        if self._side_group is None:
+            # What goes on behind the training may wait for a slow disk: a day, not half an hour.
+            self._side_group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+        group = self._side_group
+
+        def gather(value: Any) -> list[Any]:
+            values: list[Any] = [None] * self.size
+            dist.all_gather_object(values, value, group=group)
+            return values
+
+        return gather, group
 
     def broadcast_objects(self, values: list[Any], source: int = 0) -> None:
         dist.broadcast_object_list(values, src=source, group=self._host_group)

@@ -164,6 +164,8 @@ class DataLoaderAdapter:
     attributes."""
 
     skip_batches = 0
+    # The loader of torch whose workers stay, once it has been iterated: it is iterated again.
+    reused: Any = None
     _continued: Any
 
     def __init__(
@@ -202,11 +204,25 @@ class DataLoaderAdapter:
         own = {name: value for name, value in self.__dict__.items() if name not in self._of_this_process}
         return _revived, (type(self), own)
 
-    _of_this_process: tuple[str, ...] = ("gradient_state", "on_uneven_end", "_continued", "state")
+    _of_this_process: tuple[str, ...] = ("gradient_state", "on_uneven_end", "_continued", "state", "reused")
 
     def _join_process(self) -> None:
         """Find what belongs to the process that this loader has come to."""
         self.gradient_state = GradientState()
+
+    def torch_loader(self, indices: Any, **changes: Any) -> DataLoader[Any]:
+        """One more loader of torch that reads as the one inside does, but by other indices (or batches of them)."""
+        batches = {"sampler": indices, "batch_size": None} if self.batch_sampler is None else {"batch_sampler": indices}
+        return DataLoader(self.dataset, **(kept_arguments(self.base_dataloader) | changes), **batches)
+
+    def forget_workers(self) -> None:
+        """Have the next iteration start new workers, where those of the last one have stayed."""
+        if self.use_stateful_dataloader:
+            self.base_dataloader.load_state_dict({})
+        elif self.reused is self.base_dataloader:
+            base = self.base_dataloader
+            self.base_dataloader = DataLoader(base.dataset, **kept_arguments(base), **same_batches(base))
+        self.reused = None
 
     def get_sampler(self) -> Any:
         """The sampler of indices underneath all batching and sharding."""
@@ -297,6 +313,7 @@ class DataLoaderAdapter:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the position of `state_dict` (stateful loaders only)."""
         self.base_dataloader.load_state_dict(state_dict)
+        self.reused = None  # a stateful loader starts new workers then
         self.dl_state_dict = dict(state_dict)
 
     def adjust_state_dict_for_prefetch(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data._utils.fetch import _MapDatasetFetcher
+from torch.utils.data import DataLoader
 
 from accelerate.comm import current
 from accelerate.comm.tree import slice_tensors
@@ -150,9 +150,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _read_again(self, batches: Sequence[Any]) -> list[Any]:
         """Batches that the sampler has left out, by their indices."""
-        fetcher = _MapDatasetFetcher(self.dataset, self.batch_sampler is not None, self.collate_fn, False)
+        one_by_one = {"sampler": batches, "batch_size": None}
+        chosen: Any = one_by_one if self.batch_sampler is None else {"batch_sampler": batches}
         with undisturbed(self):
-            return [fetcher.fetch(indices) for indices in batches]
+            return list(DataLoader(self.dataset, collate_fn=self.collate_fn, **chosen))
 
     def _parts(self, group: list[Any], start: Callable[[], list[Any]], *, is_last: bool) -> list[Part]:
         """What each process gets of the batches of one step. start: the first step of the epoch."""

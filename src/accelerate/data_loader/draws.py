@@ -7,17 +7,20 @@ loop reads its first batch with them. Whether it draws is looked up now and then
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, Sampler, get_worker_info
 
 from accelerate.data_loader import streams
 from accelerate.data_loader.iterable import Envelope
+from accelerate.errors import warn
+from accelerate.torch_internals.data_loader import before_first_read, numpy_seed
 
 States = dict[str, Any]
 T = TypeVar("T")
@@ -32,12 +35,14 @@ class Drawing(Protocol):
     resumed: the random states to read the first batch with. before: those that the batches ahead of the loop were read
     with, where the dataset draws from them. workers: by worker, those after its last batch that was handed out.
     turn: how many batches of the resumed epoch were dealt out to workers before.
+    indices: what decides the batches of the loader of torch that is iterated.
     """
 
     resumed: States
     before: States
     workers: dict[int, States]
     turn: int
+    indices: Any
 
 
 class Reader:
@@ -61,15 +66,25 @@ class Reader:
 class Here(Reader):
     """The dataset is read in this process. known: which generators it is known to draw from."""
 
-    def __init__(self, drawing: Drawing, known: set[str]) -> None:
+    def __init__(self, loader: Any, drawing: Drawing, known: set[str]) -> None:
         super().__init__(drawing)
         self._known = known
+        self._set_by_sampler = _finds_place_while_read(loader)
+        self._stateful: bool = loader.use_stateful_dataloader
         self._number = 0
         self._looks_at = 1  # 0 tells nothing, since samplers draw with it
 
     def over(self, iterator: Iterator[Any]) -> Iterator[Any]:
-        if self._drawing.resumed:
-            _FirstFetch(iterator, self._drawing.resumed)
+        states = self._drawing.resumed
+        if not states or self._set_by_sampler:
+            return iterator
+        if not self._stateful:
+            return _read_with(states, iterator)
+        if not before_first_read(iterator, functools.partial(streams.set_global_states, states)):
+            warn(
+                "This epoch goes on with the samples that are left, but what the dataset draws at random is not what "
+                "it would have drawn: a stateful loader gives no way to that in this version; use one that is not."
+            )
         return iterator
 
     def read(self, take: Callable[[], T]) -> T:
@@ -87,31 +102,37 @@ class Here(Reader):
         return take()
 
 
-class _FirstFetch:
-    """Stands in for the fetcher of torch's iterator, once: between the sampler, which has to find its place with other
-    random states, and the dataset."""
+def _read_with(states: States, batches: Iterator[Any]) -> Iterator[Any]:
+    streams.set_global_states(states)
+    yield from batches
 
-    def __init__(self, iterator: Any, states: States) -> None:
-        self._iterator, self._states = iterator, states
-        self._fetcher = iterator._dataset_fetcher
-        iterator._dataset_fetcher = self
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._fetcher, name)
+class _FirstIndex(Sampler[Any]):
+    """Hands on what a sampler gives. When that has found its place, for which it may draw, random states are set: those
+    that the dataset is read with. after: how many batches are left out before."""
 
-    def fetch(self, index: Any) -> Any:
-        self._iterator._dataset_fetcher = self._fetcher
-        streams.set_global_states(self._states)
-        return self._fetcher.fetch(index)
+    def __init__(self, sampler: Any, states: States, after: int) -> None:
+        self._sampler, self._states, self._after = sampler, states, after
+
+    def __iter__(self) -> Iterator[Any]:
+        # At once, not with the first index: its order may be drawn here, before torch's loader draws a number.
+        return self._handed_on(iter(self._sampler))
+
+    def _handed_on(self, indices: Iterator[Any]) -> Iterator[Any]:
+        for number, index in enumerate(indices):
+            if number == self._after:
+                streams.set_global_states(self._states)
+            yield index
 
 
 class FromWorkers(Reader):
-    """Workers read the dataset, and tell their random states with a batch."""
+    """Workers read the dataset, and tell their random states with a batch. indices: what torch's loader is given."""
 
-    def __init__(self, drawing: Drawing) -> None:
+    def __init__(self, drawing: Drawing, indices: _Indices) -> None:
         super().__init__(drawing)
         self._ahead: list[_Told] = []
-        self._iterator: Any = None
+        self._indices = indices
+        self._iterator: Iterator[Any] | None = None
 
     def over(self, iterator: Iterator[Any]) -> Iterator[Any]:
         self._iterator = iterator
@@ -133,11 +154,32 @@ class FromWorkers(Reader):
         if self._iterator is None:  # no iteration after all
             return
         # Workers that stay also make the batches that were asked for when the loop broke off, and draw for them.
-        self._iterator._sampler_iter = iter(())
+        self._indices.stop()
         with suppress(Exception):  # one of those batches: nobody is going to see it, nor why it could not be made
             for batch in self._iterator:
                 self._opened(batch)
         self.read(lambda: None)
+
+
+class _Indices(Sampler[Any]):
+    """Hands on what a sampler gives, until it is told to stop."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._stopped = False
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def __iter__(self) -> Iterator[Any]:
+        self._stopped = False
+        return self._handed_on(iter(self._sampler))  # at once, as above
+
+    def _handed_on(self, indices: Iterator[Any]) -> Iterator[Any]:
+        for index in indices:
+            yield index
+            if self._stopped:
+                return
 
 
 class Again(Reader):
@@ -174,10 +216,43 @@ class Again(Reader):
             streams.set_global_states(own)
 
 
+def iterate(loader: Any, drawing: Drawing) -> Iterator[Any]:
+    """Have torch's loader begin an iteration; one like it, where the random states of the dataset matter."""
+    read = loader.reused
+    if read is None:
+        read = _torch_loader(loader, drawing)
+        if loader.persistent_workers:
+            loader.reused = read
+    drawing.indices = _indices_of(read)
+    return iter(read)
+
+
+def _torch_loader(loader: Any, drawing: Drawing) -> Any:
+    base = loader.base_dataloader
+    if _workers_tell(loader):
+        worker = _Worker(base, drawing.turn, dict(drawing.workers))
+        return loader.torch_loader(_Indices(_indices_of(base)), collate_fn=worker, worker_init_fn=worker.start)
+    if drawing.resumed and _finds_place_while_read(loader):
+        left_out = loader.skip_batches * loader.batches_per_step
+        return loader.torch_loader(_FirstIndex(_indices_of(base), drawing.resumed, left_out))
+    return base
+
+
+def _indices_of(torch_loader: Any) -> Any:
+    return torch_loader.sampler if torch_loader.batch_sampler is None else torch_loader.batch_sampler
+
+
+def _finds_place_while_read(loader: Any) -> bool:
+    """Whether it is a sampler that leaves out what was read before, just before the first batch is read here."""
+    by_index = not isinstance(loader.dataset, IterableDataset)
+    return by_index and not loader.num_workers and not loader.use_stateful_dataloader
+
+
 def reader(loader: Any, drawing: Drawing, known: set[str]) -> Reader:
+    """For the iteration that was begun last."""
     if loader.num_workers == 0:
-        return Here(drawing, known)
-    return (FromWorkers if _workers_tell(loader) else Reader)(drawing)
+        return Here(loader, drawing, known)
+    return FromWorkers(drawing, drawing.indices) if _workers_tell(loader) else Reader(drawing)
 
 
 # --- in workers -------------------------------------------------------------------------------------------------
@@ -231,33 +306,15 @@ class _Worker:
 
 def _become(info: Any, place: int) -> None:
     """Take another worker's number and, as torch does for it, its seeds."""
-    from torch.utils.data._utils.worker import _generate_state
-
     base = info.seed - info.id
     object.__setattr__(info, "id", place)  # it guards itself against users who change it
     object.__setattr__(info, "seed", base + place)
     random.seed(base + place)
     torch.manual_seed(base + place)
-    np.random.seed(_generate_state(base, place))
+    np.random.seed(numpy_seed(base, place))
 
 
 def _workers_tell(loader: Any) -> bool:
     """Others read again what they had read, and draw again, or (stateful ones) are not dealt batches in turn."""
     by_index = not isinstance(loader.dataset, IterableDataset)
     return loader.num_workers > 0 and by_index and not loader.use_stateful_dataloader
-
-
-@contextmanager
-def told_by_workers(loader: Any, drawing: Drawing) -> Iterator[None]:
-    """Have the workers that torch's loader starts meanwhile tell what they draw from."""
-    if not (_workers_tell(loader) and streams.makes_iterator(loader)):
-        yield
-        return
-    base = loader.base_dataloader
-    own = base.collate_fn, base.worker_init_fn
-    worker = _Worker(base, drawing.turn, dict(drawing.workers))
-    base.collate_fn, base.worker_init_fn = worker, worker.start
-    try:
-        yield
-    finally:
-        base.collate_fn, base.worker_init_fn = own

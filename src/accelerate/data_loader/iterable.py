@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from accelerate.torch_internals import data_loader
+
 
 class IterableDatasetShard(IterableDataset):
     """Samples in groups of one batch per process, of which this process keeps its own.
@@ -121,9 +123,7 @@ class Envelope:
         self.batch = batch
 
     def pin_memory(self) -> Envelope:
-        from torch.utils.data._utils.pin_memory import pin_memory
-
-        self.batch = pin_memory(self.batch)
+        self.batch = data_loader.pin_memory(self.batch)
         return self
 
 

@@ -32,7 +32,8 @@ class Place:
     start: the random states that the order of the epoch came from.
     batches: how many of the epoch were handed out, after `samples` that were read in batches of another size.
     earlier: in how many steps those samples were. partial: whether its first batch is not the first one of the epoch.
-    dataset: the state of a dataset that can tell its place. resumed, before, workers, turn: see `draws.Drawing`.
+    dataset: the state of a dataset that can tell its place. resumed, before, workers, turn, indices: as in
+    `draws.Drawing`.
     """
 
     epoch: int
@@ -48,6 +49,7 @@ class Place:
     workers: dict[int, draws.States] = field(default_factory=dict)
     turn: int = 0
     workers_stay: bool = False  # for the next epoch
+    indices: Any = None
 
     def handed_out(self, last: bool) -> None:
         self.batches += 1
@@ -121,8 +123,8 @@ class Position:
         """Have torch's loader begin the iteration; returns its iterator."""
         if loader.num_workers and streams.makes_iterator(loader):
             ending.let_threads_finish(naps=5)  # workers are forked
-        with streams.drawing_seed(loader, place.start["draws"]), draws.told_by_workers(loader, place):
-            batches = iter(loader.base_dataloader)
+        with streams.drawing_seed(loader, place.start["draws"]):
+            batches = draws.iterate(loader, place)
         if not self._at_an_end:
             return batches
         self._at_an_end = False
@@ -133,7 +135,7 @@ class Position:
             if tries and self._beginning is not None:
                 self._ended_dataset(loader).load_state_dict(self._beginning)
             with streams.drawing_seed(loader, False):
-                batches = iter(loader.base_dataloader)
+                batches = draws.iterate(loader, place)
         return batches
 
     def reader(self, loader: Any, place: Place) -> draws.Reader:
@@ -209,7 +211,7 @@ class Position:
         """Have the next iteration follow the interrupted one; skip: and start where that one was."""
         vars(self).update(vars(Position()))
         if loader.persistent_workers:
-            loader.base_dataloader._iterator = None  # new ones start with the states that are loaded
+            loader.forget_workers()  # new ones start with the states that are loaded
         if not state["inside"]:
             loader.forget_state()  # a stateful loader would go on with an epoch that is over
         self._loaded = state

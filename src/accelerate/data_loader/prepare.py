@@ -173,7 +173,7 @@ def _shared_order(loader: Any, seedable: bool, data_seed: int | None, *, all_rea
         owner.sampler = SeedableRandomSampler(
             sampler.data_source,
             replacement=sampler.replacement,
-            num_samples=sampler._num_samples,
+            num_samples=_asked_samples(sampler),
             generator=sampler.generator or torch.Generator(),
             data_seed=seed[0],
         )
@@ -185,6 +185,11 @@ def _shared_order(loader: Any, seedable: bool, data_seed: int | None, *, all_rea
     # A batch sampler of its own may do the shuffling itself.
     generator = getattr(sampler, "generator", None) or getattr(owner, "generator", None)
     return generator if isinstance(generator, torch.Generator) else None
+
+
+def _asked_samples(sampler: RandomSampler) -> int | None:
+    """How many samples a sampler was asked for; None for as many as there are."""
+    return None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
 
 
 def _own_distributed_sampler(loader: Any, processes: int) -> DistributedSampler[Any] | None:

@@ -110,10 +110,8 @@ def set_generators(loader: Any, states: list[torch.Tensor]) -> None:
 
 def makes_iterator(loader: Any) -> bool:
     """Whether torch's loader, when it is iterated next, makes a new iterator, and draws a number (the seed of its
-    workers) for it. One with persistent workers is used again."""
-    base = loader.base_dataloader
-    made_before = base.persistent_workers and base.num_workers > 0 and base._iterator is not None
-    return not made_before
+    workers) for it. That of workers that stay is used again."""
+    return loader.reused is None
 
 
 @contextmanager

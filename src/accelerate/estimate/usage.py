@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.torch_internals.fake_tensors import without_content
+from accelerate.torch_internals.modules import parameters_of
+
 # Bytes of state that an optimizer keeps for each parameter.
 OPTIMIZERS = {"adam": 8, "sgd": 0}
 
@@ -86,11 +89,10 @@ def measure(model: nn.Module, run: Callable[[nn.Module], Any], mixed_precision: 
 def _saved(
     model: nn.Module, run: Callable[[nn.Module], Any], weights: torch.dtype, autocast: torch.dtype | None
 ) -> int:
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.multiprocessing.reductions import StorageWeakRef
 
     saved: dict[Any, Any] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with without_content("estimating the activations of a model"):
         # On the CPU, not on `meta`: there torch takes another way through attention, which keeps more.
         _empty_parameters(model.train(), weights)
         own = {StorageWeakRef(parameter.untyped_storage()) for parameter in model.parameters()}
@@ -110,9 +112,10 @@ def _saved(
 def _empty_parameters(model: nn.Module, dtype: torch.dtype) -> None:
     replaced: dict[int, nn.Parameter] = {}  # one that has two names stays one
     for module in model.modules():
-        for name, old in module._parameters.items():
+        parameters = parameters_of(module)
+        for name, old in list(parameters.items()):
             if old is not None:
                 if id(old) not in replaced:
                     kind = dtype if old.is_floating_point() else old.dtype
                     replaced[id(old)] = nn.Parameter(torch.empty(old.shape, dtype=kind), old.requires_grad)
-                module._parameters[name] = replaced[id(old)]
+                parameters[name] = replaced[id(old)]

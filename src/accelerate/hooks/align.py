@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -27,6 +27,7 @@ from accelerate.big_modeling.tensors import (
 )
 from accelerate.comm.tree import find_device, send_arguments_to_device, send_to_device
 from accelerate.hooks.base import ModelHook, SequentialHook, add_hook_to_module
+from accelerate.torch_internals.modules import add_pre_load_hook, buffers_of, parameters_of, refresh_flat_weights
 from accelerate.torch_internals.offloaded_tensors import apply_of_class, replace_apply, restore_apply
 
 Device = int | str | torch.device
@@ -142,9 +143,9 @@ class AlignDevicesHook(ModelHook):
         self._streamer.add(self._block)
         holders = dict.fromkeys(slot.holder for slot in slots)
         for holder in holders:
-            # By the methods of the base class: modules of TorchScript refuse, and could do it.
+            # By the method of the base class: modules of TorchScript refuse, and could do it.
             self._handles.append(nn.Module.register_state_dict_post_hook(holder, _fill_in))
-            self._handles.append(nn.Module._register_load_state_dict_pre_hook(holder, take_over, with_module=True))
+            self._handles.append(add_pre_load_hook(holder, take_over))
             # What `to`, `cuda` and their likes call, on this module and on those around it.
             replace_apply(holder, functools.partial(_apply, holder))
         self._lists = [holder for holder in holders if isinstance(holder, nn.RNNBase)]
@@ -153,7 +154,7 @@ class AlignDevicesHook(ModelHook):
     def _forget(self) -> None:
         """RNNs have a list of their weights besides: it must not keep those that have left."""
         for holder in self._lists:
-            holder._update_flat_weights()
+            refresh_flat_weights(holder)
 
     @outside_graphs
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -308,7 +309,7 @@ def _tensors(module: nn.Module, recurse: bool) -> dict[str, torch.Tensor]:
     return {
         f"{path}.{name}" if path else name: tensor
         for path, part in parts
-        for name, tensor in (*part._parameters.items(), *part._buffers.items())
+        for name, tensor in (*parameters_of(part).items(), *buffers_of(part).items())
         if tensor is not None
     }
 
@@ -319,14 +320,14 @@ def _home_device(tensor: Any) -> torch.device:
     return device
 
 
-def _home(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+def _home(module: nn.Module, name: str) -> tuple[MutableMapping[str, Any], str]:
     holder, attribute = find_tensor(module, name)
     return table_of(holder, attribute), attribute
 
 
 def _fill_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
     """The entries of a state dict that lie elsewhere, as they lie there: in memory, or mapped from their file."""
-    for attribute in (*module._parameters.keys(), *module._buffers.keys()):
+    for attribute in (*parameters_of(module).keys(), *buffers_of(module).keys()):
         entry = state_dict.get(f"{prefix}{attribute}")
         # With keep_vars the entry is the parameter itself.
         if isinstance(entry, STAND_INS) and entry is not table_of(module, attribute)[attribute]:
@@ -367,7 +368,7 @@ def take_over(
     """Values that are loaded are written to where the weights lie: torch would take these for empty, and warn."""
     if local_metadata.get("assign_to_params_buffers", False):
         return
-    for attribute, tensor in (*module._parameters.items(), *module._buffers.items()):
+    for attribute, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
         key = f"{prefix}{attribute}"
         value = state_dict.get(key)
         if not isinstance(tensor, STAND_INS) or not isinstance(value, torch.Tensor):

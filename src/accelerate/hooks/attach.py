@@ -12,6 +12,7 @@ from accelerate.big_modeling.store import PrefixedDataset
 from accelerate.big_modeling.tensors import named_module_tensors, set_module_tensor_to_device
 from accelerate.hooks.align import AlignDevicesHook, align_hooks
 from accelerate.hooks.base import add_hook_to_module
+from accelerate.torch_internals.modules import buffers_of, non_persistent_buffers, parameters_of
 
 Device = int | str | torch.device
 Tied = dict[int, dict[Any, torch.Tensor]]
@@ -43,7 +44,7 @@ def attach_execution_device_hook(
 
 def _has_state(module: nn.Module) -> bool:
     return any(
-        len(part._parameters) > 0 or not part._non_persistent_buffers_set.issuperset(part._buffers.keys())
+        len(parameters_of(part)) > 0 or not non_persistent_buffers(part) >= set(buffers_of(part).keys())
         for part in module.modules()
     )
 
@@ -195,7 +196,7 @@ class _Blocks:
 
     def _own(self, module: nn.Module, name: str, entry: str | None) -> None:
         """The modules inside have entries of their own: what is left are a module's own tensors."""
-        own = (*module._parameters.items(), *module._buffers.items())
+        own = (*parameters_of(module).items(), *buffers_of(module).items())
         tensors = [key for key, tensor in own if tensor is not None]
         places = {key: self._entry(_dotted(name, key), entry) for key in tensors}
         resident = {key for key, place in places.items() if place is None or not self.offload[place]}

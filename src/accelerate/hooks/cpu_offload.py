@@ -13,6 +13,7 @@ from accelerate.comm.tree import send_arguments_to_device
 from accelerate.hooks.base import ModelHook, remove_hook_from_module
 from accelerate.memory import clear_device_cache
 from accelerate.state import PartialState
+from accelerate.torch_internals.modules import buffers_of, parameters_of
 
 
 class CpuOffload(ModelHook):
@@ -49,7 +50,7 @@ def _is_on(module: nn.Module, device: torch.device) -> bool:
     return all(
         tensor is None or tensor.device == device
         for part in module.modules()
-        for table in (part._parameters, part._buffers)
+        for table in (parameters_of(part), buffers_of(part))
         for tensor in table.values()
     )
 

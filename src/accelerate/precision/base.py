@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -21,8 +20,6 @@ class PrecisionSettings:
     autocast: AutocastKwargs = field(default_factory=AutocastKwargs)
     scaler: GradScalerKwargs = field(default_factory=GradScalerKwargs)
     scaler_kind: type[Scaler] = Scaler
-    # What a backend of its own is configured with.
-    recipe: Any = None
 
 
 class Precision:
@@ -55,4 +52,4 @@ class Precision:
         return nullcontext()
 
     def after_step(self, models: list[torch.nn.Module]) -> None:
-        """Called when an optimizer has stepped, where `acts_after_step`. models: all that are prepared."""
+        """Called after each step, also one that was skipped, where `acts_after_step`. models: all that are prepared."""

@@ -16,17 +16,18 @@ from accelerate.torch_internals.optimizers import decides_on_the_device
 class Stepper:
     """One optimizer's steps, as `AcceleratedOptimizer` asks for them. The base class is the plain case.
 
-    An engine that steps in its own way returns one of its own from `Strategy.stepper`.
+    An engine that steps in its own way returns one of its own from `Strategy.stepper`. It is told whether this is the
+    `last` micro-batch of a window; others than the last are for engines that keep the window themselves.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, last: bool = True) -> Any:
         """Take one step; returns what the optimizer returns."""
         return self.optimizer.step() if closure is None else self.optimizer.step(closure)
 
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
+    def zero_grad(self, set_to_none: bool | None = None, *, last: bool = True) -> None:
         """Clear the gradients. None: as the optimizer does by default."""
         if set_to_none is None:
             self.optimizer.zero_grad()
@@ -38,19 +39,19 @@ class Stepper:
         """Whether the last step was left out, as for a gradient that is not finite."""
         return False
 
-    def for_copy(self, optimizer: Any) -> Stepper:
-        """The same for a copy of the optimizer."""
+    def for_other(self, optimizer: Any) -> Stepper:
+        """The same for another optimizer, that comes in place of this one."""
         return type(self)(optimizer)
 
 
 class ScaledStepper(Stepper):
     """Steps through a gradient scaler, which leaves a step out when a gradient is not finite."""
 
-    def __init__(self, optimizer: Any, scaler: torch.amp.GradScaler) -> None:
+    def __init__(self, optimizer: Any, scaler: torch.amp.GradScaler, overflow: bool = False) -> None:
         super().__init__(optimizer)
         self.scaler = scaler
         self._accelerate_step_called = False
-        self._overflow = False
+        self._overflow = overflow
         self._found_inf: list[torch.Tensor] = []
         # Ours waits for the other optimizers before it updates its factor.
         self._finish: Callable[[], None] = getattr(scaler, "finish_step", scaler.update)
@@ -58,7 +59,7 @@ class ScaledStepper(Stepper):
         self._told_of_inf = decides_on_the_device(optimizer)
         optimizer.step = patch_optimizer_step(self, optimizer.step)
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, last: bool = True) -> Any:
         scaler = self.scaler
         self._accelerate_step_called = False
         result = scaler.step(self.optimizer) if closure is None else scaler.step(self.optimizer, closure)
@@ -76,8 +77,13 @@ class ScaledStepper(Stepper):
             self._found_inf = []
         return self._overflow
 
-    def for_copy(self, optimizer: Any) -> ScaledStepper:
-        return type(self)(optimizer, self.scaler)
+    def for_other(self, optimizer: Any) -> ScaledStepper:
+        return type(self)(optimizer, self.scaler, self.skipped)
+
+
+def stepper_for(optimizer: Any, scaler: torch.amp.GradScaler | None, overflow: bool = False) -> Stepper:
+    """What steps an optimizer that no engine steps. overflow: whether its last step was skipped."""
+    return Stepper(optimizer) if scaler is None else ScaledStepper(optimizer, scaler, overflow)
 
 
 def patch_optimizer_step(accelerated_optimizer: Any, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -47,6 +47,7 @@ class AcceleratorState(PartialState):
         if _from_accelerator and self._group_ended:
             # A second training after `end_training`: all processes come here, and meet again.
             self._reset_state(reset_partial_state=True)
+        engines.check_dynamo_plugin(dynamo_plugin)
         plugins = {
             "fsdp_plugin": fsdp_plugin,
             "torch_tp_plugin": torch_tp_plugin,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
+from types import FunctionType
 from typing import Any
 
+from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.parallel import TorchTensorParallelPlugin
@@ -54,27 +57,34 @@ def fsdp_plugin(
     return plugin
 
 
+def check_dynamo_plugin(plugin: Any) -> None:
+    if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
+        kind = type(plugin).__name__
+        raise TypeError(f"dynamo_plugin is a {kind}: pass a TorchDynamoPlugin, or a name as `dynamo_backend`.")
+
+
 def settings_of(plugin: Any) -> dict[str, Any]:
     """The fields of a plugin as they are now, whatever is done with it later."""
     return {field.name: getattr(plugin, field.name) for field in dataclasses.fields(plugin) if field.compare}
 
 
 def differences(plugin: Any, first: Any, settings: dict[str, Any]) -> list[str]:
-    """What is asked for by a second plugin, and by the first, which had these settings."""
-    if plugin is first:
-        return []
-    now = settings_of(plugin)
-    return [f"{name}={now[name]!r} (it is {old!r})" for name, old in settings.items() if not _same(now[name], old)]
+    """What is asked for by a second plugin. settings: what the first was asked for, before anything was filled in."""
+    return [
+        f"{name}={value!r} (it is {settings[name]!r})"
+        for name, value in settings_of(plugin).items()
+        if not _same(value, settings[name]) and not _same(value, getattr(first, name))
+    ]
 
 
 def _same(value: Any, other: Any) -> bool:
-    # Functions that were made twice from the same lines, as policies are, do the same.
-    return bool(value == other) or (callable(value) and _name(value) is not None and _name(value) == _name(other))
-
-
-def _name(function: Any) -> str | None:
-    name: str | None = getattr(getattr(function, "func", function), "__qualname__", None)
-    return name
+    """Whether two settings mean the same. Functions do that were made twice from the same lines, as policies are."""
+    if isinstance(value, functools.partial) and isinstance(other, functools.partial):
+        return (_same(value.func, other.func), value.args, value.keywords) == (True, other.args, other.keywords)
+    if isinstance(value, FunctionType) and isinstance(other, FunctionType):
+        cells = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (value, other)]
+        return value.__code__ is other.__code__ and value.__defaults__ == other.__defaults__ and cells[0] == cells[1]
+    return bool(value == other)
 
 
 def fsdp_is_on(plugin: FullyShardedDataParallelPlugin | None, state: PartialState) -> bool:

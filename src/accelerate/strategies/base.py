@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel.mesh import SAME_DATA, axis_rank, shares_of_ranks
 from accelerate.precision import Scaler
 from accelerate.precision.stepping import Stepper
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.unwrap import extract_model_from_parallel
 
 
@@ -58,8 +58,10 @@ class Strategy:
     can_roll_back = True
     # The scaler of fp16 training.
     scaler_kind: type[Scaler] = Scaler
-    # The classes that the engine wraps models in, each with the model as its attribute `module`.
+    # The engine's own classes around a model, which have it as `module`: models are found in them everywhere.
     wrappers: tuple[type, ...] = ()
+    # Of the Accelerator: whether this micro-batch is the last of its window, and how many make one.
+    gradient_state: GradientState
 
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
         self.state = state
@@ -79,6 +81,10 @@ class Strategy:
                 model.value = self.wrap(model.value, placed=model.placed)
         for optimizer in bundle.every_optimizer():
             self.rebind(optimizer)
+
+    def loader(self, loader: Any, prepare: Callable[[Any], Any]) -> Any:
+        """A loader of the script, prepared. prepare: does that for a plain `DataLoader`, which an engine may make."""
+        return prepare(loader)
 
     def wrap(self, model: torch.nn.Module, *, placed: bool) -> torch.nn.Module:
         """The model in whatever container the engine needs. placed: whether it lies on `device` as a whole."""
@@ -139,8 +145,8 @@ class Strategy:
         """
         loss.backward(**kwargs)
 
-    def stepper(self, optimizer: Any) -> Stepper | None:
-        """What steps a prepared optimizer, and knows whether a step was skipped. None: as the precision does."""
+    def stepper(self, optimizer: Any, scaler: torch.amp.GradScaler | None) -> Stepper | None:
+        """What steps a prepared optimizer, and knows whether a step was skipped. None: by itself, or by the scaler."""
         return None
 
     def bypassed(self, models: list[torch.nn.Module]) -> set[int]:

@@ -15,8 +15,6 @@ from accelerate.torch_internals.ddp import expect_backward, knows_its_graph, was
 
 
 class DDP(Strategy):
-    wrappers = (DistributedDataParallel,)
-
     def wrap(self, model: torch.nn.Module, *, placed: bool) -> torch.nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # nothing to average, and DDP refuses it

@@ -42,8 +42,6 @@ from accelerate.torch_internals.modules import parameters_of
 
 
 class FSDP1(Sharded):
-    wrappers = (Wrapper,)
-
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
         super().__init__(state, ddp)
         self.plugin = state.fsdp_plugin

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -9,6 +11,9 @@ from torch import nn
 
 # Under which name a compiled module has the one that it was made of. Ours with compiled regions use the same.
 ORIGINAL = "_orig_mod"
+
+# What torch puts into the names of parameters when it compiles a module, or computes its activations twice.
+ADDED_TO_NAMES = (ORIGINAL, "_checkpoint_wrapped_module")
 
 
 def is_compiled(module: Any) -> bool:
@@ -34,3 +39,26 @@ def compiled_like(compiled: Any, module: nn.Module) -> Any:
     """Another module, compiled with the settings of a compiled one; with those that are usual, if torch lost them."""
     settings = getattr(compiled, "dynamo_ctx", None)
     return torch.compile(module) if settings is None else type(compiled)(module, settings)
+
+
+@functools.cache
+def compiler_module() -> str:
+    """The module in `sys.modules` without which nothing has been compiled; torch itself, where it is not known."""
+    return "torch._dynamo" if importlib.util.find_spec("torch._dynamo") else "torch"
+
+
+def keep_out_of_graphs(function: Any, reason: str) -> None:
+    """Mark a function so that the compiler neither compiles it nor looks into it, without loading the compiler.
+
+    Without these names the compiler looks into the function, and loses time, until it meets one that is disabled by
+    `torch.compiler.disable`.
+    """
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = reason
+    inside: Any = getattr(getattr(torch, "_C", None), "_dynamo", None)
+    frames: Any = getattr(inside, "eval_frame", None)
+    if hasattr(frames, "skip_code"):
+        frames.skip_code(function.__code__)
+    elif hasattr(frames, "_FrameExecStrategy") and hasattr(frames, "_FrameAction"):  # from torch 2.8 on
+        action = frames._FrameAction
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 
@@ -12,6 +13,35 @@ def pin_memory(batch: Any) -> Any:
     except ImportError:
         return batch
     return pinned(batch)
+
+
+def before_first_read(batches: Any, function: Callable[[], None]) -> bool:
+    """Have a function called once in an iteration without workers: after the sampler has given its next indices, and
+    before the dataset is read. Returns whether that is possible.
+
+    For torchdata's loader; torch's own can be given a sampler that does it. Without the private fetcher, a dataset that
+    draws from global generators draws other numbers after a resume inside an epoch.
+    """
+    if not hasattr(getattr(batches, "_dataset_fetcher", None), "fetch"):
+        return False
+    _FirstRead(batches, function)
+    return True
+
+
+class _FirstRead:
+    """In the place of the fetcher, until it is used."""
+
+    def __init__(self, batches: Any, function: Callable[[], None]) -> None:
+        self._batches, self._function, self._fetcher = batches, function, batches._dataset_fetcher
+        batches._dataset_fetcher = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fetcher, name)
+
+    def fetch(self, indices: Any) -> Any:
+        self._batches._dataset_fetcher = self._fetcher
+        self._function()
+        return self._fetcher.fetch(indices)
 
 
 def numpy_seed(base: int, worker: int) -> Any:

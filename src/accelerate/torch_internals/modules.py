@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterator, MutableMapping, Set
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
 from typing import Any
 
 import torch
@@ -147,15 +147,15 @@ def loads_by_code_of(module: nn.Module) -> str:
     return "" if code is None else str(code.__module__)
 
 
-def has_registration_hooks() -> bool:
-    """Whether hooks are called for every parameter that is registered, in any module.
+def registration_hooks() -> Mapping[Any, Any]:
+    """The hooks that are called for every parameter that is registered, in any module; it changes as they do.
 
-    True, which costs time where modules are made, where torch does not tell.
+    One that nobody has registered, which costs time where modules are made, where torch does not tell.
     """
     try:
-        return bool(nn.modules.module._global_parameter_registration_hooks)
+        return nn.modules.module._global_parameter_registration_hooks
     except AttributeError:
-        return True
+        return {"unknown": None}
 
 
 def metadata_of(state: Any) -> dict[str, Any]:
@@ -179,3 +179,26 @@ def refresh_flat_weights(module: nn.RNNBase) -> None:
         return
     for name, weight in list(parameters_of(module).items()):
         setattr(module, name, weight)
+
+
+def is_new_name(module: nn.Module, name: str) -> bool:
+    """Whether a module is set up and has neither a parameter nor a buffer nor a child of this name.
+
+    False where torch keeps its tables elsewhere: an attribute of that name is then set by the long way.
+    """
+    own = module.__dict__
+    try:
+        return name not in own["_parameters"] and name not in own["_buffers"] and name not in own["_modules"]
+    except KeyError:
+        return False
+
+
+def add_pre_load_hook(module: nn.Module, hook: Callable[..., None]) -> Any:
+    """Have a hook called before a module takes its tensors out of a state dict; returns a handle that removes it.
+
+    By the method of the base class, which works on modules of TorchScript as well; the public one refuses these.
+    """
+    register: Any = getattr(nn.Module, "_register_load_state_dict_pre_hook", None)
+    if register is not None:
+        return register(module, hook, with_module=True)
+    return module.register_load_state_dict_pre_hook(hook)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -44,14 +44,10 @@ class BecomesParameter:
     def became_parameter(self) -> None:
         raise NotImplementedError
 
-    @property
-    def _is_param(self) -> bool:
-        return bool(self.__dict__.get("_is_param", False))
-
-    @_is_param.setter
-    def _is_param(self, value: bool) -> None:
-        self.__dict__["_is_param"] = value
-        self.became_parameter()
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_is_param":
+            self.became_parameter()
 
 
 Apply = Callable[..., nn.Module]
@@ -63,7 +59,7 @@ def replace_apply(module: nn.Module, apply: Apply) -> None:
     Without `nn.Module._apply` an offloaded model is not kept from being moved: all of its weights are brought in.
     """
     if hasattr(nn.Module, "_apply"):
-        module._apply = apply  # type: ignore[method-assign]
+        cast(Any, module)._apply = apply
 
 
 def restore_apply(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import os
 import pickle
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -235,16 +236,24 @@ def test_no_warning_for_arguments_nobody_gave() -> None:
     prepared(DataLoader(Numbers()))  # warnings are errors here
 
 
+class Readers(Numbers):
+    """Each sample is the number of the process that reads it."""
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        return torch.tensor(os.getpid())
+
+
 def test_persistent_workers_live_through_epochs() -> None:
-    loader = prepared(DataLoader(Numbers(6), batch_size=2, num_workers=1, persistent_workers=True))
+    loader = prepared(DataLoader(Readers(6), batch_size=6, num_workers=1, persistent_workers=True))
     first = values(loader)
-    workers = loader.base_dataloader._iterator._workers
-    assert values(loader) == first and loader.base_dataloader._iterator._workers is workers
+    assert first != [[os.getpid()] * 6]
+    assert values(loader) == first
     for _ in loader:
         break
     assert values(loader) == first
-    del loader.base_dataloader._iterator  # ends the worker
-    del workers
+    twin = copy.copy(loader)
+    assert values(twin) != first == values(loader)
+    del loader, twin  # ends the workers
 
 
 def test_pickle_and_deepcopy() -> None:

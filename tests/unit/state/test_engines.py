@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import copy
+import functools
 import os
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
@@ -51,22 +54,25 @@ def test_a_second_accelerator_cannot_ask_for_other_plugins() -> None:
     Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))  # asks for the same
     with pytest.raises(ValueError, match=r"changed to dynamo_plugin with backend=.*INDUCTOR.* \(it is .*EAGER"):
         Accelerator(cpu=True, dynamo_backend="inductor")
+    with pytest.raises(TypeError, match="dynamo_plugin is a str: pass a TorchDynamoPlugin"):
+        Accelerator(cpu=True, dynamo_plugin="eager")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"parallelism_config=ParallelismConfig\(...\) \(it has none\)"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
 
 
 def _another_fsdp() -> list[str]:
-    def plugin(**settings: Any) -> FullyShardedDataParallelPlugin:
-        policy = "size_based_wrap"
-        return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy, min_num_params=10, **settings)
+    def plugin(params: int = 10, **settings: Any) -> FullyShardedDataParallelPlugin:
+        policy = functools.partial(size_based_auto_wrap_policy, min_num_params=params)
+        return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy, **settings)
 
     first = plugin()
     accelerator = Accelerator(fsdp_plugin=first, mixed_precision="bf16")
     accelerator.prepare(torch.nn.Linear(4, 4))
     Accelerator(fsdp_plugin=first)
     Accelerator(fsdp_plugin=plugin())
+    Accelerator(fsdp_plugin=copy.copy(first))
     said = []
-    for other in (plugin(reshard_after_forward=False), FullyShardedDataParallelPlugin(fsdp_version=1)):
+    for other in (plugin(reshard_after_forward=False), plugin(1000), FullyShardedDataParallelPlugin(fsdp_version=1)):
         with pytest.raises(ValueError) as error:
             Accelerator(fsdp_plugin=other)
         said.append(str(error.value))
@@ -76,4 +82,5 @@ def _another_fsdp() -> list[str]:
 def test_a_second_accelerator_cannot_ask_for_another_fsdp() -> None:
     for said in run_world(_another_fsdp, 2):
         assert "reshard_after_forward=False (it is True)" in said[0]
-        assert "fsdp_version=1 (it is 2)" in said[1]
+        assert "auto_wrap_policy=" in said[1] and "min_num_params=1000" in said[1]
+        assert "fsdp_version=1 (it is 2)" in said[2]
