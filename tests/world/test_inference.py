@@ -130,7 +130,7 @@ def test_stages_hand_on_tensors_of_any_strides() -> None:
 
 
 def _several_tensors() -> None:
-    inference.waits_for_every_tensor = lambda: False  # as before torch 2.9
+    inference.waits_for_every_tensor = lambda: False  # as in torch 2.6
     prepare_pippy(Turned(), ["second"], example_args=(torch.ones(4, 5, 4),))
 
 
