@@ -46,7 +46,7 @@ class _FirstRead:
 
 
 def renumber(info: Any, worker: int) -> None:
-    """Give what `get_worker_info` returned another number, and the seed that goes with it, which it guards.
+    """Give what `get_worker_info` returned, and which guards itself, another number and the seed that goes with it.
 
     Where it cannot be changed, a dataset that looks at it sees another number after a resume inside an epoch.
     """
