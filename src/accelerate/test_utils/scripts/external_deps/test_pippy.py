@@ -22,8 +22,8 @@ model_to_config = {
     "gpt2": ("GPT2ForSequenceClassification", "GPT2Config", 64),
 }
 _TINY: dict[str, dict[str, Any]] = {
-    "bert": {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 64},
-    "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False},
+    "bert": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64},
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False},
 }
 
 
