@@ -16,6 +16,7 @@ _NAMES = {
     "AutocastKwargs": "accelerate.config.handlers",
     "DDPCommunicationHookType": "accelerate.config.enums",
     "DataLoaderConfiguration": "accelerate.config.data",
+    "DeepSpeedPlugin": "accelerate.config.deepspeed",
     "DistributedDataParallelKwargs": "accelerate.config.handlers",
     "DistributedType": "accelerate.config.enums",
     "FullyShardedDataParallelPlugin": "accelerate.config.fsdp",
