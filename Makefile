@@ -125,11 +125,12 @@ quantization: $(QUANTIZATION)/.ready
 clients: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
 
+# Without the documents, which show what the current release of torch does.
 torch-oldest: $(TORCH_OLDEST)/.ready
-	$(TORCH_OLDEST)/bin/python $(PYTEST) $(ARGS)
+	$(TORCH_OLDEST)/bin/python $(PYTEST) $(or $(ARGS),tests/world tests/contract tests/unit)
 
 torch-middle: $(TORCH_MIDDLE)/.ready
-	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(ARGS)
+	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(or $(ARGS),tests/world tests/contract tests/unit)
 
 # The tests of crashes, with SOAK times as many moments.
 soak: $(VENV)/.ready-test

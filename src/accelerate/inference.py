@@ -19,6 +19,7 @@ from accelerate.comm.tree import ignorant_find_batch_size, leaves, recursively_a
 from accelerate.state import PartialState
 from accelerate.torch_internals import pytree
 from accelerate.torch_internals.fake_tensors import without_content
+from accelerate.torch_internals.pipelines import waits_for_every_tensor
 
 
 def generate_device_map(
@@ -232,6 +233,7 @@ def prepare_pippy(
     structure = _output_structure(model, args, kwargs)
     pipe = _traced(model, split_points, args, kwargs)
     _refuse_late_inputs(model, pipe)
+    _refuse_several_tensors(model, pipe)
     outputs = _outputs(model, pipe)
     stage = _schedule(pipe, chunks)
     model._original_forward = model.forward  # type: ignore[assignment]
@@ -282,6 +284,19 @@ def _refuse_late_inputs(model: nn.Module, pipe: Any) -> None:
                 f"Stage {number} of this {type(model).__name__} needs {', '.join(late)}, and only the first stage is "
                 "given the inputs of the model and nothing else: compute it inside of the first stage and hand it on "
                 "from there, or cut the model at another split point."
+            )
+
+
+def _refuse_several_tensors(model: nn.Module, pipe: Any) -> None:
+    """Raises where processes on the CPU would wait for ever, for want of a newer torch."""
+    if PartialState().device.type != "cpu" or waits_for_every_tensor():
+        return
+    for number in range(1, pipe.num_stages):
+        tensors = len(pipe.get_stage_module(number).graph.find_nodes(op="placeholder"))
+        if tensors > 1:
+            raise RuntimeError(
+                f"Stage {number} of this {type(model).__name__} is handed {tensors} tensors, and torch "
+                f"{torch.__version__} waits for one on CPUs: update torch, or cut the model at another split point."
             )
 
 

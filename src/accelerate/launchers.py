@@ -21,7 +21,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from accelerate.available import has_package, is_cuda_available
 from accelerate.config.enums import DistributedType, PrecisionType
 from accelerate.config.environment import parse_flag_from_env, patch_environment
-from accelerate.devices import cuda_start
+from accelerate.devices import CUDA, cuda_start
 from accelerate.launch.meeting import meeting_point
 from accelerate.machine import get_free_port
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -255,7 +255,7 @@ def _check_ready(function: Callable[..., Any], start_method: str) -> None:
                 "notebook: install cloudpickle, or move the function into a module and import it."
             )
         return
-    if torch.cuda.is_initialized():
+    if cuda_start.has_started():
         if (line := cuda_start.place()) is not None:
             by = f" by {line}"
         elif suspects := cuda_start.suspects():
@@ -289,7 +289,7 @@ def _endpoint(given: str, backend: str, address: str, port: int, node_rank: int,
 def _gpus() -> int:
     if parse_flag_from_env("ACCELERATE_USE_CPU") or not is_cuda_available():
         return 0
-    return torch.cuda.device_count()
+    return CUDA().count()
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tests.harness.fsdp2_on_cpu import complete_fsdp2
 from tests.harness.request import Request
 from tests.harness.seeds import seed_rank
 
@@ -71,6 +72,7 @@ def _settle_in(request: Request, rank: int) -> None:
     os.chdir(request.cwd)
 
     seed_rank(rank)
+    complete_fsdp2()
 
 
 def _call(request: Request) -> dict[str, Any]:

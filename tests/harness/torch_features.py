@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import pickle
 from collections import defaultdict
 
 import pytest
 import torch
+from packaging.version import Version
+from torch.distributed.fsdp import fully_shard
+
+from accelerate.torch_internals.pipelines import waits_for_every_tensor
+
+
+def _needs(there: bool, otherwise: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not there, reason=f"torch {torch.__version__} {otherwise}")
 
 
 def has_dtype(name: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(not hasattr(torch, name), reason=f"torch {torch.__version__} has no {name}")
+    return _needs(hasattr(torch, name), f"has no {name}")
 
 
 def _fills(value: object) -> bool:
@@ -27,6 +36,12 @@ def _fills(value: object) -> bool:
     return True
 
 
-refuses_defaultdict = pytest.mark.skipif(
-    _fills(defaultdict(int, a=1)), reason=f"torch {torch.__version__} loads a defaultdict that is allowed"
+refuses_defaultdict = _needs(not _fills(defaultdict(int, a=1)), "loads a defaultdict that is allowed")
+leaves_parameters_whole = _needs(
+    "ignored_params" in inspect.signature(fully_shard).parameters, "shards every parameter in FSDP version 2"
 )
+stages_take_several_tensors = _needs(waits_for_every_tensor(), "hands on one tensor from stage to stage over gloo")
+# What only shows while it fails; the releases between those that tests run on are taken for the older one.
+_NEWER = Version(torch.__version__) >= Version("2.9")
+compiles_flat_parameters = _needs(_NEWER, "compiles no model with FSDP version 1 and flat parameters")
+takes_frozen_weights_as_they_are = _needs(_NEWER, "wants one dtype of trained and frozen weights in FSDP version 2")

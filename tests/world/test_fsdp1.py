@@ -17,6 +17,7 @@ from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlu
 from accelerate.errors import CheckpointError
 from accelerate.utils import DataLoaderConfiguration, TorchDynamoPlugin
 from tests.harness import run_world
+from tests.harness.torch_features import compiles_flat_parameters
 from tests.unit.accelerator.toys import loader
 from tests.world.towers import Block, Tower, loss_of, tokens_of, trains_as_one_process
 
@@ -151,7 +152,7 @@ def _compiled(way: str) -> None:
     trains_as_one_process(accelerator, model, optimizer, 2, accelerator.process_index, accelerator.num_processes)
 
 
-@pytest.mark.parametrize("way", ["before", "blocks"])
+@pytest.mark.parametrize("way", [pytest.param("before", marks=compiles_flat_parameters), "blocks"])
 def test_compiled(way: str) -> None:
     run_world(_compiled, 2, way, timeout=120)
 

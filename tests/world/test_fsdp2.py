@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, StateDictType
 from torch.distributed.tensor import DTensor
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accelerate.parallel import shards
+from accelerate.strategies import fsdp2
 from accelerate.utils import TorchDynamoPlugin
 from tests.harness import run_world
 from tests.harness.memory import needs_peak, peak
+from tests.harness.torch_features import leaves_parameters_whole
 from tests.world.towers import Tower, loss_of, tokens_of, train_alone, trains_as_one_process
 
 
@@ -47,7 +50,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=leaves_parameters_whole if name == "ignored" else ()) for name in SETTINGS]
+)
 def test_trains_as_one_process(name: str) -> None:
     run_world(_trains_as_one_process, 2, SETTINGS[name])
 
@@ -110,20 +115,24 @@ def _settings_reach_the_engine() -> None:
     assert group[0].is_unsharded  # until the backward
 
 
+@leaves_parameters_whole
 def test_settings_reach_the_engine() -> None:
     run_world(_settings_reach_the_engine, 2)
+
+
+WITHOUT_AND_WITH_IGNORED = [None, pytest.param(r"blocks\.1\.norm", marks=leaves_parameters_whole)]
 
 
 def _whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: shards.whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _accumulates(sync_each_batch: bool) -> None:
+def _accumulates(sync_each_batch: bool, ignored: str | None) -> None:
     from accelerate.utils import GradientAccumulationPlugin
 
     plugin = GradientAccumulationPlugin(num_steps=3, sync_each_batch=sync_each_batch)
     accelerator = Accelerator(
-        cpu=True, fsdp_plugin=_plugin(ignored_modules=r"blocks\.0\.norm"), gradient_accumulation_plugin=plugin
+        cpu=True, fsdp_plugin=_plugin(ignored_modules=ignored), gradient_accumulation_plugin=plugin
     )
     plain = Tower()
     model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
@@ -143,8 +152,9 @@ def _accumulates(sync_each_batch: bool) -> None:
 
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])
-def test_accumulates(sync_each_batch: bool) -> None:
-    run_world(_accumulates, 2, sync_each_batch)
+@pytest.mark.parametrize("ignored", WITHOUT_AND_WITH_IGNORED)
+def test_accumulates(sync_each_batch: bool, ignored: str | None) -> None:
+    run_world(_accumulates, 2, sync_each_batch, ignored)
 
 
 def _sync_in_backward() -> None:
@@ -199,8 +209,8 @@ def test_mean_over_items() -> None:
     run_world(_mean_over_items, 2)
 
 
-def _clips_any_list(norm_type: float) -> None:
-    accelerator = Accelerator(cpu=True, fsdp_plugin=_plugin(ignored_modules=r"blocks\.1\.norm"))
+def _clips_any_list(norm_type: float, ignored: str | None) -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=_plugin(ignored_modules=ignored))
     model = accelerator.prepare(Tower())
     alone = Tower()
     rank, ranks = accelerator.process_index, accelerator.num_processes
@@ -225,8 +235,9 @@ def _clips_any_list(norm_type: float) -> None:
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
-def test_clips_any_list(norm_type: float) -> None:
-    run_world(_clips_any_list, 2, norm_type)
+@pytest.mark.parametrize("ignored", WITHOUT_AND_WITH_IGNORED)
+def test_clips_any_list(norm_type: float, ignored: str | None) -> None:
+    run_world(_clips_any_list, 2, norm_type, ignored)
 
 
 def _keeps_groups_and_state() -> None:
@@ -401,6 +412,23 @@ def _compiled(way: str) -> None:
 @pytest.mark.parametrize("way", ["before", "whole", "blocks"])
 def test_compiled(way: str) -> None:
     run_world(_compiled, 2, way, timeout=120)
+
+
+def _older_torch() -> None:
+    accelerator = Accelerator(cpu=True, fsdp_plugin=_plugin())
+    reduce = dist.reduce_scatter_tensor
+    dist.reduce_scatter_tensor = lambda out, given, op: reduce(out, given)  # a sum, whatever was asked for
+    with pytest.raises(RuntimeError, match=r"FSDP version 2 does not run on CPUs with torch .*: update torch, or use"):
+        accelerator.prepare(Tower())
+    dist.reduce_scatter_tensor = reduce
+    fsdp2.fully_shard = lambda module, *, mesh: module  # type: ignore[assignment]
+    accelerator.state.fsdp_plugin.ignored_modules = "head"
+    with pytest.raises(RuntimeError, match=r"leaves parameters whole .* since torch 2\.7, and this is"):
+        accelerator.prepare(Tower())
+
+
+def test_what_older_releases_of_torch_cannot_do_is_said() -> None:
+    run_world(_older_torch, 2)
 
 
 def _cannot_join() -> None:

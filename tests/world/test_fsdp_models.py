@@ -15,6 +15,7 @@ from accelerate.errors import CheckpointError
 from accelerate.parallel.shards import whole
 from accelerate.state import AcceleratorState
 from tests.harness import run_world
+from tests.harness.torch_features import leaves_parameters_whole, takes_frozen_weights_as_they_are
 from tests.world.towers import Tower, loss_of, tokens_of, trains_as_one_process
 
 
@@ -87,7 +88,7 @@ def _odd_tensors(version: int) -> None:
         accelerator.save_model(model, "safe")
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, pytest.param(2, marks=leaves_parameters_whole)])
 def test_odd_tensors(version: int) -> None:
     run_world(_odd_tensors, 2, version)
 
@@ -147,7 +148,7 @@ def _several(version: int) -> None:
     assert train(range(2, 4)) == expected and torch.equal(judge.head.weight, before)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, pytest.param(2, marks=leaves_parameters_whole)])
 def test_several(version: int) -> None:
     run_world(_several, 2, version)
 
@@ -170,7 +171,7 @@ def _frozen_in_low_precision(version: int) -> None:
     assert all(parameter.dtype is torch.float32 for parameter in model.parameters() if parameter.requires_grad)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [1, pytest.param(2, marks=takes_frozen_weights_as_they_are)])
 def test_frozen_in_low_precision(version: int) -> None:
     run_world(_frozen_in_low_precision, 2, version)
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import PartialState, prepare_pippy
+from accelerate import PartialState, inference, prepare_pippy
 from accelerate.inference import find_pippy_batch_size, generate_device_map
 from tests.harness import run_world, world_outcomes
+from tests.harness.torch_features import stages_take_several_tensors
 
 
 class Net(nn.Module):
@@ -123,8 +124,19 @@ def _turned() -> None:
             torch.testing.assert_close(model(given), plain(given))
 
 
+@stages_take_several_tensors
 def test_stages_hand_on_tensors_of_any_strides() -> None:
     run_world(_turned, 2)
+
+
+def _several_tensors() -> None:
+    inference.waits_for_every_tensor = lambda: False  # as in torch 2.6
+    prepare_pippy(Turned(), ["second"], example_args=(torch.ones(4, 5, 4),))
+
+
+def test_several_tensors_where_torch_waits_for_one() -> None:
+    for outcome in world_outcomes(_several_tensors, 2):
+        assert "Stage 1 of this Turned is handed 2 tensors, and torch" in outcome.message
 
 
 def _outputs() -> None:

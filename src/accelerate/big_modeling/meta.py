@@ -27,7 +27,7 @@ from accelerate.torch_internals.modules import (
 _META = torch.device("meta")
 
 Replace = Callable[[Any, str, Any], None]
-Place = Callable[[nn.Module, str, nn.Parameter], None]
+Move = Callable[[nn.Parameter], nn.Parameter]
 
 # Attributes of these classes are neither tensors nor modules.
 _PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
@@ -36,7 +36,7 @@ _PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
 class _Here(threading.local):
     """What holds in this thread: what is done with a new parameter, and where buffers go."""
 
-    place: Place | None = None
+    move: Move | None = None
     buffers: torch.device | None = None
 
 
@@ -71,8 +71,8 @@ def init_on_device(device: torch.device | int | str, include_buffers: bool | Non
         if device.type == "meta":
             stack.enter_context(_EMPTY)
             stack.enter_context(without_collecting_garbage())
-        stack.callback(vars(_HERE).update, place=_HERE.place, buffers=_HERE.buffers)
-        _HERE.place = _placing(device)
+        stack.callback(vars(_HERE).update, move=_HERE.move, buffers=_HERE.buffers)
+        _HERE.move = _moving(device)
         _HERE.buffers = device if include_buffers else _HERE.buffers
         yield
 
@@ -103,20 +103,20 @@ class _Replaced:
                 self._old.close()
 
 
-def _placing(device: torch.device) -> Place:
+def _moving(device: torch.device) -> Move:
     # A parameter that is given to two modules is still one when it has moved; its memory is not kept for that.
     moved: dict[int, tuple[weakref.ref[nn.Parameter], nn.Parameter]] = {}
-    move = _emptied if device.type == "meta" else functools.partial(_moved, device=device)
+    make = _emptied if device.type == "meta" else functools.partial(_moved, device=device)
 
-    def place(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        if parameter.device != device:
-            known = moved.get(id(parameter))
-            if known is None or known[0]() is not parameter:
-                known = moved[id(parameter)] = weakref.ref(parameter), move(parameter)
-            parameter = known[1]
-        parameters_of(module)[name] = parameter
+    def move(parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.device == device:
+            return parameter
+        known = moved.get(id(parameter))
+        if known is None or known[0]() is not parameter:
+            known = moved[id(parameter)] = weakref.ref(parameter), make(parameter)
+        return known[1]
 
-    return place
+    return move
 
 
 def _register_parameters(replace: Replace) -> None:
@@ -124,9 +124,9 @@ def _register_parameters(replace: Replace) -> None:
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         register(module, name, param)
-        registered = parameters_of(module)[name]  # a hook may have put another one there
-        if registered is not None and _HERE.place is not None:
-            _HERE.place(module, name, registered)
+        registered = parameters_of(module).get(name)  # a hook may have put another one there
+        if registered is not None and _HERE.move is not None and (moved := _HERE.move(registered)) is not registered:
+            parameters_of(module)[name] = moved
 
     replace(nn.Module, "register_parameter", register_parameter)
 
@@ -149,9 +149,9 @@ def _set_attributes(replace: Replace) -> None:
                 and not hasattr(type(module), name)
                 and type(module).register_parameter is register
                 and not hooks
-                and (place := _HERE.place) is not None
+                and (move := _HERE.move) is not None
             ):
-                place(module, name, value)
+                parameters_of(module)[name] = move(value)
                 return
         set_attribute(module, name, value)
 

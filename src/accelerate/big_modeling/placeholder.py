@@ -26,49 +26,46 @@ if TYPE_CHECKING:
     from accelerate.big_modeling.slot import Slot
 
 # What can be answered without the value: everything that describes a tensor.
-_DESCRIPTIONS = (
-    describing_functions()
-    | {
-        getattr(torch.Tensor, name)
-        for name in [
-            "size",
-            "stride",
-            "numel",
-            "nelement",
-            "dim",
-            "ndimension",
-            "element_size",
-            "is_floating_point",
-            "is_complex",
-            "is_signed",
-            "is_contiguous",
-            "storage_offset",
-            "data_ptr",
-            "untyped_storage",
-            "get_device",
-            "requires_grad_",
-            "register_hook",
-            "is_pinned",
-            "is_shared",
-            "is_inference",
-            "retain_grad",
-            "__len__",
-            "__repr__",
-            "__hash__",
-            "is_conj",
-            "is_neg",
-            "register_post_accumulate_grad_hook",
-        ]
-    }
-    | {
-        torch.is_floating_point,
-        torch.is_complex,
-        torch.is_conj,
-        torch.is_inference,
-        torch.is_tensor,
-        torch.numel,
-    }
-)
+_DESCRIPTIONS = {
+    getattr(torch.Tensor, name)
+    for name in [
+        "size",
+        "stride",
+        "numel",
+        "nelement",
+        "dim",
+        "ndimension",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_signed",
+        "is_contiguous",
+        "storage_offset",
+        "data_ptr",
+        "untyped_storage",
+        "get_device",
+        "requires_grad_",
+        "register_hook",
+        "is_pinned",
+        "is_shared",
+        "is_inference",
+        "retain_grad",
+        "__len__",
+        "__repr__",
+        "__hash__",
+        "is_conj",
+        "is_neg",
+        "register_post_accumulate_grad_hook",
+    ]
+} | {
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.is_conj,
+    torch.is_inference,
+    torch.is_tensor,
+    torch.numel,
+    *describing_functions(),
+}
 # Attributes that are computed from the value.
 _COMPUTED = {getattr(torch.Tensor, name).__get__ for name in ("T", "mT", "H", "mH", "real", "imag")}
 # What gives the same tensor again, perhaps in another dtype: put off until it is used.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from accelerate.big_modeling.sources import Contents, open_weights, refuse_shapes, report_names, weight_files
 from accelerate.big_modeling.tensors import extra_state_names, names_of_shared, tensor_places
+from accelerate.comm import current
 
 
 def load_sharded(
@@ -21,7 +21,7 @@ def load_sharded(
     broadcast_from_rank0: bool,
 ) -> None:
     """Gives every rank its part of the weights, file by file; with `broadcast_from_rank0` only rank 0 reads them."""
-    reads = not broadcast_from_rank0 or torch.distributed.get_rank() == 0
+    reads = not broadcast_from_rank0 or current().rank == 0
     options = StateDictOptions(full_state_dict=full_state_dict, broadcast_from_rank0=broadcast_from_rank0, strict=False)
     contents: list[Contents] = []
     failed: Exception | None = None
@@ -34,7 +34,7 @@ def load_sharded(
     count = len(contents)
     if broadcast_from_rank0:
         told: list[Any] = [names, shapes, count, failed]
-        torch.distributed.broadcast_object_list(told)
+        current().broadcast_objects(told)
         names, shapes, count, failed = told
     if failed is not None:
         raise failed

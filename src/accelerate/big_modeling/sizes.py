@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from accelerate.big_modeling.tensors import resolve_dtype
-from accelerate.big_modeling.walk import TENSORS, Modules, all_modules, own_tensors
+from accelerate.big_modeling.walk import TENSORS, Modules, Table, all_modules, own_tensors
 from accelerate.config.enums import CustomDtype
 from accelerate.torch_internals import xla
+from accelerate.torch_internals.modules import buffers_of
 
 _CUSTOM_SIZES = {CustomDtype.FP8: 1, CustomDtype.INT4: 1 / 2, CustomDtype.INT2: 1 / 4}
 
@@ -78,21 +79,21 @@ def compute_module_sizes(
     dtype: count floating tensors as if cast to it. special_dtypes: the same for single tensors, by name.
     A tied parameter counts once, under its first name.
     """
-    return sizes_in(all_modules(model), dtype, special_dtypes, ("_buffers",) if buffers_only else TENSORS)
+    return sizes_in(all_modules(model), dtype, special_dtypes, (buffers_of,) if buffers_only else TENSORS)
 
 
 def sizes_in(
     modules: Modules,
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Dtype] | None = None,
-    kinds: tuple[str, ...] = TENSORS,
+    tables: tuple[Table, ...] = TENSORS,
 ) -> defaultdict[str, Any]:
     """Does what `compute_module_sizes` says, for a model whose modules are known already."""
     sizes = _Sizes(dtype, special_dtypes)
     total: defaultdict[str, Any] = defaultdict(int)
     around: dict[str, list[str]] = {}  # for modules next to each other, those that contain them, the outermost first
-    for kind in kinds:
-        for module, tensors in own_tensors(modules, kind):
+    for table in tables:
+        for module, tensors in own_tensors(modules, table):
             own = {name: sizes.of(name, tensor) for name, tensor in tensors}
             size = sum(own.values())
             parent = module.rpartition(".")[0]

@@ -16,6 +16,7 @@ from accelerate.big_modeling.store import FileRange, Reader, SafetensorsFile
 from accelerate.checkpoint.files import read_torch
 from accelerate.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.errors import CheckpointError
+from accelerate.torch_internals.modules import metadata_of
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def _open_torch(path: Path) -> Contents:
         if isinstance(value, torch.Tensor) and value.layout == torch.strided
     }
     others = {name: value for name, value in weights.items() if name not in tensors}
-    return Contents(tensors, others, dict(getattr(weights, "_metadata", None) or {}))
+    return Contents(tensors, others, metadata_of(weights))
 
 
 Shape = tuple[int, ...]

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from accelerate.torch_internals.modules import buffers_of, parameters_of
+
 Modules = list[tuple[str, nn.Module]]
 
-# Where a module keeps its own tensors; first all parameters of a model are listed, then all buffers.
-TENSORS = ("_parameters", "_buffers")
+# The tensors that a module itself has, by name.
+Table = Callable[[nn.Module], Mapping[str, torch.Tensor | None]]
+
+# First all parameters of a model are listed, then all buffers.
+TENSORS: tuple[Table, ...] = (parameters_of, buffers_of)
 
 
 def all_modules(model: nn.Module) -> Modules:
@@ -20,7 +25,7 @@ def all_modules(model: nn.Module) -> Modules:
     return list(model.named_modules(remove_duplicate=False))
 
 
-def own_tensors(modules: Modules, kind: str) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
+def own_tensors(modules: Modules, table: Table) -> Iterator[tuple[str, list[tuple[str, torch.Tensor]]]]:
     """Yields the name of each module that has tensors of its own, and these with their full names.
 
     A tensor that has several names comes once, with the first.
@@ -28,7 +33,7 @@ def own_tensors(modules: Modules, kind: str) -> Iterator[tuple[str, list[tuple[s
     seen: set[int] = set()
     for module_name, module in modules:
         found = []
-        for name, tensor in getattr(module, kind).items():
+        for name, tensor in table(module).items():
             if tensor is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 found.append((f"{module_name}.{name}" if module_name else name, tensor))

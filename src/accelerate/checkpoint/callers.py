@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, Literal
 
-import torch.distributed as dist
-
+from accelerate.comm import current
 from accelerate.errors import CheckpointError
 from accelerate.per_rank import PerRank
 from accelerate.torch_internals.process_groups import default_store
@@ -37,13 +36,10 @@ class Meeting:
         point: how far the training is, which is the same number on processes that call the same save. "late" is for
         those who come to a save that the main process has gone on with alone.
         """
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        store = default_store(f"accelerate/save/{self._number}") if current().size > 1 else None
+        if store is None:
             return "all"
-        whole_store = default_store()
-        if whole_store is None:
-            return "all"
-        store = dist.PrefixStore(f"accelerate/save/{self._number}", whole_store)
-        found: Callers = self._lead(store, point) if dist.get_rank() == 0 else self._follow(store, point)
+        found: Callers = self._lead(store, point) if current().rank == 0 else self._follow(store, point)
         self._number += found == "all"
         return found
 
@@ -51,7 +47,7 @@ class Meeting:
         attempt = store.add("attempt", 0)
         for waited in _waiting(store):
             here = store.add(f"{attempt}/here", 0)
-            if here == dist.get_world_size() - 1:
+            if here == current().size - 1:
                 store.set(f"{attempt}/all", "")
                 self._patience = PATIENCE
                 return "all"
@@ -60,7 +56,7 @@ class Meeting:
                 store.add("attempt", 1)
                 self._patience = KNOWN
                 return "alone"
-        raise _nobody_came(f"{here} of {dist.get_world_size() - 1} others came")
+        raise _nobody_came(f"{here} of {current().size - 1} others came")
 
     def _follow(self, store: Any, point: int) -> Callers:
         attempt = store.add("attempt", 0)
@@ -86,7 +82,7 @@ def _waiting(store: Any) -> Iterator[float]:
 
 def _nobody_came(who: str) -> CheckpointError:
     return CheckpointError(
-        f"Rank {dist.get_rank()} has waited in save_state for as long as the process group allows, and {who}: see what "
+        f"Rank {current().rank} has waited in save_state for as long as the process group allows, and {who}: see what "
         "the other processes are doing, and call save_state on all of them, or on the main process alone."
     )
 

@@ -26,9 +26,13 @@ def remember() -> None:
     inside the very call that started it.
     """
     global _remembering
-    if not _remembering and not torch.cuda.is_initialized():
+    if not _remembering and not has_started():
         _remembering = True
         when_started(_note)
+
+
+def has_started() -> bool:
+    return torch.cuda.is_initialized()
 
 
 def _note() -> None:

@@ -15,6 +15,7 @@ from accelerate.comm.tree import convert_to_fp32
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.devices import Device
 from accelerate.precision.base import Precision
+from accelerate.torch_internals.compile import is_compiled, original_of
 
 
 class Autocast(Precision):
@@ -47,7 +48,7 @@ class Autocast(Precision):
 
     def _cast_forward(self, model: torch.nn.Module) -> None:
         # What `torch.compile` returned has no forward of its own: the casts belong into what it compiles.
-        inner: Any = model._modules.get("_orig_mod", model)
+        inner: Any = original_of(model) if is_compiled(model) else model
         original = inner.forward
         inner._original_forward = original
         context = self._context(self.handler)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
+from accelerate.comm import current
 from accelerate.precision.scaler import Scaler
 from accelerate.torch_internals.grad_scaler import GradScalerOfPieces
 
@@ -17,4 +17,4 @@ class ShardedScaler(Scaler, GradScalerOfPieces):
             return [g.to_local() if hasattr(g, "to_local") else g for g in super().gradients(optimizer)]
 
     def agree(self, found_inf: torch.Tensor) -> None:
-        dist.all_reduce(found_inf, op=dist.ReduceOp.MAX)
+        current().all_reduce(found_inf, "max")

@@ -167,9 +167,21 @@ class Flat:
         self, waiting: dict[str, torch.Tensor], exchanged: dict[str, torch.Tensor], dtype: torch.dtype | None
     ) -> None:
         """Have these gradients, by name, and no others. dtype: of those that wait, if not that of the parameters."""
-        for flat in self._flats:
+        for flat, waits in zip(self._flats, self._wait_anywhere(waiting), strict=True):
             own = flat.parameter.dtype
-            flat.put_gradients(self._flattened(flat, exchanged, own), self._flattened(flat, waiting, dtype or own))
+            mine = self._flattened(flat, waiting, dtype or own)
+            if mine is None and waits:
+                mine = torch.zeros(flat.size, dtype=dtype or own, device=flat.device)
+            flat.put_gradients(self._flattened(flat, exchanged, own), mine)
+
+    def _wait_anywhere(self, waiting: dict[str, torch.Tensor]) -> list[bool]:
+        """For which of the flat parameters some process has gradients that wait."""
+        if not self._flats:
+            return []
+        here = [any(name in waiting for name in self._names[id(flat.parameter)]) for flat in self._flats]
+        anywhere = torch.tensor(here, dtype=torch.int32, device=self._flats[0].device)
+        dist.all_reduce(anywhere)
+        return [bool(count) for count in anywhere.tolist()]
 
     def _named(self, flat: FlatParameter, full: torch.Tensor) -> dict[str, torch.Tensor]:
         """The parts of something as large as a whole flat parameter, by what the model called them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -25,6 +26,26 @@ from accelerate.strategies.dtensors import DTensors
 from accelerate.strategies.wrapping import average_gradients, compute_twice, ignored_modules, parts
 from accelerate.torch_internals.compile import original_of
 from accelerate.torch_internals.fsdp2 import WaitingGradients
+
+
+def _check_torch(device: torch.device, leaves_out: bool) -> None:
+    """Say what `fully_shard` cannot do yet in this release of torch."""
+    if device.type == "cpu" and not (hasattr(torch.cpu.Stream, "record_event") and _gloo_takes_means()):
+        raise RuntimeError(
+            f"FSDP version 2 does not run on CPUs with torch {torch.__version__}: update torch, or use FSDP version 1."
+        )
+    if leaves_out and "ignored_params" not in inspect.signature(fully_shard).parameters:
+        raise RuntimeError(
+            "FSDP version 2 leaves parameters whole (those of `ignored_modules`, and those without a dimension) since "
+            f"torch 2.7, and this is {torch.__version__}: update torch, or use FSDP version 1."
+        )
+
+
+def _gloo_takes_means() -> bool:
+    """Older ones add up the gradients that they are told to average, without a word."""
+    mean = torch.zeros(1)
+    dist.reduce_scatter_tensor(mean, torch.ones(dist.get_world_size()), op=dist.ReduceOp.AVG)
+    return mean.item() == 1.0
 
 
 class FSDP2(DTensors):
@@ -50,6 +71,7 @@ class FSDP2(DTensors):
         before = dict(inner.named_parameters(remove_duplicate=False))
         plan = None if self.tensor_mesh is None else tensor.plan_of(inner, self.tensor_mesh, self.config)
         ignored = ignored_modules(self.plugin, inner)
+        _check_torch(self.device, bool(ignored) or not all(parameter.ndim for parameter in inner.parameters()))
         chosen = parts(self.plugin, inner, ignored)
         if self.plugin.activation_checkpointing:
             for part in chosen or [inner]:

@@ -13,9 +13,8 @@ from accelerate.precision.sharded import ShardedScaler
 from accelerate.state import PartialState
 from accelerate.strategies.rebind import rebind
 from accelerate.strategies.wrapping import compute_twice, ignored_modules, matching, parts
+from accelerate.torch_internals.compile import ADDED_TO_NAMES
 from accelerate.torch_internals.modules import parameters_of
-
-_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def get_parameters_from_modules(
@@ -35,8 +34,8 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
     """Names without what `torch.compile` and checkpointing of activations put into them."""
     clean = {}
     for name, value in named_params.items():
-        for prefix in _PREFIXES:
-            name = name.replace(prefix, "")
+        for prefix in ADDED_TO_NAMES:
+            name = name.replace(f"{prefix}.", "")
         clean[name] = value
     return clean
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from accelerate.available import is_cuda_available
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.torch_internals.modules import parameters_of
 from accelerate.torch_internals.wrap_policies import chosen_by
@@ -116,7 +117,7 @@ def compute_twice(module: nn.Module, *, offload: bool = False) -> None:
 def _checkpointed(forward: Callable[..., Any], offload: bool) -> Callable[..., Any]:
     @functools.wraps(forward)
     def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
-        keeping = torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if offload else nullcontext()
+        keeping = torch.autograd.graph.save_on_cpu(pin_memory=is_cuda_available()) if offload else nullcontext()
         with keeping:
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 

@@ -12,6 +12,9 @@ from torch import nn
 # Under which name a compiled module has the one that it was made of. Ours with compiled regions use the same.
 ORIGINAL = "_orig_mod"
 
+# What torch puts into the names of parameters when it compiles a module, or computes its activations twice.
+ADDED_TO_NAMES = (ORIGINAL, "_checkpoint_wrapped_module")
+
 
 def is_compiled(module: Any) -> bool:
     """Whether a module is what `torch.compile` returned. By the name of the class: importing it takes seconds."""
@@ -56,6 +59,6 @@ def keep_out_of_graphs(function: Any, reason: str) -> None:
     frames: Any = getattr(inside, "eval_frame", None)
     if hasattr(frames, "skip_code"):
         frames.skip_code(function.__code__)
-    elif hasattr(frames, "_FrameExecStrategy"):  # from torch 2.8 on
+    elif hasattr(frames, "_FrameExecStrategy") and hasattr(frames, "_FrameAction"):  # from torch 2.8 on
         action = frames._FrameAction
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))

@@ -7,6 +7,7 @@ loading inside an accumulation window is refused. Version 2 does both.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -86,6 +87,7 @@ class FlatParameter:
     """
 
     def __init__(self, module: Any, handle: Any) -> None:
+        self._module: weakref.ref[Any] = weakref.ref(module)
         self._handle = handle
         flat = handle.flat_param
         self.parameter: Any = flat
@@ -159,24 +161,22 @@ class FlatParameter:
         return None if gradient is None or gradient.shape == self.size else gradient
 
     def put_gradients(self, exchanged: torch.Tensor | None, waiting: torch.Tensor | None) -> None:
-        """Have these gradients, each as large as all of it, and no others."""
+        """Have these gradients, each as large as all of it, and no others. To be called by all processes."""
         flat = self.parameter
-        flat.grad = None
+        for parameter in (flat, *self.originals):
+            parameter.grad = None
         vars(flat).pop("_saved_grad_shard", None)
         if exchanged is not None:
             flat.grad = self.shard(exchanged)
         if waiting is not None:
             if flat.grad is not None:
                 flat._saved_grad_shard, flat.grad = flat.grad, None
-            # So does a backward without an exchange, while all of the parameter is there. torch compares the sizes when
-            # a gradient is assigned, and at no other time.
-            piece, flat.data = flat.data, waiting
-            flat.grad = waiting
-            flat.data = piece
-        if self.keeps_originals and exchanged is None and waiting is None:
-            for parameter in self.originals:
-                parameter.grad = None
-        elif self.keeps_originals:
+            # While all of the parameter is there, as in a backward without an exchange; torch leaves it there after.
+            module: Any = self._module()
+            with Wrapper.summon_full_params(module, recurse=False, writeback=False):
+                flat.grad = waiting.to(flat.dtype)
+            flat.grad.data = waiting  # in low precision, as it was
+        if self.keeps_originals and (exchanged is not None or waiting is not None):
             as_a_whole = waiting is not None or not self.is_sharded
             _inside(self._handle, "_use_unsharded_grad_views" if as_a_whole else "_use_sharded_grad_views")()
 

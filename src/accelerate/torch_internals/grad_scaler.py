@@ -45,12 +45,13 @@ def unscale_once(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
 def found_inf(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Flags on the devices, which say whether a gradient of an optimizer was infinite in the step just taken.
 
-    None of them without the scaler's table: a step that a fused optimizer skips is reported as one that was taken.
+    Without the scaler's table the gradients are looked through once more, which takes longer.
     """
     try:
         return list(_state_of(scaler, optimizer)["found_inf_per_device"].values())
     except (AttributeError, KeyError):
-        return []
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [~torch.isfinite(p.grad).all() for p in parameters if p.grad is not None]
 
 
 def _state_of(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from accelerate.torch_internals.missing import gone
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor.placement_types import Placement  # takes a second, which few runs need
 
 
 def join_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
@@ -42,6 +44,8 @@ def local_shape_and_offset(
 def _cut_in_turn(
     shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[Sequence[int], Sequence[int]]:
+    from torch.distributed.tensor.placement_types import Replicate, Shard
+
     sizes, offsets = list(shape), [0] * len(shape)
     coordinate = tuple(mesh.get_coordinate() or ())
     for axis, (rank, placement) in enumerate(zip(coordinate, placements, strict=True)):

@@ -17,8 +17,10 @@ def has_load_hooks(optimizer: Any) -> bool:
 
 
 def decides_on_the_device(optimizer: Any) -> bool:
-    """Whether the step of a (fused) optimizer is called in any case, and is itself what skips infinite gradients.
+    """Whether the step of an optimizer is called in any case, and is itself what skips infinite gradients.
 
-    Without torch's mark no optimizer counts as such: a step that it skips is reported as one that was taken.
+    Without torch's mark those count as such that were asked to be fused.
     """
-    return hasattr(optimizer, "_step_supports_amp_scaling")
+    if hasattr(optimizer, "_step_supports_amp_scaling"):
+        return True
+    return any(group.get("fused") for group in optimizer.param_groups)

@@ -36,8 +36,7 @@ def try_weights_only(pickled: bytes) -> None:
     def without_memory(found: tuple[Any, ...]) -> Any:
         _, kind, _, _, length = found
         dtype = getattr(kind, "dtype", torch.uint8)
-        memory = torch.UntypedStorage(length * dtype.itemsize, device="meta")
-        return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
+        return _typed(torch.UntypedStorage(length * dtype.itemsize, device="meta"), dtype)
 
     unpickler = Unpickler(io.BytesIO(pickled), encoding="utf-8")
     unpickler.persistent_load = without_memory  # type: ignore[method-assign]
@@ -47,6 +46,16 @@ def try_weights_only(pickled: bytes) -> None:
         unpickler.load()
     finally:
         del to_check[before:]  # which the next `torch.load` would do, and fail of, as these have no values
+
+
+def _typed(memory: torch.UntypedStorage, dtype: torch.dtype) -> Any:
+    """A storage with a dtype, without the warning that such ones are going to be removed."""
+    try:
+        return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)
+    except TypeError:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype)
 
 
 def names_taken() -> set[str] | None:

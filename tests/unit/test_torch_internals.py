@@ -1,0 +1,159 @@
+"""Private names of torch are used in one package only, and training goes on when any of them is gone.
+
+Where `dist.*` and `torch.cuda.*` may be used is written here as well.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.unit.torch_names import (
+    OUTSIDE,
+    ROOT,
+    attributes_of,
+    defined_in,
+    hidden_names,
+    is_private,
+    private_arguments,
+    private_imports,
+    private_texts,
+    private_uses,
+    tree_of,
+)
+
+# Private names that are not torch's, by whose they are.
+OF_OTHERS = {
+    "Python": "_exit _getframe _run_module_as_main _register_atexit _asdict _fields",
+    "argparse": "_AppendAction _ArgumentGroup _StoreAction _StoreFalseAction _StoreTrueAction _action_groups "
+    "_current_section _format_args _get_default_metavar_for_optional _option_string_actions",
+    "mlflow": "_active_run_stack _last_active_run_id",
+    "swanlab": "_handle_atexit _is_main_thread",
+    "Habana": "_get_device_type",
+    "transformers": "_no_split_modules _tie_weights _tp_plan _tp_size",
+    "accelerate, on objects of others": "_accelerate_aside _accelerate_flat _accelerate_same _accelerate_syncs "
+    "_hf_hook _is_accelerate_prepared _old_forward _original_call _original_forward",
+}
+KNOWN = {name for names in OF_OTHERS.values() for name in names.split()}
+OURS = {name for path in OUTSIDE for name in defined_in(tree_of(path))}
+OF_TORCH = set(hidden_names())
+
+# Who may talk to other processes by torch's own functions, and why.
+DISTRIBUTED = {
+    "comm": "the communicator",
+    "parallel": "groups of a device mesh",
+    "strategies": "engines exchange what they spread",
+    "state": "begins and ends with the process group",
+    "available.py": "asks whether torch has it",
+    "launch/meeting.py": "the port where the processes of a launch meet",
+    "checkpoint/shards.py": "runs torch.distributed.checkpoint, with a group or without",
+}
+
+# Who may talk to CUDA, and why.
+CUDA = {
+    "devices": "the devices",
+    "available.py": "asks whether there is one",
+    "big_modeling/cuda_copier.py": "copies weights on a stream of their own",
+    "checkpoint/stream.py": "copies what it writes on a stream of its own",
+    "config/environment.py": "finds the processors near a GPU; stands below the devices",
+    "test_utils/backend.py": "says how to measure memory, for tests of other projects",
+}
+
+
+def place(path: Path, line: int, name: str) -> str:
+    return f"{path.relative_to(ROOT)}:{line} {name}"
+
+
+def strangers(path: Path) -> Iterator[str]:
+    tree = tree_of(path)
+    yield from (place(path, *found) for found in private_imports(tree))
+    for line, name in (*private_uses(tree, of_self=True), *private_arguments(tree)):
+        if name not in OURS | KNOWN:
+            yield place(path, line, name)
+    # Names that are ours, too: only on objects of our own.
+    yield from (place(path, *found) for found in private_uses(tree, of_self=False) if found[1] in OF_TORCH)
+    yield from (place(path, *found) for found in private_texts(tree) if found[1] in OF_TORCH - OURS)
+
+
+def test_private_names_of_torch_are_used_in_one_package() -> None:
+    assert [found for path in OUTSIDE for found in strangers(path)] == []
+
+
+def test_what_would_be_found(tmp_path: Path) -> None:
+    file = tmp_path / "sample.py"
+    file.write_text(
+        "import torch\n"
+        "import torch._dynamo\n"
+        "from torch.utils._pytree import tree_map\n"
+        "class Own:\n"
+        "    def __init__(self): self._mine = torch._foreach_norm\n"
+        "    def use(self): return self._mine, self._theirs, model._parameters, getattr(x, '_y'), f(_z=1)\n"
+        "table = vars(model)['_buffers']\n"
+    )
+    tree = tree_of(file)
+    assert [name for _, name in private_imports(tree)] == ["_dynamo", "_pytree"]
+    uses = {name for _, name in private_uses(tree, of_self=True)} - defined_in(tree)
+    assert uses == {"_foreach_norm", "_theirs", "_parameters", "_y"}
+    assert [name for _, name in private_arguments(tree)] == ["_z"]
+    assert {name for _, name in private_texts(tree)} == {"_y", "_buffers"}
+    assert {"_parameters", "_unscale_grads_", "_dynamo", "_generate_state", "_internal", "_orig_mod"} <= OF_TORCH
+
+
+def test_nothing_private_of_torch_is_overridden_elsewhere() -> None:
+    found = []
+    for path in OUTSIDE:
+        parts = [part for part in path.relative_to(ROOT).with_suffix("").parts if part != "__init__"]
+        module = importlib.import_module(".".join(["accelerate", *parts]))
+        for kind in vars(module).values():
+            if isinstance(kind, type) and kind.__module__ == module.__name__:
+                theirs = {name for base in kind.__mro__ if _is_of_torch(base) for name in vars(base)}
+                own = set(filter(is_private, vars(kind))) - {"_abc_impl"}  # which Python gives to abstract classes
+                found += [f"{kind.__module__}.{kind.__name__}.{name}" for name in own & theirs]
+    assert found == []
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in ("torch", "torchdata")
+
+
+def _others(module: str, allowed: dict[str, str]) -> Iterator[str]:
+    for path in OUTSIDE:
+        relative = path.relative_to(ROOT)
+        if relative.parts[0] not in allowed and str(relative) not in allowed:
+            yield from (place(path, line, f"{module}.{name}") for line, name in attributes_of(tree_of(path), module))
+
+
+def test_who_talks_to_other_processes() -> None:
+    assert list(_others("torch.distributed", DISTRIBUTED)) == []
+
+
+def test_who_talks_to_cuda() -> None:
+    assert list(_others("torch.cuda", CUDA)) == []
+
+
+@pytest.mark.parametrize(("module", "allowed"), [("torch.distributed", DISTRIBUTED), ("torch.cuda", CUDA)])
+def test_all_who_may_do(module: str, allowed: dict[str, str]) -> None:
+    """The tables have no entry that is not needed any more."""
+    used = {
+        entry
+        for path in OUTSIDE
+        if any(attributes_of(tree_of(path), module))
+        for entry in (path.relative_to(ROOT).parts[0], str(path.relative_to(ROOT)))
+    }
+    assert set(allowed) - used == set()
+
+
+def test_training_goes_on_without_any_of_them(tmp_path: Path) -> None:
+    names = hidden_names()
+    subprocess.run([sys.executable, "-m", "tests.unit.train_without", str(tmp_path), "nothing", *names], check=True)
+    outcomes = {name: json.loads((tmp_path / name).read_text()) for name in ("nothing", *names)}
+    usual = outcomes["nothing"]
+    assert isinstance(usual, list), usual
+    lost = {name: outcome for name, outcome in outcomes.items() if outcome != usual}
+    assert not lost, "\n".join(f"without {name}: {outcome}" for name, outcome in lost.items())
