@@ -133,7 +133,7 @@ def test_a_tied_group_is_counted_once() -> None:
         layer.weight = layers[0].weight
     others = [str(number) for number in range(1, 15)]
     weights = sorted(f"{name}.weight" for name in others)
-    each = {name: 440 for name in ["0", *others]} | dict.fromkeys(["0.weight", *weights], 400)
+    each = dict.fromkeys(["0", *others], 440) | dict.fromkeys(["0.weight", *weights], 400)
     for sizes in (each, modeling.compute_module_sizes(layers)):
         size, names, modules = modeling.get_module_size_with_ties(weights, 440, sizes, list(layers.named_children()))
         assert (size, sorted(names), len(modules)) == (1000, sorted(others), 14)
