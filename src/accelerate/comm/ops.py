@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import torch
 
 from accelerate.comm.base import current
 from accelerate.comm.tree import convert_to_fp32, leaves, recursively_apply, replace_leaves
-from accelerate.errors import CannotPadNestedTensorWarning, DistributedOperationException
+from accelerate.errors import CannotPadNestedTensorWarning, DistributedOperationException, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -185,16 +184,14 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """
     communicator = current()
     tensors = _leaves_or_error(tensor)
-    if communicator.size == 1:
-        return tensor
-    if any(getattr(leaf, "is_nested", False) for leaf in tensors):
-        warnings.warn(
+    if any(leaf.is_nested for leaf in tensors):
+        warn(
             "Nested tensors cannot be padded across processes: they are returned as they are.",
             CannotPadNestedTensorWarning,
-            stacklevel=2,
         )
+    if communicator.size == 1:
         return tensor
-    padded_dims = [dim if -leaf.ndim <= dim < leaf.ndim else None for leaf in tensors]
+    padded_dims = [dim if -leaf.ndim <= dim < leaf.ndim and not leaf.is_nested else None for leaf in tensors]
     mine = torch.tensor([0 if d is None else leaf.shape[d] for leaf, d in zip(tensors, padded_dims, strict=True)])
     longest = communicator.gather([mine[None]])[0].amax(dim=0).tolist()
 
