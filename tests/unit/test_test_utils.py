@@ -267,6 +267,7 @@ def test_loaders_for_models_that_go_on_with_a_sentence(tmp_path: Path, monkeypat
 
 # What clients' tests name in the scripts, besides `main`.
 NAMES = {
+    "test_script": "print_on process_execution_check rng_sync_check mock_training training_check test_trigger",
     "test_ops": "create_tensor test_gather test_gather_object test_broadcast test_reduce_max test_op_checker _mp_fn",
     "test_sync": "check_model_parameters step_model get_training_setup test_noop_sync test_dataloader_break _mp_fn",
     "test_cli": "",

@@ -14,7 +14,8 @@ import pytest
 from accelerate import debug_launcher
 from accelerate.test_utils import path_in_accelerate_package
 from accelerate.test_utils.scripts import test_ops as ops_script
-from tests.harness import world_outcomes
+from accelerate.test_utils.scripts.test_script import training_check
+from tests.harness import run_world, world_outcomes
 
 FOLDER = path_in_accelerate_package("test_utils", "scripts")
 LAUNCH = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes=2", "--main_process_port=0"]
@@ -68,6 +69,12 @@ def test_checks_pass(script: str) -> None:
     for processes, wanted in enumerate(CHECKED[script], start=1):
         text = printed(processes, script)
         assert counts(text) == wanted, text
+
+
+@pytest.mark.parametrize("seedable", [False, True])
+def test_training_on_shuffled_data(seedable: bool) -> None:
+    for processes in (1, 2):
+        run_world(training_check, processes, seedable)
 
 
 def test_stages() -> None:
@@ -134,10 +141,21 @@ def fails(processes: int, script: str, options: list[str], prelude: str, message
     """Whether the script fails, on some process, with such a message."""
     outcomes = world_outcomes(start, processes, script, options, prelude)
     assert not any(outcome.ok for outcome in outcomes), outcomes[0].output
-    return any(message in outcome.message for outcome in outcomes)
+    return any(message in outcome.message + outcome.output for outcome in outcomes)
 
 
 BROKEN = {
+    "functions that run on every process": (
+        "test_script.py",
+        "from accelerate import Accelerator\nAccelerator.on_last_process = lambda self, function: function",
+        "process_execution_check",
+    ),
+    "samples that go to every process": (
+        "test_script.py",
+        "from accelerate.data_loader import BatchSamplerShard\n"
+        "BatchSamplerShard.__iter__ = lambda self: iter(self.batch_sampler)",
+        "the samples of an epoch were",
+    ),
     "a gather that loses the last process": (
         "test_ops.py",
         "from accelerate.comm import ops, tree\nreal = ops.gather\n"
