@@ -14,7 +14,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import accelerate.checkpoint.callers
 import accelerate.strategies.flat
 import accelerate.strategies.fsdp2
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.torch_internals import mesh as usual
 from tests.harness import run_world
 from tests.unit.torch_names import without
@@ -63,7 +63,10 @@ def _refuses_version_1(name: str) -> str:
     _hide("flat", name)
     with pytest.raises(RuntimeError) as caught:
         _prepared("flat", flat=True)
-    return str(caught.value)
+    message = str(caught.value)
+    del caught  # which holds the model that was being wrapped
+    PartialState().wait_for_everyone()
+    return message
 
 
 @pytest.mark.parametrize("name", ["_handle", "_param_infos"])
