@@ -6,7 +6,9 @@ Names and submodules are imported when they are first used, so that `import acce
 from __future__ import annotations
 
 import os
+import sys
 
+from accelerate.doors import Package
 from accelerate.lazy import lazy
 
 __version__ = "2.0.0"
@@ -16,6 +18,7 @@ _NAMES = {
     "AutocastKwargs": "accelerate.config.handlers",
     "DDPCommunicationHookType": "accelerate.config.enums",
     "DataLoaderConfiguration": "accelerate.config.data",
+    "DeepSpeedPlugin": "accelerate.config.deepspeed",
     "DistributedDataParallelKwargs": "accelerate.config.handlers",
     "DistributedType": "accelerate.config.enums",
     "FullyShardedDataParallelPlugin": "accelerate.config.fsdp",
@@ -45,6 +48,7 @@ _NAMES = {
 __all__ = sorted(_NAMES)
 
 __getattr__, __dir__ = lazy(__name__, _NAMES)
+sys.modules[__name__].__class__ = Package
 
 
 def _install_rich_tracebacks() -> None:

@@ -285,6 +285,13 @@ def is_fp8_available() -> bool:
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
 
 
+def check_cuda_fp8_capability() -> bool:
+    """Says whether the GPU of this process computes in fp8."""
+    import torch
+
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+
+
 @functools.cache
 def is_transformer_engine_mxfp8_available() -> bool:
     """Says whether the GPU computes in the block-scaled fp8 of Transformer Engine."""

@@ -55,6 +55,18 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
     return module
 
 
+def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compiles each repeated block, and each other part, in place: an engine of DeepSpeed holds on to the modules."""
+    if is_repeated_blocks(module):
+        for block in module.children():
+            block.compile(**compile_kwargs)
+    elif has_repeated_blocks(module):
+        for part in module.children():
+            compile_regions_deepspeed(part, **compile_kwargs)
+    else:
+        module.compile(**compile_kwargs)
+
+
 def _compile(module: nn.Module, compile_kwargs: dict[str, Any], done: dict[nn.Module, nn.Module]) -> nn.Module:
     # A module that is used in two places stays one module.
     if module not in done:

@@ -1,4 +1,4 @@
-"""Ports of this machine, and its kernel."""
+"""Ports of this machine, its kernel, and what a notebook server installs on it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import logging
 import platform
 import re
 import socket
+import subprocess
+import sys
 
 logger = logging.getLogger(__name__)
 
@@ -35,3 +37,16 @@ def check_os_kernel() -> None:
             f"The Linux kernel {match.group()} may make processes hang; use "
             f"{'.'.join(map(str, _OLDEST_KERNEL))} or newer."
         )
+
+
+def install_xla(upgrade: bool = False) -> None:
+    """In a notebook of Google Colab, installs the torch_xla of this torch. upgrade: the newest torch first."""
+    if "google.colab" not in sys.modules:
+        raise RuntimeError("`install_xla` is for notebooks of Google Colab: elsewhere, `pip install torch_xla[tpu]`.")
+    install = [sys.executable, "-m", "pip", "install"]
+    if upgrade:
+        subprocess.run([*install, "--upgrade", "torch"], check=True)
+    ask = [sys.executable, "-c", "import torch; print(torch.__version__.partition('+')[0])"]
+    version = subprocess.run(ask, check=True, capture_output=True, text=True).stdout.strip()
+    wheels = "https://storage.googleapis.com/libtpu-releases/index.html"
+    subprocess.run([*install, f"torch_xla[tpu]=={version}", "--find-links", wheels], check=True)

@@ -22,3 +22,12 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 def is_torch_version(operation: str, version: str) -> bool:
     """Compares the version of the installed torch."""
     return compare_versions("torch", operation, version)
+
+
+def __getattr__(name: str) -> Any:
+    # Asked for by scripts alone, and found in the package's files.
+    if name == "torch_version":
+        from packaging.version import parse
+
+        return parse(importlib.metadata.version("torch"))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,8 +13,10 @@ from accelerate.accumulation import Accumulation, ItemWindows
 from accelerate.checkpoint.background import Background
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.data import DataLoaderConfiguration
+from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.dynamo import TorchDynamoPlugin
-from accelerate.config.enums import DistributedType, DynamoBackend, RNGType
+from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, RNGType
+from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -45,6 +47,8 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
     AutocastKwargs: "autocast_handler",
     ProfileKwargs: "profile_handler",
 }
+
+_FP8_RECIPES = (AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs)
 
 
 class AcceleratorBase(ProcessControl):
@@ -150,6 +154,11 @@ class AcceleratorBase(ProcessControl):
         for attribute in _HANDLERS.values():
             setattr(self, attribute, None)
         for handler in handlers:
+            if isinstance(handler, _FP8_RECIPES):
+                name = type(handler).__name__
+                raise ValueError(
+                    f"{name} is for mixed_precision='fp8', which is not part of this version: leave it out."
+                )
             if type(handler) not in _HANDLERS:
                 known = ", ".join(kind.__name__ for kind in _HANDLERS)
                 raise ValueError(f"kwargs_handlers cannot contain a {type(handler).__name__}: pass any of {known}.")
@@ -201,9 +210,23 @@ class AcceleratorBase(ProcessControl):
         return self.state.mixed_precision
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed is not the engine."""
-        return None
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The settings of DeepSpeed; None where it is not the engine."""
+        return self.state.deepspeed_plugin
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """The loader that hands each process its part of a sequence, under the sequence axis of DeepSpeed."""
+        raise NotYetSupported("Sequence parallelism of DeepSpeed", "use cp_size of ParallelismConfig to cut sequences.")
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that computes in fp8; NO where none does."""
+        return FP8BackendType.NO
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """Whether numbers are computed in fp8."""
+        return self.fp8_backend != FP8BackendType.NO
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:

@@ -158,19 +158,19 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 @verify_operation
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The sum or mean over all processes of each tensor of nested data; "none" copies without reducing.
+    """The sum, mean or maximum over all processes of each tensor of nested data; "none" copies without reducing.
 
     scale: a factor for devices whose reduction takes one (XLA); elsewhere it has no effect.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction is {reduction!r}: choose 'mean', 'sum' or 'none'.")
+    if reduction not in ("mean", "sum", "max", "none"):
+        raise ValueError(f"reduction is {reduction!r}: choose 'mean', 'sum', 'max' or 'none'.")
     communicator = current()
 
     def reduce_one(leaf: torch.Tensor) -> torch.Tensor:
         result = leaf.detach().clone(memory_format=torch.contiguous_format)
         if communicator.size == 1 or reduction == "none":
             return result
-        communicator.all_reduce(result)
+        communicator.all_reduce(result, "max" if reduction == "max" else "sum")
         return result / communicator.size if reduction == "mean" else result
 
     return recursively_apply(reduce_one, tensor, error_on_other_type=True)

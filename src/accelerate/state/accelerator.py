@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any, NoReturn
 
+from accelerate.config.deepspeed import DeepSpeedPlugin, get_active_deepspeed_plugin
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, PrecisionType
 from accelerate.config.environment import parse_flag_from_env
@@ -25,6 +26,8 @@ class AcceleratorState(PartialState):
     # There only where FSDP is the engine: that is how scripts ask.
     fsdp_plugin: FullyShardedDataParallelPlugin
     parallelism_config: ParallelismConfig | None
+    # By name, where DeepSpeed is the engine.
+    deepspeed_plugins: Any = None
     device_mesh: Any
 
     def __init__(
@@ -102,9 +105,28 @@ class AcceleratorState(PartialState):
         return str(self._mixed_precision)
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """None: DeepSpeed is not the engine."""
-        return None
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The settings of DeepSpeed; None where it is not the engine."""
+        if self.distributed_type != DistributedType.DEEPSPEED:
+            return None
+        plugin: DeepSpeedPlugin = get_active_deepspeed_plugin(self)
+        return plugin
+
+    def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
+        """One of several plugins, by the name it was given."""
+        if self.deepspeed_plugins is None:
+            raise ValueError("DeepSpeed is not the engine of this process, so there are no plugins of it.")
+        plugin: DeepSpeedPlugin = self.deepspeed_plugins[name]
+        return plugin
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Use another one of several plugins for what is prepared from here on."""
+        if name is None:
+            raise ValueError("Say which plugin to use: `select_deepspeed_plugin(name)`.")
+        chosen = self.get_deepspeed_plugin(name)
+        for plugin in self.deepspeed_plugins.values():
+            plugin._unselect()
+        chosen.select(_from_accelerator_state=True)
 
     @property
     def is_fsdp2(self) -> bool:

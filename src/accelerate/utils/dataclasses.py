@@ -2,6 +2,7 @@
 
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.data import DataLoaderConfiguration
+from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import (
     BaseEnum,
@@ -17,6 +18,16 @@ from accelerate.config.enums import (
     RNGType,
     SageMakerDistributedType,
 )
+from accelerate.config.fp8 import (
+    AmaxComputeAlgorithm,
+    AORecipeKwargs,
+    Backend,
+    FP8Format,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    OptLevel,
+    TERecipeKwargs,
+)
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import (
     AutocastKwargs,
@@ -25,6 +36,16 @@ from accelerate.config.handlers import (
     InitProcessGroupKwargs,
     KwargsHandler,
     ProfileKwargs,
+)
+from accelerate.config.megatron import (
+    MODEL_CONFIGS_TO_MEGATRON_PARSERS,
+    MegatronLMPlugin,
+    add_model_config_to_megatron_parser,
+    parse_bert_config,
+    parse_glm4_moe_config,
+    parse_gpt2_config,
+    parse_llama_config,
+    parse_t5_config,
 )
 from accelerate.config.parallel import (
     DeepSpeedSequenceParallelConfig,
@@ -57,35 +78,52 @@ __all__ = [
     "FSDP_BACKWARD_PREFETCH",
     "FSDP_SHARDING_STRATEGY",
     "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
+    "MODEL_CONFIGS_TO_MEGATRON_PARSERS",
     "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
+    "AORecipeKwargs",
+    "AmaxComputeAlgorithm",
     "AutocastKwargs",
+    "Backend",
     "BaseEnum",
     "BnbQuantizationConfig",
     "ComputeEnvironment",
     "CustomDtype",
     "DDPCommunicationHookType",
     "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
     "DeepSpeedSequenceParallelConfig",
     "DistributedDataParallelKwargs",
     "DistributedType",
     "DynamoBackend",
     "EnumWithContains",
     "FP8BackendType",
+    "FP8Format",
+    "FP8RecipeKwargs",
     "FullyShardedDataParallelPlugin",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
     "InitProcessGroupKwargs",
     "KwargsHandler",
     "LoggerType",
+    "MSAMPRecipeKwargs",
+    "MegatronLMPlugin",
+    "OptLevel",
     "PrecisionType",
     "ProfileKwargs",
     "ProjectConfiguration",
     "RNGType",
     "SageMakerDistributedType",
+    "TERecipeKwargs",
     "TensorInformation",
     "TorchContextParallelConfig",
     "TorchDynamoPlugin",
     "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin",
+    "add_model_config_to_megatron_parser",
     "get_module_class_from_name",
+    "parse_bert_config",
+    "parse_glm4_moe_config",
+    "parse_gpt2_config",
+    "parse_llama_config",
+    "parse_t5_config",
 ]

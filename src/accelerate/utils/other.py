@@ -3,6 +3,7 @@
 from accelerate.barrier import wait_for_everyone
 from accelerate.compilation import (
     compile_regions,
+    compile_regions_deepspeed,
     compile_regions_fsdp2,
     has_compiled_regions,
     has_repeated_blocks,
@@ -22,6 +23,7 @@ __all__ = [
     "check_os_kernel",
     "clean_state_dict_for_safetensors",
     "compile_regions",
+    "compile_regions_deepspeed",
     "compile_regions_fsdp2",
     "convert_bytes",
     "extract_model_from_parallel",

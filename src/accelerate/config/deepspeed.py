@@ -1,0 +1,454 @@
+"""How DeepSpeed spreads a training: its settings, its config file, and stand-ins for what it makes itself."""
+
+from __future__ import annotations
+
+import base64
+import copy
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from accelerate.config.enums import DistributedType
+from accelerate.config.environment import str_to_bool
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_OPT_LEVELS = ("O1", "O2")
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed config as a dict (`config`), with questions about it. Keys inside keys are written with dots.
+
+    config_file_or_dict: the dict, the path of a JSON file, or the JSON itself, plain or in base64.
+    """
+
+    def __init__(self, config_file_or_dict: Any) -> None:
+        self.config: dict[str, Any] = (
+            copy.deepcopy(config_file_or_dict)
+            if isinstance(config_file_or_dict, dict)
+            else _read_config(config_file_or_dict)
+        )
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Read the stage of ZeRO, and whether anything is offloaded, from the config again."""
+        self._stage = self.get_value("zero_optimization.stage", -1)
+        devices = [
+            self.get_value(f"zero_optimization.{part}.device") for part in ("offload_optimizer", "offload_param")
+        ]
+        self._offload = (self.is_zero2() or self.is_zero3()) and bool({"cpu", "nvme"} & set(devices))
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """The dict that a key stands in (None where there is none), and the last part of the key."""
+        *path, last = ds_key_long.split(".")
+        node: Any = self.config
+        for name in path:
+            node = node.get(name)
+            if node is None:
+                return None, last
+        return node, last
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a key, or `default`."""
+        node, last = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(last, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove a key, with all that it holds."""
+        node, last = self.find_config_node(ds_key_long)
+        if node is not None and last in node:
+            del node[last]
+        elif must_exist:
+            raise ValueError(f"The DeepSpeed config has no {ds_key_long!r}: {self.config}")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether a key is there and says yes."""
+        value = self.get_value(ds_key_long)
+        return value is not None and bool(value)
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether a key is there and says no."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not bool(value)
+
+    def is_zero2(self) -> bool:
+        """Whether gradients and optimizer states are sharded."""
+        return bool(self._stage == 2)
+
+    def is_zero3(self) -> bool:
+        """Whether parameters are sharded too."""
+        return bool(self._stage == 3)
+
+    def is_offload(self) -> bool:
+        """Whether optimizer states or parameters lie on the host or on a disk."""
+        return self._offload
+
+
+def _read_config(source: Any) -> dict[str, Any]:
+    text = source
+    if isinstance(source, (str, os.PathLike)) and os.path.exists(source):
+        with open(source, encoding="utf-8") as file:
+            text = file.read()
+    for reading in (lambda: text, lambda: base64.urlsafe_b64decode(text).decode()):
+        try:
+            config = json.loads(reading())
+        except (ValueError, TypeError):
+            continue
+        if isinstance(config, dict):
+            return config
+    raise ValueError(
+        f"The DeepSpeed config {source!r} cannot be read: give a dict, the path of a JSON file, or JSON in base64."
+    )
+
+
+class _Setting(NamedTuple):
+    """Where a field of the plugin comes from, and where it stands in a DeepSpeed config."""
+
+    variable: str
+    default: str
+    read: Callable[[str], Any]
+    key: str | None = None
+
+
+def _number_or_auto(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: text if text == "auto" else read(text)
+
+
+_PREFIX = "ACCELERATE_DEEPSPEED_"
+_ZERO = "zero_optimization."
+_SETTINGS = {
+    "gradient_accumulation_steps": _Setting(
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto", _number_or_auto(int), "gradient_accumulation_steps"
+    ),
+    "gradient_clipping": _Setting("ACCELERATE_GRADIENT_CLIPPING", "auto", _number_or_auto(float), "gradient_clipping"),
+    "zero_stage": _Setting(_PREFIX + "ZERO_STAGE", "2", int, _ZERO + "stage"),
+    "offload_optimizer_device": _Setting(
+        _PREFIX + "OFFLOAD_OPTIMIZER_DEVICE", "none", str, _ZERO + "offload_optimizer.device"
+    ),
+    "offload_param_device": _Setting(_PREFIX + "OFFLOAD_PARAM_DEVICE", "none", str, _ZERO + "offload_param.device"),
+    "offload_optimizer_nvme_path": _Setting(
+        _PREFIX + "OFFLOAD_OPTIMIZER_NVME_PATH", "none", str, _ZERO + "offload_optimizer.nvme_path"
+    ),
+    "offload_param_nvme_path": _Setting(
+        _PREFIX + "OFFLOAD_PARAM_NVME_PATH", "none", str, _ZERO + "offload_param.nvme_path"
+    ),
+    "zero3_save_16bit_model": _Setting(
+        _PREFIX + "ZERO3_SAVE_16BIT_MODEL",
+        "false",
+        lambda text: bool(str_to_bool(text)),
+        _ZERO + "stage3_gather_16bit_weights_on_model_save",
+    ),
+    "enable_msamp": _Setting("ACCELERATE_FP8_BACKEND", "", lambda text: text.upper() == "MSAMP"),
+    "msamp_opt_level": _Setting("ACCELERATE_FP8_OPT_LEVEL", "O1", str),
+}
+
+
+@dataclass
+class DeepSpeedPlugin:
+    """Train with DeepSpeed. What is not given is read from the `ACCELERATE_DEEPSPEED_*` variables.
+
+    `deepspeed_config` is the dict that DeepSpeed gets: `hf_ds_config`, or one made of the other fields. Where a config
+    says "auto", the field is put in; where it says something else, the field follows it.
+    """
+
+    hf_ds_config: Any = field(default=None, metadata={"help": "A DeepSpeed config: a path, a dict, HfDeepSpeedConfig."})
+    gradient_accumulation_steps: int | str | None = field(
+        default=None, metadata={"help": "How many micro-batches make one step; 'auto' takes the Accelerator's."}
+    )
+    gradient_clipping: float | str | None = field(default=None, metadata={"help": "The norm to clip at, or 'auto'."})
+    zero_stage: int | None = field(
+        default=None, metadata={"help": "What is sharded: 0 nothing, 1 optimizer states, 2 gradients, 3 parameters."}
+    )
+    is_train_batch_min: bool = field(
+        default=True, metadata={"help": "Of several loaders, take the smallest batch size for 'auto', or the largest."}
+    )
+    offload_optimizer_device: str | None = field(default=None, metadata={"help": "none, cpu or nvme."})
+    offload_param_device: str | None = field(default=None, metadata={"help": "none, cpu or nvme; for stage 3."})
+    offload_optimizer_nvme_path: str | None = field(default=None, metadata={"help": "The folder on the NVMe disk."})
+    offload_param_nvme_path: str | None = field(default=None, metadata={"help": "The folder on the NVMe disk."})
+    zero3_init_flag: bool | None = field(
+        default=None, metadata={"help": "Stage 3: build models of transformers in pieces from the start."}
+    )
+    zero3_save_16bit_model: bool | None = field(default=None, metadata={"help": "Stage 3: gather weights to save."})
+    transformer_moe_cls_names: str | None = field(
+        default=None, metadata={"help": "Classes of mixture-of-experts layers, with commas between them."}
+    )
+    enable_msamp: bool | None = field(default=None, metadata={"help": "Train in fp8 with MS-AMP."})
+    msamp_opt_level: str | None = field(default=None, metadata={"help": "How much of it MS-AMP does: O1 or O2."})
+
+    def __post_init__(self) -> None:
+        self._selected = False
+        for name, setting in _SETTINGS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, _from_variable(setting))
+        if self.hf_ds_config is None:
+            self.hf_ds_config = os.environ.get(_PREFIX + "CONFIG_FILE", "none")
+        if isinstance(self.hf_ds_config, str) and self.hf_ds_config == "none":
+            self.hf_ds_config = HfDeepSpeedConfig(self._own_config())
+        else:
+            self._take_config()
+        self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
+        self.deepspeed_config["steps_per_print"] = float("inf")  # the script logs
+        self._set_zero3_init()
+        self._set_msamp()
+
+    def _own_config(self) -> dict[str, Any]:
+        def offload(part: str) -> dict[str, Any]:
+            device, path = getattr(self, f"offload_{part}_device"), getattr(self, f"offload_{part}_nvme_path")
+            return {"device": device, "nvme_path": path if device == "nvme" else None}
+
+        return {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_accumulation_steps": self.gradient_accumulation_steps,
+            "zero_optimization": {
+                "stage": self.zero_stage,
+                "offload_optimizer": offload("optimizer"),
+                "offload_param": offload("param"),
+                "stage3_gather_16bit_weights_on_model_save": self.zero3_save_16bit_model,
+            },
+            "gradient_clipping": self.gradient_clipping,
+        }
+
+    def _take_config(self) -> None:
+        """Puts the fields where the config says "auto", and takes from it what it says otherwise."""
+        if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
+            self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
+        config = self.hf_ds_config.config
+        if "zero_optimization" not in config:
+            raise ValueError("The DeepSpeed config has no 'zero_optimization': add it, with at least a 'stage'.")
+        config.setdefault("gradient_accumulation_steps", 1)
+        _check_asked_once()
+        keys = {name: setting.key for name, setting in _SETTINGS.items() if setting.key is not None}
+        values = {key: getattr(self, name) for name, key in keys.items()}
+        for name, key in keys.items():
+            self.fill_match(key, must_match=False, **values)
+            value = self.hf_ds_config.get_value(key)
+            if value is not None and value != "auto":
+                setattr(self, name, value)
+        self.hf_ds_config.set_stage_and_offload()
+
+    def _set_zero3_init(self) -> None:
+        zero3 = self.hf_ds_config.is_zero3()
+        if self.zero3_init_flag is None:
+            self.zero3_init_flag = bool(str_to_bool(os.environ.get(_PREFIX + "ZERO3_INIT", str(zero3))))
+        if self.zero3_init_flag and not zero3:
+            warnings.warn("`zero3_init_flag` is for stage 3 of ZeRO and is off in other stages.", stacklevel=4)
+            self.zero3_init_flag = False
+
+    def _set_msamp(self) -> None:
+        if self.msamp_opt_level not in _OPT_LEVELS:
+            raise ValueError(f"msamp_opt_level is {self.msamp_opt_level!r}: choose one of {', '.join(_OPT_LEVELS)}.")
+        if not self.enable_msamp:
+            return
+        if self.zero_stage == 3:
+            raise NotImplementedError("MS-AMP does not work with stage 3 of ZeRO: choose stage 0, 1 or 2.")
+        self.deepspeed_config.setdefault("msamp", {"enabled": True, "opt_level": self.msamp_opt_level})
+
+    # --- values that are found out at `prepare` -----------------------------------------------------------------
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a key of the config, or `default`."""
+        return self.hf_ds_config.get_value(ds_key_long, default)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether the config leaves a key to us."""
+        return bool(self.get_value(ds_key_long) == "auto")
+
+    def fill_match(
+        self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+    ) -> None:
+        """Put `kwargs[ds_key_long]` where the config says "auto"; with `must_match`, note where it differs."""
+        node, last = self.hf_ds_config.find_config_node(ds_key_long)
+        if node is None or node.get(last) is None:
+            return
+        if node[last] == "auto":
+            if ds_key_long not in kwargs:
+                raise ValueError(
+                    f"The DeepSpeed config leaves {ds_key_long!r} as 'auto', and there is no value to put in: "
+                    "write one into the config, or pass it."
+                )
+            node[last] = kwargs[ds_key_long]
+        elif must_match and mismatches is not None and node[last] != kwargs.get(ds_key_long, node[last]):
+            mismatches.append(f"- {ds_key_long} is {node[last]!r} in the config, and {kwargs[ds_key_long]!r} here")
+
+    def deepspeed_config_process(
+        self,
+        prefix: str = "",
+        mismatches: list[str] | None = None,
+        config: dict[str, Any] | None = None,
+        must_match: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        """`fill_match` for every key of the config; values that differ are one error."""
+        found: list[str] = [] if mismatches is None else mismatches
+        for name, value in (self.deepspeed_config if config is None else config).items():
+            if isinstance(value, dict):
+                self.deepspeed_config_process(f"{prefix}{name}.", found, value, must_match, **kwargs)
+            else:
+                self.fill_match(prefix + name, found, must_match, **kwargs)
+        if found and not prefix:
+            raise ValueError(
+                "The DeepSpeed config and the script disagree: write 'auto' into the config, or make them the same.\n"
+                + "\n".join(found)
+            )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Turn fp16 or bf16 on in the config, which may have chosen already; fp8 computes the rest in bf16."""
+        config, wanted = self.deepspeed_config, "bf16" if mixed_precision == "fp8" else mixed_precision
+        for mode in ("fp16", "bf16"):
+            chosen = str(config.get(mode, {}).get("enabled", False)).lower() == "true"
+            if chosen and wanted not in ("no", mode):
+                raise ValueError(
+                    f"mixed_precision is {mixed_precision!r}, but the DeepSpeed config has {mode} enabled: "
+                    "write 'auto' there, or make them the same."
+                )
+        # With a section of its own, DeepSpeed expects inputs in that dtype.
+        if wanted == "fp16":
+            config.setdefault("fp16", {"enabled": True, "auto_cast": True})
+        for mode in ("fp16", "bf16"):
+            config.setdefault(mode, {"enabled": mode == wanted})
+            values: dict[str, Any] = {f"{mode}.enabled": mode == wanted}
+            self.fill_match(f"{mode}.enabled", must_match=False, **values)
+
+    # --- one of several plugins ---------------------------------------------------------------------------------
+
+    @property
+    def selected(self) -> bool:
+        """Whether this one of several plugins is in use."""
+        return self._selected
+
+    @selected.setter
+    def selected(self, value: Any) -> None:
+        raise NotImplementedError("`selected` is set by `AcceleratorState().select_deepspeed_plugin(name)`.")
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Make this plugin the one in use; called by `AcceleratorState.select_deepspeed_plugin`."""
+        if not _from_accelerator_state:
+            raise ValueError("Plugins are chosen by name: call `AcceleratorState().select_deepspeed_plugin(name)`.")
+        self._selected = True
+        self.set_deepspeed_weakref()
+
+    def _unselect(self) -> None:
+        self._selected = False
+
+    # --- models that are built in pieces ------------------------------------------------------------------------
+
+    def is_zero3_init_enabled(self) -> bool | None:
+        """Whether models of transformers are built in pieces."""
+        return self.zero3_init_flag
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Build models in pieces, or whole, inside a `with` block."""
+        before = self.is_zero3_init_enabled()
+        if before == enable:
+            yield
+            return
+        self.zero3_init_flag = enable
+        self.set_deepspeed_weakref()
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
+            self.set_deepspeed_weakref()
+
+    def set_deepspeed_weakref(self) -> None:
+        """Tell transformers how models are built: it asks while it makes one, long before `prepare`."""
+        from accelerate.available import is_transformers_available
+
+        if not is_transformers_available():
+            if self.zero3_init_flag:
+                raise ImportError("`zero3_init_flag` is about models of transformers: install transformers.")
+            return
+        from transformers.integrations import HfDeepSpeedConfig as Known
+        from transformers.integrations import unset_hf_deepspeed_config
+
+        unset_hf_deepspeed_config()
+        if not self.zero3_init_flag and self.hf_ds_config.is_zero3():
+            self.dschf = None
+            return
+        config = copy.deepcopy(self.deepspeed_config)
+        for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+            if config.get(key, "auto") == "auto":
+                config[key] = 1
+        if config.get("train_batch_size") == "auto":
+            del config["train_batch_size"]
+        self.dschf = Known(config)  # transformers holds it weakly
+
+    def set_moe_leaf_modules(self, model: nn.Module) -> None:
+        """Have DeepSpeed fetch each layer of experts as a whole: every process uses other experts."""
+        if self.transformer_moe_cls_names is None:
+            self.transformer_moe_cls_names = os.environ.get(_PREFIX + "MOE_LAYER_CLS_NAMES")
+        if self.transformer_moe_cls_names is None:
+            return
+        from deepspeed.utils import set_z3_leaf_modules
+
+        classes = {type(part).__name__: type(part) for part in model.modules()}
+        names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
+        unknown = [name for name in names if name not in classes]
+        if unknown:
+            raise ValueError(f"The model has no layer of class {', '.join(unknown)}: see `transformer_moe_cls_names`.")
+        set_z3_leaf_modules(model, [classes[name] for name in names])
+
+
+def _from_variable(setting: _Setting) -> Any:
+    text = os.environ.get(setting.variable, setting.default)
+    try:
+        return setting.read(text)
+    except ValueError:
+        raise ValueError(f"The environment variable {setting.variable} cannot be read: it is {text!r}.") from None
+
+
+def _check_asked_once() -> None:
+    """A launch that was given a DeepSpeed file and settings of its own would have to drop one of the two."""
+    told = set(os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","))
+    twice = sorted(told & {name for name, setting in _SETTINGS.items() if setting.key} | told & {"mixed_precision"})
+    if twice:
+        raise ValueError(
+            f"The config of the launch says {', '.join(twice)}, and so does its deepspeed_config_file: "
+            "leave them to the file, and write 'auto' there for what the script decides."
+        )
+
+
+def get_active_deepspeed_plugin(state: Any) -> Any:
+    """The plugin in use; of several, the one that was selected."""
+    if state.distributed_type != DistributedType.DEEPSPEED:
+        raise ValueError("There is no active DeepSpeedPlugin: DeepSpeed is not the engine of this process.")
+    plugins = state.deepspeed_plugins
+    if not isinstance(plugins, dict):
+        return plugins
+    return next(plugin for plugin in plugins.values() if plugin.selected)
+
+
+class DummyOptim:
+    """Stands for the optimizer that a DeepSpeed config describes, and takes what the config leaves as "auto"."""
+
+    def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
+        self.params = params
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.kwargs = kwargs
+
+
+class DummyScheduler:
+    """Stands for the scheduler that a DeepSpeed config describes, or that `lr_scheduler_callable` makes."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        total_num_steps: int | None = None,
+        warmup_num_steps: int = 0,
+        lr_scheduler_callable: Callable[[Any], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        self.optimizer = optimizer
+        self.total_num_steps = total_num_steps
+        self.warmup_num_steps = warmup_num_steps
+        self.lr_scheduler_callable = lr_scheduler_callable
+        self.kwargs = kwargs

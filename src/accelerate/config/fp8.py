@@ -1,0 +1,129 @@
+"""How to compute in 8-bit floating point: one class of settings per library."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from accelerate.config.environment import parse_flag_from_env
+from accelerate.config.handlers import KwargsHandler
+
+FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
+AmaxComputeAlgorithm = Literal["max", "most_recent"]
+OptLevel = Literal["O1", "O2"]
+Backend = Literal["MSAMP", "TE"]
+
+_PREFIX = "ACCELERATE_FP8_"
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(_PREFIX + name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"The environment variable {_PREFIX + name} is {text!r}: give a whole number.") from None
+
+
+def _choice(name: str, value: str, choices: Any) -> Any:
+    if value not in get_args(choices):
+        raise ValueError(f"`{name}` is {value!r}: choose one of {', '.join(get_args(choices))}.")
+    return value
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """fp8 with torchao.
+
+    config: its `Float8LinearConfig`; by default one made of the two fields below, or of the variables for them.
+    module_filter_func: given a module and its name, says whether it is converted.
+    """
+
+    config: Any = None
+    module_filter_func: Callable[[Any, str], bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        from accelerate.available import is_torchao_available
+
+        if not is_torchao_available():
+            raise ImportError("AORecipeKwargs needs torchao: install it with `pip install torchao`.")
+        if self.config is not None:
+            return
+        from torchao.float8 import Float8LinearConfig
+
+        for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
+            if getattr(self, name) is None:
+                setattr(self, name, parse_flag_from_env(_PREFIX + name.upper(), True))
+        self.config = Float8LinearConfig(
+            pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
+        )
+
+
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """fp8 with TransformerEngine: arguments for its recipe. What is not given is read from `ACCELERATE_FP8_*`.
+
+    use_autocast_during_eval: compute in fp8 in evaluation too.
+    override_linear_precision: which of forward, gradient of inputs, gradient of weights are left out of fp8.
+    """
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: FP8Format | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: AmaxComputeAlgorithm | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+
+    def __post_init__(self) -> None:
+        from accelerate.available import is_transformer_engine_available
+
+        if not is_transformer_engine_available():
+            raise ImportError(f"{type(self).__name__} needs TransformerEngine: install it, or choose another backend.")
+        for name in ("use_autocast_during_eval", "use_mxfp8_block_scaling"):
+            if getattr(self, name) is None:
+                setattr(self, name, parse_flag_from_env(_PREFIX + name.upper()))
+        for name, default in (("margin", 0), ("interval", 1), ("amax_history_len", 1024)):
+            if getattr(self, name) is None:
+                setattr(self, name, _number(name.upper(), default))
+        fp8_format: str = self.fp8_format or os.environ.get(_PREFIX + "FORMAT", "HYBRID")
+        self.fp8_format = _choice("fp8_format", fp8_format.upper(), FP8Format)
+        algorithm: str = self.amax_compute_algo or os.environ.get(_PREFIX + "AMAX_COMPUTE_ALGO", "most_recent")
+        self.amax_compute_algo = _choice("amax_compute_algo", algorithm.lower(), AmaxComputeAlgorithm)
+        if self.override_linear_precision is None:
+            fprop, dgrad, wgrad = (parse_flag_from_env(f"{_PREFIX}OVERRIDE_{x}") for x in ("FPROP", "DGRAD", "WGRAD"))
+            self.override_linear_precision = (fprop, dgrad, wgrad)
+
+
+@dataclass
+class MSAMPRecipeKwargs(KwargsHandler):
+    """fp8 with MS-AMP. opt_level: gradients in 8 bits too (O1), and optimizer states as well (O2)."""
+
+    opt_level: OptLevel | None = None
+
+    def __post_init__(self) -> None:
+        level: str = self.opt_level or os.environ.get(_PREFIX + "OPT_LEVEL", "O2")
+        self.opt_level = _choice("opt_level", level, OptLevel)
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """The older form of TERecipeKwargs and MSAMPRecipeKwargs, told apart by `backend`."""
+
+    backend: Backend | None = None
+
+    def __post_init__(self) -> None:
+        warnings.warn(
+            "FP8RecipeKwargs is the older form of TERecipeKwargs and MSAMPRecipeKwargs: pass one of these.",
+            FutureWarning,
+            stacklevel=3,
+        )
+        backend: str = self.backend or os.environ.get(_PREFIX + "BACKEND", "TE")
+        self.backend = _choice("backend", backend.upper(), Backend)
+        recipe = TERecipeKwargs if self.backend == "TE" else MSAMPRecipeKwargs
+        recipe.__post_init__(self)

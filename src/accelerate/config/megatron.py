@@ -1,0 +1,424 @@
+"""How Megatron-LM spreads a training: its settings, the variables that stand in for them, and the sizes of models."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from accelerate.config.environment import str_to_bool
+
+Parser = Callable[..., Any]
+MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Parser] = {}
+
+
+class _Setting(NamedTuple):
+    """What a field is without being given, how its variable is read, and what Megatron-LM calls it."""
+
+    default: Any
+    read: Callable[[str], Any]
+    argument: str | None = ""  # as the field; None is for us alone
+
+
+def _flag(text: str) -> bool:
+    return bool(str_to_bool(text))
+
+
+_PREFIX = "MEGATRON_LM_"
+_SETTINGS = {
+    "tp_degree": _Setting(1, int, "tensor_model_parallel_size"),
+    "pp_degree": _Setting(1, int, "pipeline_model_parallel_size"),
+    "use_custom_fsdp": _Setting(False, _flag),
+    "overlap_cpu_optimizer_d2h_h2d": _Setting(False, _flag),
+    "no_load_optim": _Setting(False, _flag),
+    "eod_mask_loss": _Setting(False, _flag),
+    "no_save_optim": _Setting(False, _flag),
+    "optimizer_cpu_offload": _Setting(False, _flag),
+    "use_precision_aware_optimizer": _Setting(False, _flag),
+    "decoder_last_pipeline_num_layers": _Setting(None, int),
+    "recompute_granularity": _Setting("full", str),
+    "recompute_method": _Setting("uniform", str),
+    "recompute_num_layers": _Setting(1, int),
+    "attention_backend": _Setting(True, _flag),
+    "expert_model_parallel_size": _Setting(1, int),
+    "context_parallel_size": _Setting(1, int),
+    "attention_dropout": _Setting(0.0, float),
+    "hidden_dropout": _Setting(0.0, float),
+    "attention_softmax_in_fp32": _Setting(True, _flag),
+    "expert_tensor_parallel_size": _Setting(1, int),
+    "calculate_per_token_loss": _Setting(True, _flag),
+    "use_rotary_position_embeddings": _Setting(True, _flag),
+    "num_micro_batches": _Setting(1, int),
+    "gradient_clipping": _Setting(1.0, float, "clip_grad"),
+    "sequence_parallelism": _Setting(False, _flag, "sequence_parallel"),
+    "recompute_activations": _Setting(False, _flag, None),
+    "use_distributed_optimizer": _Setting(False, _flag),
+}
+# Fields that Megatron-LM gets as they are.
+_PASSED_ON = (
+    "pipeline_model_parallel_split_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "consumed_samples",
+    "no_wd_decay_cond",
+    "scale_lr_cond",
+    "lr_mult",
+    "megatron_dataset_flag",
+    "eval_iters",
+    "eval_interval",
+)
+_SCHEDULE = (
+    "train_iters",
+    "lr_warmup_iters",
+    "train_samples",
+    "lr_warmup_samples",
+    "lr_decay_iters",
+    "lr_decay_samples",
+    "lr_warmup_fraction",
+    "lr_decay_style",
+    "weight_decay_incr_style",
+    "start_weight_decay",
+    "end_weight_decay",
+    "min_lr",
+)
+
+
+@dataclass
+class MegatronLMPlugin:
+    """Train with Megatron-LM. What is not given is read from the `MEGATRON_LM_*` variables.
+
+    `megatron_lm_default_args` are the arguments that Megatron-LM gets; `other_megatron_args` are added last.
+    """
+
+    tp_degree: int | None = None
+    pp_degree: int | None = None
+    use_custom_fsdp: bool | None = None
+    overlap_cpu_optimizer_d2h_h2d: bool | None = None
+    no_load_optim: bool | None = None
+    eod_mask_loss: bool | None = None
+    no_save_optim: bool | None = None
+    optimizer_cpu_offload: bool | None = None
+    use_precision_aware_optimizer: bool | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    attention_backend: bool | None = None
+    expert_model_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+    attention_dropout: float | None = None
+    hidden_dropout: float | None = None
+    attention_softmax_in_fp32: bool | None = None
+    expert_tensor_parallel_size: int | None = None
+    calculate_per_token_loss: bool | None = None
+    use_rotary_position_embeddings: bool | None = None
+    num_micro_batches: int | None = None
+    gradient_clipping: float | None = None
+    sequence_parallelism: bool | None = None
+    recompute_activations: bool | None = None
+    use_distributed_optimizer: bool | None = None
+    pipeline_model_parallel_split_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool = True
+    train_iters: int | None = None
+    train_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0
+    consumed_samples: list[int] | None = None
+    no_wd_decay_cond: Callable[..., Any] | None = None
+    scale_lr_cond: Callable[..., Any] | None = None
+    lr_mult: float = 1.0
+    megatron_dataset_flag: bool = False
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: str | None = None
+    set_all_logging_options: bool = False
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any = None
+    custom_train_step_kwargs: dict[str, Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = None
+    custom_prepare_model_function: Callable[..., Any] | None = None
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name, setting in _SETTINGS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, _from_variable(_PREFIX + name.upper(), setting))
+        # Megatron-LM reduces gradients itself where they do not all come at the same time, or go to one process.
+        self.DDP_impl = "local" if self.pp_degree != 1 or self.use_distributed_optimizer else "torch"
+        arguments = {
+            name: setting.argument or name for name, setting in _SETTINGS.items() if setting.argument is not None
+        }
+        arguments |= {name: name for name in ("DDP_impl", *_PASSED_ON)}
+        self.megatron_lm_default_args = {argument: getattr(self, name) for name, argument in arguments.items()}
+        if self.tensorboard_dir is not None:
+            self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
+            if self.set_all_logging_options:
+                self.set_tensorboard_logging_options()
+        self.megatron_lm_default_args.update(self.other_megatron_args or {})
+
+    def set_network_size_args(self, model: Any, batch_data: Any = None) -> None:
+        """Read the sizes of the model from its config. batch_data: a batch, for the length of sequences."""
+        kind = model.config.model_type.lower()
+        for known, parse in MODEL_CONFIGS_TO_MEGATRON_PARSERS.items():
+            if known in kind:
+                parse(self, model, batch_data)
+                return
+        raise ValueError(
+            f"The sizes of a {kind!r} model are not known here: register a function that reads them with "
+            "`add_model_config_to_megatron_parser`."
+        )
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Compute in fp16 or bf16."""
+        if mixed_precision in ("fp16", "bf16"):
+            self.megatron_lm_default_args[mixed_precision] = True
+        if mixed_precision == "bf16":
+            self.DDP_impl = self.megatron_lm_default_args["DDP_impl"] = "local"
+
+    def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
+        """Set the batch sizes: of a micro-batch, and of a step of all processes."""
+        assert self.num_micro_batches is not None
+        sizes = {
+            "data_parallel_size": dp_degree,
+            "micro_batch_size": micro_batch_size,
+            "global_batch_size": dp_degree * micro_batch_size * self.num_micro_batches,
+        }
+        vars(self).update(sizes)
+        self.megatron_lm_default_args.update(sizes)
+
+    def set_optimizer_type(self, optimizer: Any) -> None:
+        """Have Megatron-LM make an optimizer like this one: Adam or SGD."""
+        name, defaults = type(optimizer).__name__.lower(), optimizer.defaults
+        if "adam" in name:
+            first, second = defaults["betas"]
+            kind = {"optimizer": "adam", "adam_beta1": first, "adam_beta2": second, "adam_eps": defaults["eps"]}
+        elif "sgd" in name:
+            kind = {"optimizer": "sgd", "sgd_momentum": defaults["momentum"]}
+        else:
+            raise ValueError(f"Megatron-LM has no optimizer like {type(optimizer).__name__}: use Adam, AdamW or SGD.")
+        kind |= {"lr": defaults["lr"], "weight_decay": defaults["weight_decay"]}
+        self.megatron_lm_default_args.update(kind)
+
+    def set_scheduler_args(self, scheduler: Any) -> None:
+        """Take the steps that were not given from a MegatronLMDummyScheduler, which counts those of all processes."""
+        for total, samples, steps in (
+            ("train_iters", "train_samples", scheduler.total_num_steps),
+            ("lr_warmup_iters", "lr_warmup_samples", scheduler.warmup_num_steps),
+        ):
+            if getattr(self, total) is not None:
+                continue
+            if getattr(self, samples) is not None:
+                warnings.warn(f"`{samples}` is not used: the scheduler counts in steps.", stacklevel=2)
+            setattr(self, total, (steps or 0) // self.megatron_lm_default_args["data_parallel_size"])
+            setattr(self, samples, 0 if samples == "lr_warmup_samples" else None)
+        self.megatron_lm_default_args.update({name: getattr(self, name) for name in _SCHEDULE})
+
+    def set_tensorboard_logging_options(self) -> None:
+        """Log all that Megatron-LM can log."""
+        import argparse
+
+        from megatron.training.arguments import _add_logging_args
+
+        known = vars(_add_logging_args(argparse.ArgumentParser()).parse_args([]))
+        for name in known:
+            if name.startswith(("log_", "no_log_")):
+                self.megatron_lm_default_args[name.removeprefix("no_")] = True
+
+
+def _from_variable(variable: str, setting: _Setting) -> Any:
+    text = os.environ.get(variable)
+    if text is None:
+        return setting.default
+    try:
+        return setting.read(text)
+    except ValueError:
+        raise ValueError(f"The environment variable {variable} cannot be read: it is {text!r}.") from None
+
+
+# --- the sizes of models ----------------------------------------------------------------------------------------
+
+
+def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
+    """Register a function that reads the sizes of models of this type: `parse(plugin, model, batch_data)`."""
+
+    def register(parse: Parser) -> Parser:
+        MODEL_CONFIGS_TO_MEGATRON_PARSERS[model_type] = parse
+        return parse
+
+    return register
+
+
+def _length(plugin: MegatronLMPlugin, first: str, batch_data: Any, longest: int) -> int:
+    """The length of sequences: as asked for, as in the batch, or the longest there can be."""
+    asked: int | None = getattr(plugin, first)
+    if asked is not None and plugin.seq_length is not None:
+        warnings.warn(f"`{first}` and `seq_length` are both set: `{first}` is used.", stacklevel=4)
+    if asked is None:
+        asked = plugin.seq_length
+    if asked is None and batch_data is not None:
+        asked = int(batch_data["input_ids"].shape[1])
+    return longest if asked is None else asked
+
+
+def _set(plugin: MegatronLMPlugin, config: Any, **sizes: Any) -> None:
+    plugin.megatron_lm_default_args.update(
+        sizes, orig_vocab_size=config.vocab_size, model_return_dict=config.return_dict
+    )
+
+
+@add_model_config_to_megatron_parser("megatron-bert")
+def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+    """Read the sizes of a BERT."""
+    config = model.config
+    megatron_lm_plugin.seq_length = _length(
+        megatron_lm_plugin, "encoder_seq_length", batch_data, config.max_position_embeddings
+    )
+    _set(
+        megatron_lm_plugin,
+        config,
+        model_type_name="bert",
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        seq_length=megatron_lm_plugin.seq_length,
+        num_labels=config.num_labels,
+        pretraining_flag="maskedlm" in type(model).__name__.lower(),
+    )
+
+
+@add_model_config_to_megatron_parser("gpt2")
+def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+    """Read the sizes of a GPT-2."""
+    config = model.config
+    megatron_lm_plugin.seq_length = _length(megatron_lm_plugin, "decoder_seq_length", batch_data, config.n_positions)
+    _set(
+        megatron_lm_plugin,
+        config,
+        model_type_name="gpt",
+        tokenizer_type="GPT2BPETokenizer",
+        num_layers=config.n_layer,
+        hidden_size=config.n_embd,
+        num_attention_heads=config.n_head,
+        max_position_embeddings=config.n_positions,
+        seq_length=megatron_lm_plugin.seq_length,
+        return_logits=megatron_lm_plugin.return_logits,
+        pretraining_flag=True,
+    )
+
+
+@add_model_config_to_megatron_parser("t5")
+def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+    """Read the sizes of a T5."""
+    config = model.config
+    for name, key in (("encoder_seq_length", "input_ids"), ("decoder_seq_length", "labels")):
+        if getattr(megatron_lm_plugin, name) is None:
+            length = config.n_positions if batch_data is None else int(batch_data[key].shape[1])
+            setattr(megatron_lm_plugin, name, length)
+    _set(
+        megatron_lm_plugin,
+        config,
+        model_type_name="t5",
+        num_layers=config.num_layers,
+        hidden_size=config.d_model,
+        num_attention_heads=config.num_heads,
+        max_position_embeddings=config.n_positions,
+        encoder_seq_length=megatron_lm_plugin.encoder_seq_length,
+        decoder_seq_length=megatron_lm_plugin.decoder_seq_length,
+        pretraining_flag=True,
+    )
+
+
+def _set_decoder(plugin: MegatronLMPlugin, config: Any, batch_data: Any, **more: Any) -> None:
+    """What decoders of the current kind have in common."""
+    if plugin.seq_length is None:
+        longest = getattr(config, "max_sequence_length", None)
+        if longest is None:
+            in_batch = None if batch_data is None else int(batch_data["input_ids"].shape[1])
+            longest = config.max_position_embeddings if in_batch is None else in_batch
+        plugin.seq_length = longest
+    _set(
+        plugin,
+        config,
+        model_type_name="gpt",
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        seq_length=plugin.seq_length,
+        return_logits=plugin.return_logits,
+        **more,
+    )
+
+
+@add_model_config_to_megatron_parser("llama")
+def parse_llama_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+    """Read the sizes of a Llama."""
+    _set_decoder(megatron_lm_plugin, model.config, batch_data, tokenizer_type="Llama2Tokenizer", pretraining_flag=True)
+
+
+@add_model_config_to_megatron_parser("glm4_moe")
+def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
+    """Read the sizes of a GLM-4 with experts."""
+    config = model.config
+    dense = config.first_k_dense_replace
+    _set_decoder(
+        megatron_lm_plugin,
+        config,
+        batch_data,
+        tokenizer_type="HuggingFaceTokenizer",
+        pretraining_flag=False,
+        original_model_type=config.model_type,
+        # attention
+        kv_channels=config.head_dim,
+        group_query_attention=True,
+        num_query_groups=config.num_key_value_heads,
+        qk_layernorm=config.use_qk_norm,
+        add_qkv_bias=True,
+        use_flash_attn=True,
+        position_embedding_type="rope",
+        rope_type="rope",
+        rotary_base=config.rope_theta,
+        rotary_percent=config.partial_rotary_factor,
+        # layers
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        norm_epsilon=config.rms_norm_eps,
+        swiglu=True,
+        ffn_hidden_size=config.intermediate_size,
+        untie_embeddings_and_output_weights=not config.tie_word_embeddings,
+        eos_token_id=config.eos_token_id,
+        # experts
+        num_experts=config.n_routed_experts,
+        moe_layer_freq=[int(layer >= dense) for layer in range(config.num_hidden_layers)],
+        moe_ffn_hidden_size=config.moe_intermediate_size,
+        moe_shared_expert_intermediate_size=config.moe_intermediate_size,
+        moe_router_topk=config.num_experts_per_tok,
+        moe_router_topk_scaling_factor=config.routed_scaling_factor,
+        moe_router_pre_softmax=True,
+        moe_router_score_function="sigmoid",
+        moe_router_dtype="fp32",
+        moe_router_enable_expert_bias=True,
+        moe_router_bias_update_rate=0,
+        moe_router_load_balancing_type="seq_aux_loss",
+        moe_aux_loss_coeff=0,
+        moe_token_dispatcher_type="alltoall",
+        moe_grouped_gemm=True,
+        moe_permute_fusion=True,
+    )
