@@ -19,7 +19,7 @@ from accelerate.comm.tree import ignorant_find_batch_size, leaves, recursively_a
 from accelerate.state import PartialState
 from accelerate.torch_internals import pytree
 from accelerate.torch_internals.fake_tensors import without_content
-from accelerate.torch_internals.pipelines import waits_for_every_tensor
+from accelerate.torch_internals.pipelines import greet_in_one_dtype, waits_for_every_tensor
 
 
 def generate_device_map(
@@ -132,7 +132,9 @@ def _schedule(pipe: Any, num_chunks: int) -> Any:
     state = PartialState()
     for number in range(pipe.num_stages):
         _hand_on_in_one_piece(pipe.get_stage_module(number), receives=number > 0)
-    return ScheduleGPipe(pipe.build_stage(state.process_index, device=state.device), num_chunks)
+    stage = pipe.build_stage(state.process_index, device=state.device)
+    greet_in_one_dtype(stage)
+    return ScheduleGPipe(stage, num_chunks)
 
 
 def _hand_on_in_one_piece(stage: Any, receives: bool) -> None:
@@ -181,11 +183,14 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
 
 
 def _fill(values: Any, size: int, full: int) -> Any:
-    """Repeat the last sample: unlike zeros, it is something the model can compute with."""
+    """Repeat the last sample: unlike zeros, it is something the model can compute with.
+
+    All without gaps, as the model was traced: some releases of torch (2.9) refuse other strides.
+    """
 
     def fill(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim == 0 or len(tensor) != size or size == full:
-            return tensor
+            return tensor.contiguous()
         return torch.cat([tensor, tensor[-1:].expand(full - size, *tensor.shape[1:])])
 
     return recursively_apply(fill, values)
@@ -230,6 +235,7 @@ def prepare_pippy(
     piece = math.ceil(size / chunks)
     cut = functools.partial(_rows, size=size, start=0, stop=piece)
     args, kwargs = send_to_device((recursively_apply(cut, args), recursively_apply(cut, kwargs)), "cpu")
+    args, kwargs = recursively_apply(torch.Tensor.contiguous, (args, kwargs))
     structure = _output_structure(model, args, kwargs)
     pipe = _traced(model, split_points, args, kwargs)
     _refuse_late_inputs(model, pipe)

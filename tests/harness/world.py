@@ -6,6 +6,7 @@ import contextlib
 import os
 import pickle
 import random
+import re
 import select
 import signal
 import socket
@@ -91,7 +92,7 @@ def world_outcomes(
     processes: int = 2,
     *args: Any,
     timeout: float = 60.0,
-    grace: float = 2.0,
+    grace: float = 20.0,
     env: Mapping[str, str | None] | None = None,
     cwd: str | os.PathLike[str] | None = None,
 ) -> list[Outcome]:
@@ -157,7 +158,8 @@ def free_port() -> int:
 
 
 def _outcome(request: Request, rank: int, exit: Exit) -> Outcome:
-    output = _text(request.output_path(rank))
+    # Without the greetings of gloo in torch 2.9.
+    output = re.sub(r"^\[Gloo\] Rank .*\n?", "", _text(request.output_path(rank)), flags=re.MULTILINE).rstrip()
     result = request.result_path(rank)
     report = pickle.loads(result.read_bytes()) if result.exists() else {"value": None, "error": None}
     if (error := report["error"]) is not None:
