@@ -124,7 +124,7 @@ _REPLACED = {
     "accelerate.big_modeling.check_device_map": "accelerate.big_modeling",
 }
 _KEPT: dict[str, Any] = {}  # as they were before
-_TOLD: set[str] = set()
+_ASSIGNED: set[str] = set()  # what follows is mostly the way back
 
 
 def find(module: str, name: str) -> Any:
@@ -160,12 +160,14 @@ class Door(Package):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        path = f"{self.__name__}.{name}"
+        if path in _REPLACED:
+            return getattr(importlib.import_module(_REPLACED[path]), name)
         if "__path__" in vars(self):
-            submodule = f"{self.__name__}.{name}"
             try:
-                return importlib.import_module(submodule)
+                return importlib.import_module(path)
             except ModuleNotFoundError as error:
-                if error.name != submodule:
+                if error.name != path:
                     raise
         return find(self.__name__, name)
 
@@ -176,10 +178,12 @@ class Door(Package):
             _KEPT.setdefault(path, place[name])
             place[name] = value
             return
-        in_vain = not _is_submodule(self, name, value) and _is_only_shown(self, name)
+        first = not _is_submodule(self, name, value) and path not in _ASSIGNED
+        in_vain = first and _is_only_shown(self, name)
         super().__setattr__(name, value)
-        if in_vain and path not in _TOLD:
-            _TOLD.add(path)
+        if first:
+            _ASSIGNED.add(path)
+        if in_vain:
             warn(
                 f"{path} was replaced: scripts that read it there get the new one, but accelerate itself does not use "
                 "it from there, so nothing else changes."

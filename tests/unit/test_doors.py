@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import warnings
@@ -66,7 +67,7 @@ def test_replacing_a_module_s_own_is_silent(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_replaced_function_is_put_back() -> None:
-    tools = sys.modules["accelerate.strategies.fsdp_tools"]
+    tools = importlib.import_module("accelerate.strategies.fsdp_tools")
     own = accelerate.accelerator.fsdp2_prepare_model
     with mock.patch("accelerate.accelerator.fsdp2_prepare_model") as other:
         assert tools.fsdp2_prepare_model is other

@@ -132,7 +132,7 @@ def test_a_plugin_is_selected_by_the_state() -> None:
 
 
 def test_the_engine_is_refused_in_one_sentence() -> None:
-    with pytest.raises(NotYetSupported, match="DeepSpeed .* is not part of this version"):
+    with pytest.raises(NotYetSupported, match=r"DeepSpeed .* is not part of this version"):
         Accelerator(deepspeed_plugin=DeepSpeedPlugin())
 
 
