@@ -128,19 +128,22 @@ _ASSIGNED: set[str] = set()  # what follows is mostly the way back
 
 
 def find(module: str, name: str) -> Any:
-    """What a public module does not have itself; AttributeError for what nobody has."""
-    if name == "logger":
-        return importlib.import_module("accelerate.logging").get_logger(module)
-    if name in _ALIASES:
-        return importlib.import_module(_ALIASES[name])
-    if name in _ORIGINS:
-        place, there = _ORIGINS[name]
-        if place != module:
-            return getattr(importlib.import_module(place), there)
-    elif module != "accelerate.utils" and not name.startswith("_"):
-        public = importlib.import_module("accelerate.utils")
-        if name in public._NAMES:
-            return getattr(public, name)
+    """What a public module does not have itself; AttributeError for what nobody has, or is not installed."""
+    try:
+        if name == "logger":
+            return importlib.import_module("accelerate.logging").get_logger(module)
+        if name in _ALIASES:
+            return importlib.import_module(_ALIASES[name])
+        if name in _ORIGINS:
+            place, there = _ORIGINS[name]
+            if place != module:
+                return getattr(importlib.import_module(place), there)
+        elif module != "accelerate.utils" and not name.startswith("_"):
+            public = importlib.import_module("accelerate.utils")
+            if name in public._NAMES:
+                return getattr(public, name)
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}: {error}") from error
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
