@@ -33,9 +33,9 @@ class CommandFailed(RuntimeError):
     """A command cannot do what it was asked to. Its message is for the person who typed it."""
 
 
-def warn(message: str) -> None:
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn about the line outside of this package that led here."""
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "accelerate":
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, stacklevel=level)
+    warnings.warn(message, category, stacklevel=level)

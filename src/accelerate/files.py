@@ -9,7 +9,7 @@ import logging
 import os
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -20,7 +20,9 @@ import torch
 from accelerate import arrays
 from accelerate.state import PartialState
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.other")  # where the public knows what is in this file
+
+_FORMAT = {"format": "pt"}
 
 # What a file may contain beyond tensors and plain values: NumPy's arrays and numbers, the states of its generators, and
 # types of Python that hold values and do nothing.
@@ -47,19 +49,22 @@ def save(
     """Writes an object on the main process, or with `save_on_each_node` on the first process of each machine.
 
     A file appears under its name when it is complete, and not before. With `safe_serialization`, `obj` is a
-    dictionary of tensors and the format is safetensors.
+    dictionary of tensors and the format is safetensors; of the names of one tensor in a `state_dict()` the first one
+    is stored, with a warning.
     """
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return
+    from safetensors import torch as safetensors
+
+    if safe_serialization and isinstance(obj, collections.OrderedDict):  # what `state_dict()` returns
+        obj = clean_state_dict_for_safetensors(obj)
     if not isinstance(f, (str, os.PathLike)):
-        torch.save(obj, f)
+        f.write(safetensors.save(obj, _FORMAT)) if safe_serialization else torch.save(obj, f)
         return
     with replacing(f) as path:
         if safe_serialization:
-            from safetensors.torch import save_file
-
-            save_file(obj, path, metadata={"format": "pt"})
+            safetensors.save_file(obj, path, _FORMAT)
         else:
             # Through an open file, because torch would write the passing name of the draft into it.
             with open(path, "wb") as file:
@@ -127,9 +132,11 @@ def _itself(kind: Any) -> Any:
     return kind[0] if isinstance(kind, tuple) else kind
 
 
-def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Makes tensors storable: each contiguous, memory of its own, and the same tensor under one name only."""
     cleaned = each_once(state_dict)
+    if dropped := sorted(set(state_dict) - set(cleaned)):
+        logger.warning(f"Stored once, because other names are the same tensors: without {', '.join(dropped)}.")
     storages: set[Any] = set()
     for name, value in cleaned.items():
         if (view := view_of(value)) is not None:
@@ -140,7 +147,7 @@ def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, An
     return cleaned
 
 
-def each_once(state_dict: dict[str, Any]) -> dict[str, Any]:
+def each_once(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The same tensor under one name only."""
     names: dict[Any, str] = {}
     kept: dict[str, Any] = {}

@@ -26,8 +26,8 @@ class MultiProcessAdapter(logging.LoggerAdapter):
         in_order = kwargs.pop("in_order", False)
         if not self.isEnabledFor(level):
             return
-        # One more than what the caller means: the line to report is theirs, not the one below.
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        # 2 is the caller, since 1 would be a line of this file. Adapters around this one count from here, too.
+        kwargs["stacklevel"] = max(kwargs.get("stacklevel", 2), 2)
         message, options = self.process(msg, kwargs)
         state = PartialState()
         if main_process_only or not in_order:
@@ -49,7 +49,7 @@ class MultiProcessAdapter(logging.LoggerAdapter):
     @functools.lru_cache(None)  # noqa: B019  (loggers live as long as the program)
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
         """Warns, unless exactly this warning was given before."""
-        self.warning(*args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
+        self.warning(*args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 2) + 1})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:

@@ -162,20 +162,26 @@ class ParallelismConfig:
 
     # --- the mesh -----------------------------------------------------------------------------------------------
 
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]] | tuple[()]:
+        """The axes of the mesh from the outside in, and their sizes; nothing where there are none."""
+        axes = self._present(*MESH_ORDER)
+        return (tuple(axes), tuple(self._sizes[axis] for axis in axes)) if axes else ()
+
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """A mesh of these axes, with the joined ones (`dp`, `dp_shard_cp`, `dp_cp`) in it; None where there is none."""
-        axes = [axis for axis in MESH_ORDER if self._sizes[axis] > 1]
-        if not axes:
+        axes_and_sizes = self._get_mesh()
+        if not axes_and_sizes:
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
         from accelerate.torch_internals.mesh import join_axes
 
-        mesh = init_device_mesh(device_type, tuple(self._sizes[axis] for axis in axes), mesh_dim_names=tuple(axes))
+        axes, sizes = axes_and_sizes
+        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=axes)
         joined = {"dp": self.dp_dim_names, "dp_shard_cp": self.dp_shard_cp_dim_names, "dp_cp": self.dp_cp_dim_names}
         for name, parts in joined.items():
-            if parts:
-                join_axes(mesh[tuple(parts)], name)
+            if parts:  # names in a list will do as well as in a tuple
+                join_axes(mesh[parts], name)  # type: ignore[index]
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:

@@ -37,11 +37,24 @@ def test_open_files(tmp_path: Path) -> None:
 def test_safetensors(tmp_path: Path) -> None:
     save({"a": torch.ones(2)}, str(tmp_path / "x.safetensors"), safe_serialization=True)
     assert load_file(tmp_path / "x.safetensors")["a"].tolist() == [1, 1]
+    file = io.BytesIO()
+    save({"a": torch.ones(2)}, file, safe_serialization=True)
+    assert file.getvalue() == (tmp_path / "x.safetensors").read_bytes()
     # Names of one tensor are not dropped behind the caller's back.
     tensor = torch.ones(2)
     with pytest.raises(RuntimeError, match="share memory"):
         save({"a": tensor, "b": tensor}, tmp_path / "y.safetensors", safe_serialization=True)
     assert os.listdir(tmp_path) == ["x.safetensors"]
+
+
+def test_a_state_dict_with_ties_is_stored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    save(model.state_dict(), tmp_path / "x.safetensors", safe_serialization=True)
+    assert set(load_file(tmp_path / "x.safetensors")) == {"0.weight", "0.bias", "1.bias"}
+    [record] = caplog.records
+    assert (record.name, record.levelname) == ("accelerate.utils.other", "WARNING")
+    assert "1.weight" in record.getMessage()
 
 
 def test_equal_contents_are_equal_files(tmp_path: Path) -> None:

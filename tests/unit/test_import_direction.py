@@ -43,7 +43,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("scheduler",),
     ("engines",),
     ("checkpointing", "accelerator"),
-    ("inference", "local_sgd", "launchers"),
+    ("inference", "local_sgd", "launchers", "memory_utils"),
     ("commands",),
     ("utils",),
     ("test_utils",),

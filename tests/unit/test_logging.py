@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,6 +36,35 @@ def test_messages_name_the_rank_and_the_line_of_the_caller(caplog: pytest.LogCap
     assert hello.getMessage() == "[RANK 0] hello you"
     assert again.getMessage() == "[RANK 0] again"
     assert {record.filename for record in caplog.records} == {Path(__file__).name}
+
+
+class Around(logging.LoggerAdapter):
+    def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
+        self.logger.log(level, msg, *args, **{**kwargs, "stacklevel": 3})
+
+
+def test_an_adapter_around_a_logger_reports_its_caller(caplog: pytest.LogCaptureFixture) -> None:
+    PartialState(cpu=True)
+    logger = get_logger("around", log_level="info")
+
+    def wrapped() -> None:
+        Around(logger, {}).info("hello")
+
+    def plain() -> None:
+        logger.info("one", stacklevel=1)
+        logger.info("two", stacklevel=2)
+
+    def above() -> None:
+        logger.info("three", stacklevel=3)
+
+    def caller() -> None:
+        above()
+
+    wrapped()
+    plain()
+    caller()
+    assert [record.funcName for record in caplog.records] == ["wrapped", "plain", "plain", "caller"]
+    assert {record.pathname for record in caplog.records} == {__file__}
 
 
 def test_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,6 @@
+import importlib
 import os
+import subprocess
 import sys
 import unittest
 from pathlib import Path
@@ -7,9 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
+from accelerate import Accelerator
 from accelerate.state import PartialState
 from accelerate.test_utils import testing, training
-from accelerate.test_utils.examples import clean_lines, get_function_contents_by_name
+from accelerate.test_utils.examples import clean_lines, compare_against_test, get_function_contents_by_name
 from accelerate.test_utils.testing import (
     AccelerateTestCase,
     MockingTestCase,
@@ -193,3 +196,107 @@ def test_code_of_examples() -> None:
     assert clean_lines(lines) == ["import os\n", "def main():\n", "    pass\n", "x = 1\n"]
     with pytest.raises(ValueError, match="'helper'"):
         get_function_contents_by_name(lines, "helper")
+
+
+PLAIN = """
+def training_function(config, args):
+    accelerator = Accelerator()
+    train_dataloader, eval_dataloader = get_dataloaders(accelerator, batch_size)
+    train()
+def main():
+    parser.add_argument("--cpu")
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_examples_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("examples").mkdir()
+    Path("examples", "nlp_example.py").write_text(PLAIN)
+    guarded = "    if os.environ.get('TESTING_MOCKED_DATALOADERS'):\n        config['num_epochs'] = 2\n    # why\n"
+    feature = PLAIN.replace("    train()", f"{guarded}    new()\n    other()\n    train()")
+    Path("feature.py").write_text(feature.replace('"--cpu")', '"--cpu")\n    parser.add_argument("--new")'))
+    Path("complete.py").write_text(PLAIN.replace("    train()", "    extra()\n    new()\n    train()"))
+    assert compare_against_test("complete.py", "feature.py", parser_only=False) == ["    other()\n"]
+    assert compare_against_test("complete.py", "feature.py", True) == ['    parser.add_argument("--new")\n']
+    Path("complete.py").write_text(Path("feature.py").read_text())
+    assert compare_against_test("complete.py", "feature.py", False) == []
+    # A line of the plain example for text that one for images does not have is not a feature.
+    Path("feature.py").write_text(PLAIN.replace("    train()", "    main()\n    train()"))
+    Path("complete.py").write_text(PLAIN)
+    Path("images.py").write_text(PLAIN)
+    assert compare_against_test("complete.py", "feature.py", False) == ["    main()\n"]
+    assert compare_against_test("complete.py", "feature.py", False, "images.py") == []
+
+
+def test_loaders_for_examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    train, evaluation = accelerator.prepare(*training.mocked_dataloaders(accelerator, 16))
+    assert (len(train), len(evaluation)) == (8, 8)
+    for batch in train:
+        batch.to(accelerator.device)
+        shape = batch["input_ids"].shape
+        assert shape[0] == 2 and shape == batch["attention_mask"].shape == batch["token_type_ids"].shape
+        assert batch["input_ids"].max() < 128
+        assert (batch["input_ids"].ne(0) == batch["attention_mask"].bool()).all()
+    assert {int(batch["labels"]) for batch in evaluation} == {0, 1}
+
+
+def test_loaders_for_models_that_go_on_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "tests" / "test_samples" / "MRPC"
+    folder.mkdir(parents=True)
+    for name, rows in {"train.csv": 3, "dev.csv": 1}.items():
+        lines = [f'equivalent,"one{" two" * row}",three\n' for row in range(rows)]
+        (folder / name).write_text("label,sentence1,sentence2\n" + "".join(lines))
+    accelerator = Accelerator(cpu=True)
+    train, evaluation = training.mocked_dataloaders_for_autoregressive_models(accelerator)
+    assert (len(train.dataset), len(train), len(evaluation)) == (3, 2, 1)
+    batch = next(iter(train))
+    words, labels = batch["input_ids"], batch["labels"]
+    assert words.shape == labels.shape
+    # Each label is the next word, and where there is none it does not count.
+    assert labels[1].tolist() == [*words[1][1:].tolist(), -100]
+    assert labels[0].tolist() == [*words[0][1:-1].tolist(), -100, -100]
+    monkeypatch.setattr(accelerator.state, "_mixed_precision", "bf16")
+    aligned, _ = training.mocked_dataloaders_for_autoregressive_models(accelerator)
+    assert next(iter(aligned))["input_ids"].shape[1] % 8 == 0
+
+
+# What clients' tests name in the scripts, besides `main`.
+NAMES = {
+    "test_script": "print_on process_execution_check rng_sync_check mock_training training_check test_trigger",
+    "test_ops": "create_tensor test_gather test_gather_object test_broadcast test_reduce_max test_op_checker _mp_fn",
+    "test_sync": "check_model_parameters step_model get_training_setup test_noop_sync test_dataloader_break _mp_fn",
+    "test_cli": "",
+    "test_notebook": "NUM_PROCESSES basic_function require_multi_process test_can_initialize test_monitoring",
+    "test_ddp_comm_hook": "MockModel test_ddp_comm_hook",
+    "test_merge_weights": "parser TinyModel setup mock_training check_weights test_merge_weights_command_pytorch",
+    "test_distributed_data_loop": "NUM_ELEMENTS DummyDataset create_accelerator create_dataloader test_data_loader",
+    "external_deps.test_metrics": "ListHandler get_basic_setup get_mrpc_setup generate_predictions test_mrpc _mp_fn",
+    "external_deps.test_checkpointing": "EVAL_BATCH_SIZE get_dataloaders evaluation_loop training_function",
+    "external_deps.test_performance": "MAX_GPU_BATCH_SIZE get_dataloaders training_function",
+    "external_deps.test_peak_memory_usage": "b2mb TorchTracemalloc get_dataloaders training_function",
+    "external_deps.test_pippy": "model_to_config get_model_and_data_for_text test_bert test_gpt2",
+    "external_deps.test_ds_multiple_model": "NoiseModel get_dataloaders single_model_training multiple_model_training",
+    "external_deps.test_ds_alst_ulysses_sp": "collate_fn",
+    "external_deps.test_zero3_integration": "GPT2_TINY init_torch_dist_then_launch_deepspeed",
+}
+
+
+def test_names_of_the_scripts() -> None:
+    for module, names in NAMES.items():
+        script = importlib.import_module(f"accelerate.test_utils.scripts.{module}")
+        missing = [name for name in ["main", *names.split()] if not hasattr(script, name)]
+        assert not missing, module
+
+
+def test_importing_needs_little() -> None:
+    modules = [f"accelerate.test_utils.scripts.{module}" for module in NAMES]
+    code = (
+        "import sys\nsys.modules |= dict.fromkeys(['pytest', 'transformers', 'datasets', 'evaluate', 'deepspeed'])\n"
+        f"import importlib\nfor name in ['accelerate.test_utils', *{modules}]: importlib.import_module(name)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

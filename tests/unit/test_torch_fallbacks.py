@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.nn.utils import parametrizations
 
-from accelerate.torch_internals import grad_scaler, modules, tensors
+from accelerate.torch_internals import data_loader, grad_scaler, modules, tensors
 from tests.unit.torch_names import without
 
 
@@ -202,6 +202,22 @@ def test_seeds_of_workers() -> None:
         assert len({str(seed) for seed in seeds}) == 3
     batch = [torch.ones(1)]
     assert without("_utils", "data_loader").pin_memory(batch) is batch
+
+
+def test_numbers_of_workers() -> None:
+    from torch.utils.data._utils.worker import WorkerInfo
+
+    info: Any = WorkerInfo(id=1, num_workers=3, seed=11, dataset=None)  # type: ignore[arg-type]
+    data_loader.renumber(info, 2)
+    assert (info.id, info.seed, info.num_workers) == (2, 12, 3)
+
+    class Fixed(NamedTuple):
+        id: int
+        seed: int
+
+    fixed = Fixed(1, 11)
+    data_loader.renumber(fixed, 2)
+    assert fixed == (1, 11)
 
 
 def test_before_the_first_read() -> None:

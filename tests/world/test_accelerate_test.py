@@ -20,9 +20,9 @@ def test_all_that_the_config_says(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "test", "--config_file", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "utf-8"})
     assert done.returncode == 0, done.stdout + done.stderr
-    *lines, last = done.stdout.splitlines()
+    *lines, last = (line for line in done.stdout.splitlines() if not line.startswith("[Gloo]"))  # of torch 2.9
     assert [line.split()[:2] for line in lines] == [["\u2714", check.__name__] for check in script.CHECKS]
-    assert "2 x cpu (gloo), MULTI_CPU bf16: 7 of 7 checks passed" in last and f"torch {torch.__version__}" in last
+    assert "2 x cpu (gloo), MULTI_CPU bf16: 9 of 9 checks passed" in last and f"torch {torch.__version__}" in last
 
 
 def _fails() -> str:

@@ -331,6 +331,9 @@ def _pad() -> None:
         ragged = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
     with pytest.warns(CannotPadNestedTensorWarning):
         assert ops.pad_across_processes(ragged) is ragged
+    with pytest.warns(CannotPadNestedTensorWarning):
+        both = ops.pad_across_processes([ragged, torch.ones(rank + 1)])
+    assert both[0] is ragged and both[1].shape == (size,), "the others are padded all the same"
     with pytest.raises(TypeError, match="str"):
         ops.pad_across_processes({"a": "text"})
 

@@ -45,7 +45,7 @@ class Collecting(AcceleratorBase):
         return ops.gather(input_data) if only_tensors else _gather_mixed(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum ("sum") or mean ("mean") over all processes of each tensor of nested data."""
+        """The sum ("sum"), mean ("mean") or maximum ("max") over all processes of each tensor of nested data."""
         return ops.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:

@@ -148,6 +148,12 @@ class Stepping(AcceleratorBase):
         changed = (
             [shard for shard in shards if isinstance(shard, BatchSamplerShard)] if even_batches is not None else []
         )
+        if even_batches is not None and len(changed) < len(shards):
+            warnings.warn(
+                "`even_batches` has no effect on loaders of iterable datasets, of which "
+                f"{len(shards) - len(changed)} of the {len(shards)} prepared loaders are.",
+                stacklevel=3,
+            )
         before = [shard.even_batches for shard in changed]
         for shard in changed:
             shard.even_batches = bool(even_batches)

@@ -309,9 +309,11 @@ def get_module_size_with_ties(
     tied_params: names of the parameters outside of the module. modules_to_treat: the modules to look for them in.
     """
     pending = Pending(modules_to_treat)
-    holders = dict.fromkeys(pending.holder(name) for name in tied_params)
-    names = [name for name in holders if name is not None]
-    return module_size + sum(module_sizes[name] for name in names), names, [pending[name] for name in names]
+    holders = {name: holder for name in tied_params if (holder := pending.holder(name)) is not None}
+    names = list(dict.fromkeys(holders.values()))
+    # What is tied is counted with the module itself; unless that is too small, so that the sizes count it elsewhere.
+    again = sum(size for name in holders if (size := module_sizes.get(name, 0)) <= module_size)
+    return module_size + sum(module_sizes[name] for name in names) - again, names, [pending[name] for name in names]
 
 
 def fallback_allocate(

@@ -34,10 +34,9 @@ _PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
 
 
 class _Here(threading.local):
-    """What holds in this thread: what is done with a new parameter, and where buffers go."""
+    """What holds in this thread: what is done with a new parameter."""
 
     move: Move | None = None
-    buffers: torch.device | None = None
 
 
 _HERE = _Here()
@@ -59,21 +58,25 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | int | str, include_buffers: bool | None = None) -> Iterator[None]:
-    """Builds models whose parameters (with `include_buffers` also the buffers) are on a device from the start."""
+    """Builds models whose parameters are on a device from the start.
+
+    include_buffers: also the buffers, and all else that is made without naming another device.
+    """
     if include_buffers is None:
         include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS", False)
     device = torch.device(device)
     with ExitStack() as stack:
-        stack.enter_context(_PARAMETERS)
-        if include_buffers:
-            stack.enter_context(_BUFFERS)
-            stack.enter_context(device)
         if device.type == "meta":
-            stack.enter_context(_EMPTY)
             stack.enter_context(without_collecting_garbage())
-        stack.callback(vars(_HERE).update, move=_HERE.move, buffers=_HERE.buffers)
-        _HERE.move = _moving(device)
-        _HERE.buffers = device if include_buffers else _HERE.buffers
+        if include_buffers:
+            # Torch does all of it, for this thread alone: nothing of its own has to be replaced.
+            stack.enter_context(device)
+        else:
+            stack.enter_context(_PARAMETERS)
+            if device.type == "meta":
+                stack.enter_context(_EMPTY)
+            stack.callback(setattr, _HERE, "move", _HERE.move)
+            _HERE.move = _moving(device)
         yield
 
 
@@ -158,16 +161,6 @@ def _set_attributes(replace: Replace) -> None:
     replace(nn.Module, "__setattr__", __setattr__)
 
 
-def _register_buffers(replace: Replace) -> None:
-    register = nn.Module.register_buffer
-
-    def register_buffer(module: nn.Module, name: str, tensor: torch.Tensor | None, *args: Any, **kwargs: Any) -> None:
-        device = _HERE.buffers
-        register(module, name, tensor if tensor is None or device is None else tensor.to(device), *args, **kwargs)
-
-    replace(nn.Module, "register_buffer", register_buffer)
-
-
 def _moved(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     kind: Any = type(parameter)
     if issubclass(kind, UninitializedParameter):  # it has no values, and not even a shape
@@ -219,4 +212,4 @@ def _make_empty(replace: Replace) -> None:
     _skip_initialisers(replace)
 
 
-_PARAMETERS, _BUFFERS, _EMPTY = _Replaced(_register_parameters), _Replaced(_register_buffers), _Replaced(_make_empty)
+_PARAMETERS, _EMPTY = _Replaced(_register_parameters), _Replaced(_make_empty)

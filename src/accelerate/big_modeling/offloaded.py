@@ -11,7 +11,7 @@ from accelerate.big_modeling.offload import align_module_device, has_offloaded_p
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """Returns the state dict of a model with all of its weights, also of those that are offloaded, on the CPU."""
+    """Returns the state dict of a model with all of its weights, offloaded or not, on the CPU."""
     state: dict[str, Any] = dict(model.state_dict())
     for name, module in model.named_modules(remove_duplicate=False):
         if has_offloaded_params(module):
@@ -22,7 +22,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
             f"{', '.join(lost)} of this {type(model).__name__} cannot be saved, since nothing says where their values "
             "are: load them before saving."
         )
-    return state
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 
 
 def get_state_dict_from_offload(

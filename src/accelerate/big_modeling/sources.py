@@ -95,8 +95,11 @@ def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
 
 def _indexed(index: Path) -> list[Path]:
     try:
-        names = json.loads(index.read_bytes())["weight_map"].values()
-        return [index.parent / name for name in sorted(set(names))]
+        content = json.loads(index.read_bytes())
+        names = set(content.get("weight_map", content).values())  # some tools write the map and nothing else
+        if not names:
+            raise ValueError("it names no files")
+        return [index.parent / name for name in sorted(names)]
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{index} is damaged ({error}): save the model again.") from error
 

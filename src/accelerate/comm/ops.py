@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import torch
 
 from accelerate.comm.base import current
 from accelerate.comm.tree import convert_to_fp32, leaves, recursively_apply, replace_leaves
-from accelerate.errors import CannotPadNestedTensorWarning, DistributedOperationException
+from accelerate.errors import CannotPadNestedTensorWarning, DistributedOperationException, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -158,19 +157,19 @@ def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list
 
 @verify_operation
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The sum or mean over all processes of each tensor of nested data; "none" copies without reducing.
+    """The sum, mean or maximum over all processes of each tensor of nested data; "none" copies without reducing.
 
     scale: a factor for devices whose reduction takes one (XLA); elsewhere it has no effect.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction is {reduction!r}: choose 'mean', 'sum' or 'none'.")
+    if reduction not in ("mean", "sum", "max", "none"):
+        raise ValueError(f"reduction is {reduction!r}: choose 'mean', 'sum', 'max' or 'none'.")
     communicator = current()
 
     def reduce_one(leaf: torch.Tensor) -> torch.Tensor:
         result = leaf.detach().clone(memory_format=torch.contiguous_format)
         if communicator.size == 1 or reduction == "none":
             return result
-        communicator.all_reduce(result)
+        communicator.all_reduce(result, "max" if reduction == "max" else "sum")
         return result / communicator.size if reduction == "mean" else result
 
     return recursively_apply(reduce_one, tensor, error_on_other_type=True)
@@ -185,16 +184,14 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
     """
     communicator = current()
     tensors = _leaves_or_error(tensor)
-    if communicator.size == 1:
-        return tensor
-    if any(getattr(leaf, "is_nested", False) for leaf in tensors):
-        warnings.warn(
+    if any(leaf.is_nested for leaf in tensors):
+        warn(
             "Nested tensors cannot be padded across processes: they are returned as they are.",
             CannotPadNestedTensorWarning,
-            stacklevel=2,
         )
+    if communicator.size == 1:
         return tensor
-    padded_dims = [dim if -leaf.ndim <= dim < leaf.ndim else None for leaf in tensors]
+    padded_dims = [dim if -leaf.ndim <= dim < leaf.ndim and not leaf.is_nested else None for leaf in tensors]
     mine = torch.tensor([0 if d is None else leaf.shape[d] for leaf, d in zip(tensors, padded_dims, strict=True)])
     longest = communicator.gather([mine[None]])[0].amax(dim=0).tolist()
 

@@ -242,7 +242,10 @@ def slice_tensors(
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Concatenate the tensors of a list of equally nested data along `dim`, keeping the nesting."""
+    """Concatenate the tensors of a list of equally nested data along `dim`, keeping the nesting.
+
+    What is no tensor can only come alone, and is returned as it is.
+    """
     first = data[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(data, dim=dim)
@@ -256,6 +259,8 @@ def concatenate(data: Any, dim: int = 0) -> Any:
             values = [getattr(item, name) for item in data]
             object.__setattr__(result, name, concatenate(values, dim) if leaves(values[0]) else values[0])
         return result
+    if len(data) == 1:
+        return first
     raise TypeError(f"Can only concatenate nested lists, tuples and dicts of tensors, not {type(first).__name__}.")
 
 

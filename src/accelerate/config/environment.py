@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("accelerate.utils.environment")  # where the public knows this module
 
 T = TypeVar("T")
 

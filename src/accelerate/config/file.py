@@ -195,6 +195,11 @@ class SageMakerConfig(BaseConfig):
     dynamo_config: dict[str, Any] | None = None
     enable_cpu_affinity: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dynamo_config is None:
+            self.dynamo_config = {}
+
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> BaseConfig:
     """Reads a config file, YAML or JSON; without a name, the default one."""

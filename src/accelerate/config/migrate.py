@@ -22,6 +22,7 @@ def migrate(settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Returns the settings under today's names, and a line for each change."""
     settings = {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
     changes: list[str] = []
+    _mend_unquoted_no(settings)
     if "fp16" in settings:
         half = settings.pop("fp16")
         settings.setdefault("mixed_precision", "fp16" if half is True or str(half).lower() in ("yes", "true") else "no")
@@ -35,6 +36,18 @@ def migrate(settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     _rename_in_fsdp(settings.get("fsdp_config") or {}, changes)
     _retire(settings, changes)
     return settings, changes
+
+
+def _mend_unquoted_no(settings: dict[str, Any]) -> None:
+    """YAML takes `no` without quotes for false; where no truth value can stand, the word was meant."""
+    for section, key, meant in (
+        (settings, "distributed_type", "NO"),
+        (settings, "mixed_precision", "no"),
+        (settings, "dynamo_backend", "NO"),
+        (settings.get("dynamo_config") or {}, "dynamo_backend", "NO"),
+    ):
+        if section.get(key) is False:
+            section[key] = meant
 
 
 def _rename_distributed_type(settings: dict[str, Any], changes: list[str]) -> None:

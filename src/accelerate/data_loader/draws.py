@@ -20,7 +20,7 @@ from torch.utils.data import IterableDataset, Sampler, get_worker_info
 from accelerate.data_loader import streams
 from accelerate.data_loader.iterable import Envelope
 from accelerate.errors import warn
-from accelerate.torch_internals.data_loader import before_first_read, numpy_seed
+from accelerate.torch_internals.data_loader import before_first_read, numpy_seed, renumber
 
 States = dict[str, Any]
 T = TypeVar("T")
@@ -307,8 +307,7 @@ class _Worker:
 def _become(info: Any, place: int) -> None:
     """Take another worker's number and, as torch does for it, its seeds."""
     base = info.seed - info.id
-    object.__setattr__(info, "id", place)  # it guards itself against users who change it
-    object.__setattr__(info, "seed", base + place)
+    renumber(info, place)
     random.seed(base + place)
     torch.manual_seed(base + place)
     np.random.seed(numpy_seed(base, place))

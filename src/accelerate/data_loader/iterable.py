@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -74,6 +75,16 @@ class IterableDatasetShard(IterableDataset):
                 if self.mark_repeats:
                     repeats = map(Repeat, repeats)
                 yield from itertools.islice(itertools.chain(group, repeats), mine.start, mine.stop)
+
+
+def knows_shards(dataset: Any, processes: int) -> bool:
+    """Whether a dataset is of Hugging Face's `datasets`, and its files or parts can be shared out evenly.
+
+    Then a process need not read what belongs to the others.
+    """
+    datasets: Any = sys.modules.get("datasets")  # or there can be none of its
+    kind: Any = getattr(datasets, "IterableDataset", ())
+    return isinstance(dataset, kind) and dataset.num_shards % processes == 0
 
 
 class SkippedDataset(IterableDataset):

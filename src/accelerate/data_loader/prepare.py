@@ -17,7 +17,7 @@ from torch.utils.data import (
 from accelerate.comm import current
 from accelerate.data_loader.base import kept_arguments, same_batches
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
-from accelerate.data_loader.iterable import CountingCollate, IterableDatasetShard
+from accelerate.data_loader.iterable import CountingCollate, IterableDatasetShard, knows_shards
 from accelerate.data_loader.samplers import (
     RANDOM_SAMPLERS,
     BatchSamplerShard,
@@ -104,7 +104,9 @@ def prepare_data_loader(
         return loader
     batches = same_batches(dataloader)
     if processes > 1:
-        if iterable:
+        if iterable and not split_batches and knows_shards(dataset, processes):
+            dataset = dataset.shard(num_shards=processes, index=index)
+        elif iterable:
             size = dataloader.batch_size
             dataset = IterableDatasetShard(
                 dataset,

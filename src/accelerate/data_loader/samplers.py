@@ -25,7 +25,7 @@ class SeedableRandomSampler(RandomSampler):
     """A random sampler whose order is a function of a seed and the epoch alone.
 
     data_seed: the seed; torch's initial seed by default. `set_epoch` sets the epoch, which otherwise counts up by
-    one with each iteration, finished or not.
+    one at the end of each iteration, finished or not.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -37,10 +37,14 @@ class SeedableRandomSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:
             self.generator = torch.Generator()
-        self.generator.manual_seed(self.initial_seed + self.epoch)
-        # Before the first index, so that an iteration that is broken off does not repeat itself.
-        self.set_epoch(self.epoch + 1)
-        yield from super().__iter__()
+        epoch = self.epoch
+        self.generator.manual_seed(self.initial_seed + epoch)
+        try:
+            yield from super().__iter__()
+        finally:
+            # Also when it is broken off, or else it would repeat itself; unless somebody has chosen an epoch meanwhile.
+            if self.epoch == epoch:
+                self.set_epoch(epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """The epoch of the next iteration."""

@@ -70,13 +70,12 @@ def _flag(environ: Mapping[str, str], name: str) -> bool:
 
 def choose(environ: Mapping[str, str], cpu: bool = False, devices: Sequence[Device] = DEVICES) -> Choice:
     """The device that the script, then the environment, then the machine asks for."""
-    if cpu:
-        return Choice(by_name("cpu", devices), None, "the script asked for the CPU")
-    if _flag(environ, "ACCELERATE_USE_CPU"):
-        return Choice(by_name("cpu", devices), None, "ACCELERATE_USE_CPU is set")
-    wanted = environ.get("ACCELERATE_TORCH_DEVICE")
+    wanted = environ.get("ACCELERATE_TORCH_DEVICE", "")
+    name, _, index = wanted.partition(":")
+    if cpu or _flag(environ, "ACCELERATE_USE_CPU"):
+        reason = "the script asked for the CPU" if cpu else "ACCELERATE_USE_CPU is set"
+        return Choice(by_name("cpu", devices), int(index) if name == "cpu" and index.isdigit() else None, reason)
     if wanted:
-        name, _, index = wanted.partition(":")
         if index and not index.isdigit():
             raise ValueError(f"ACCELERATE_TORCH_DEVICE is {wanted!r}: write it like `cuda` or `cuda:1`.")
         device = by_name(name, devices)

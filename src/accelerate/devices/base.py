@@ -73,6 +73,12 @@ class Device:
         self.module.set_device(device)
         return device
 
+    def pin(self, index: int) -> torch.device:
+        """Make just this device, which somebody has named, the current one and return it."""
+        device = torch.device(self.name, index)
+        self.module.set_device(device)
+        return device
+
     def default(self) -> torch.device:
         """The device of a single process."""
         return torch.device(self.name)

@@ -22,6 +22,9 @@ class CPU(Device):
     def select(self, index: int) -> torch.device:
         return torch.device("cpu")
 
+    def pin(self, index: int) -> torch.device:
+        return torch.device("cpu", index)
+
     def seed(self, seed: int) -> None:
         """Nothing beyond `torch.manual_seed`, which `set_seed` calls for every device."""
 

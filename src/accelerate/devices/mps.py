@@ -22,6 +22,9 @@ class MPS(Device):
     def select(self, index: int) -> torch.device:
         return torch.device("mps")
 
+    def pin(self, index: int) -> torch.device:
+        return torch.device("mps", index)
+
     def seed(self, seed: int) -> None:
         torch.mps.manual_seed(seed)
 

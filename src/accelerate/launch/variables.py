@@ -38,9 +38,12 @@ def precision(values: Any) -> dict[str, str]:
     return {**env, **fp8(values)} if mode == "fp8" else env
 
 
-def fp8(values: Any) -> dict[str, str]:
-    """The settings of fp8."""
-    env = _family(values, FP8)
+def fp8(values: Any, *, only_given: bool = False) -> dict[str, str]:
+    """The settings of fp8; with `only_given` without those that nobody has said anything about."""
+    absent = {opt.name for opt in FP8.options if getattr(values, opt.name, None) is None} if only_given else set()
+    env = _family(values, FP8, without=absent)
+    if "fp8_override_linear_precision" in absent:
+        return env
     overrides = getattr(values, "fp8_override_linear_precision", None) or (False, False, False)
     for name, value in zip(("FPROP", "DGRAD", "WGRAD"), overrides, strict=True):
         env[f"ACCELERATE_FP8_OVERRIDE_{name}"] = str(value)

@@ -147,11 +147,11 @@ class PartialState(ProcessControl):
 
 
 def _select(choice: devices.Choice, world: World) -> torch.device:
-    return choice.device.select(world.local_rank if choice.pinned is None else choice.pinned)
+    return choice.device.select(world.local_rank) if choice.pinned is None else choice.device.pin(choice.pinned)
 
 
 def _single(choice: devices.Choice) -> torch.device:
-    return choice.device.default() if choice.pinned is None else choice.device.select(choice.pinned)
+    return choice.device.default() if choice.pinned is None else choice.device.pin(choice.pinned)
 
 
 def _share_the_cores(device: devices.Device, world: World) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from pathlib import Path
 
 
 def get_function_contents_by_name(lines: list[str], name: str) -> list[str]:
@@ -19,3 +20,48 @@ def get_function_contents_by_name(lines: list[str], name: str) -> list[str]:
 def clean_lines(lines: list[str]) -> list[str]:
     """Leaves out comments and empty lines."""
     return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
+
+
+# What every example has, with settings of its own.
+_LOADERS = "train_dataloader, eval_dataloader = get_dataloaders(accelerator, batch_size)"
+_SWITCH = "TESTING_MOCKED_DATALOADERS"
+
+
+def compare_against_test(
+    base_filename: str, feature_filename: str, parser_only: bool, secondary_filename: str | None = None
+) -> list[str]:
+    """Returns the lines that an example of one feature adds to the plain example, and that a complete one lacks.
+
+    base_filename: the complete example. feature_filename: the one of a feature.
+    parser_only: compare `main`, where options are declared; else `training_function`.
+    secondary_filename: the plain example that the complete one grew out of, if not `examples/nlp_example.py`.
+    """
+    name = "main" if parser_only else "training_function"
+    template = Path("examples", "nlp_example.py")
+    plain = set(_function(template, name))
+    complete = _new_lines(_function(base_filename, name), plain)
+    missing = [line for line in _new_lines(_function(feature_filename, name), plain) if line not in complete]
+    if secondary_filename is None:
+        return missing
+    # Lines of the other plain example that the complete one has no use for.
+    foreign = set(_lines(template)) - set(_function(secondary_filename, name))
+    return [line for line in missing if line not in foreign]
+
+
+def _lines(path: str | Path) -> list[str]:
+    return Path(path).read_text(encoding="utf-8").splitlines(keepends=True)
+
+
+def _function(path: str | Path, name: str) -> list[str]:
+    return clean_lines(get_function_contents_by_name(_lines(path), name))
+
+
+def _new_lines(lines: list[str], plain: set[str]) -> list[str]:
+    """The lines that are not in the plain example, without the switch to mocked loaders and what it guards."""
+    found, after_switch = [], False
+    for line in lines:
+        switch = _SWITCH in line
+        if not switch and not after_switch and line not in plain and line.strip() != _LOADERS:
+            found.append(line)
+        after_switch = switch
+    return found

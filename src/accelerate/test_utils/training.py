@@ -1,12 +1,18 @@
-"""A tiny regression task for tests."""
+"""Tiny tasks for tests: a line through points, and pairs of sentences."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
+from torch.utils.data import DataLoader, Dataset
+
+from accelerate.test_utils import sentence_pairs
 
 
-class RegressionDataset:
+class RegressionDataset(Dataset[dict[str, np.float32]]):
     """Points near the line `y = a * x + b`."""
 
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
@@ -39,3 +45,28 @@ class RegressionModel(torch.nn.Module):
             print(f"Parameters are {self.a.dtype} and {self.b.dtype}, the input is {x.dtype}.")
             self.first_batch = False
         return x * self.a + self.b
+
+
+# Where example scripts keep samples for their tests; small ones are made where they are not.
+_SAMPLES = Path("tests", "test_samples", "MRPC")
+
+
+def _samples(name: str, number: int) -> list[sentence_pairs.Pair]:
+    path = _SAMPLES / name
+    return sentence_pairs.read_pairs(path) if path.exists() else sentence_pairs.make_pairs(number, seed=number)
+
+
+def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Returns loaders of few pairs of sentences, for training and for evaluation, in place of an example's own.
+
+    batch_size: without effect, because few samples should still be several batches: of 2, and of 1 for evaluation.
+    """
+    return sentence_pairs.loaders(accelerator, _samples("train.csv", 16), _samples("dev.csv", 8), 2, eval_size=1)
+
+
+def mocked_dataloaders_for_autoregressive_models(
+    accelerator: Any, batch_size: int = 16
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Returns such loaders for models that predict the next word: the labels are the words, one further on."""
+    samples = (_samples("train.csv", 16), _samples("dev.csv", 8))
+    return sentence_pairs.next_word_loaders(accelerator, *samples, 2, eval_size=1)

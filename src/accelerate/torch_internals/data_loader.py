@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 
@@ -42,6 +43,17 @@ class _FirstRead:
         self._batches._dataset_fetcher = self._fetcher
         self._function()
         return self._fetcher.fetch(indices)
+
+
+def renumber(info: Any, worker: int) -> None:
+    """Give what `get_worker_info` returned, and which guards itself, another number and the seed that goes with it.
+
+    Where it cannot be changed, a dataset that looks at it sees another number after a resume inside an epoch.
+    """
+    seed = info.seed - info.id + worker
+    with suppress(AttributeError, TypeError):
+        object.__setattr__(info, "id", worker)
+        object.__setattr__(info, "seed", seed)
 
 
 def numpy_seed(base: int, worker: int) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from accelerate.constants import DEEPSPEED_MULTINODE_LAUNCHERS
 from accelerate.launch.engines import deepspeed, elastic, mpi, sagemaker, single, tpu
 from accelerate.launch.resolve import resolve
+from accelerate.launch.settings import Settings
 from accelerate.launch.variables import fp8, parallelism
 
 __all__ = [
@@ -38,6 +39,12 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _settings(args: argparse.Namespace, **more: Any) -> Settings:
+    """All settings, of a namespace that need not have more than what the caller knows of."""
+    given = {"training_script": "", "training_script_args": [], **more, **vars(args)}
+    return resolve(argparse.Namespace(**given))
+
+
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """The command and the whole environment of a launch of one process, or through mpirun."""
     settings = resolve(args)
@@ -49,12 +56,12 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """The whole environment of a launch of several processes."""
-    return {**os.environ, **elastic.environment(resolve(args))}
+    return {**os.environ, **elastic.environment(_settings(args))}
 
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
     """The command of DeepSpeed's launcher (None where torch elastic starts the processes) and the environment."""
-    plan = deepspeed.ENGINE.plan(resolve(args))
+    plan = deepspeed.ENGINE.plan(_settings(args, use_deepspeed=True))
     return (None if plan.becomes else plan.argv), {**os.environ, **plan.env}
 
 
@@ -62,7 +69,7 @@ def prepare_tpu(
     args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
 ) -> tuple[argparse.Namespace, dict[str, str]]:
     """Adds what XLA reads to an environment; for a pod, also to the variables of its machines."""
-    added = tpu.variables(str(args.mixed_precision), bool(args.downcast_bf16))
+    added = tpu.variables(str(args.mixed_precision), bool(getattr(args, "downcast_bf16", False)))
     current_env.update(added)
     if pod:
         args.env = [*(getattr(args, "env", None) or []), *(f"{name}={value}" for name, value in added.items())]
@@ -70,8 +77,8 @@ def prepare_tpu(
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Adds the settings of fp8 to an environment."""
-    current_env.update(fp8(args))
+    """Adds the settings of fp8 that the arguments have to an environment."""
+    current_env.update(fp8(args, only_given=True))
     return current_env
 
 

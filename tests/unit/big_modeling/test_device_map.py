@@ -127,6 +127,21 @@ def test_size_with_ties() -> None:
     assert modeling.get_module_size_with_ties([], 10, sizes, parts) == (10, [], [])
 
 
+def test_a_tied_group_is_counted_once() -> None:
+    layers = nn.ModuleList([nn.Linear(10, 10) for _ in range(15)])
+    for layer in layers:
+        layer.weight = layers[0].weight
+    others = [str(number) for number in range(1, 15)]
+    weights = sorted(f"{name}.weight" for name in others)
+    each = dict.fromkeys(["0", *others], 440) | dict.fromkeys(["0.weight", *weights], 400)
+    for sizes in (each, modeling.compute_module_sizes(layers)):
+        size, names, modules = modeling.get_module_size_with_ties(weights, 440, sizes, list(layers.named_children()))
+        assert (size, sorted(names), len(modules)) == (1000, sorted(others), 14)
+    # Counted where it comes first, and that is not the module at hand.
+    sizes = modeling.compute_module_sizes(layers)
+    assert modeling.get_module_size_with_ties(["0.weight"], 40, sizes, list(layers.named_children()))[0] == 480
+
+
 def test_half_the_size_in_half_precision() -> None:
     limits = {0: 420, "cpu": 10_000}
     plain = infer_auto_device_map(Net(), limits, offload_buffers=True)

@@ -69,6 +69,15 @@ def test_every_kind_of_checkpoint(
     assert torch.equal(again.eval()(TOKENS), model.eval()(TOKENS))
 
 
+def test_an_index_that_is_the_map_alone(model: Net, tmp_path: Path) -> None:
+    [index] = saved(model, tmp_path, shards=3).glob("*.index.json")
+    index.write_text(json.dumps(json.loads(index.read_text())["weight_map"]))
+    for checkpoint in (tmp_path, index):
+        found = empty()
+        load_checkpoint_in_model(found, checkpoint, strict=True)
+        assert same(found, model)
+
+
 def test_pieces_and_buffers(model: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that come in many pieces, and by way of buffers as they do for a GPU."""
     monkeypatch.setattr(reading, "PIECE", 24)

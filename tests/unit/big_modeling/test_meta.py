@@ -122,12 +122,12 @@ def test_the_default_for_buffers_comes_from_the_environment(monkeypatch: pytest.
 
 
 def test_on_another_device() -> None:
-    ready = torch.ones(2)
     with init_on_device("meta", include_buffers=True):
         module = nn.Module()
-        module.register_buffer("ready", ready, persistent=False)
+        module.register_buffer("new", torch.ones(2), persistent=False)
+        module.register_buffer("named", torch.ones(2, device="cpu"))
         module.register_buffer("none", None)
-    assert module.ready.is_meta and module.none is None and "ready" not in module.state_dict()
+    assert module.new.is_meta and not module.named.is_meta and module.none is None
     with init_on_device(torch.device("cpu")):
         layer = nn.Linear(2, 2)
     assert layer.weight.device.type == "cpu" and layer.weight.abs().sum() > 0
@@ -266,3 +266,12 @@ def test_layers_that_find_their_shapes_later_are_left_to_that() -> None:
     assert layer.weight.is_meta and is_lazy(layer.weight) and not is_lazy(nn.Linear(2, 2).weight)
     with init_on_device("cpu"):
         assert nn.LazyLinear(4)(torch.ones(2, 3)).shape == (2, 4)
+
+
+def test_with_buffers_nothing_of_torch_is_replaced() -> None:
+    names = ("register_parameter", "register_buffer", "__setattr__")
+    before = [getattr(nn.Module, name) for name in names]
+    with init_empty_weights(include_buffers=True):
+        assert [getattr(nn.Module, name) for name in names] == before
+        assert nn.Linear(2, 2).weight.is_meta
+    assert not nn.Linear(2, 2).weight.is_meta

@@ -161,6 +161,9 @@ def test_concatenate() -> None:
     assert tree.concatenate([Pair(torch.ones(1), torch.ones(2))] * 2).b.shape == (4,)
     with pytest.raises(TypeError, match="str"):
         tree.concatenate([{"a": "x"}, {"a": "y"}])
+    thing = object()
+    assert tree.concatenate([thing]) is thing
+    assert tree.concatenate([{"a": "x", "b": [1, torch.ones(1)]}]) == {"a": "x", "b": [1, torch.ones(1)]}
 
 
 def test_pad_input_tensors() -> None:

@@ -95,6 +95,30 @@ def load(path: Path) -> ClusterConfig:
     return config
 
 
+UNQUOTED = {
+    "0.11": (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: NO\nmixed_precision: no\nnum_processes: 1\n"
+        "deepspeed_config: {}\nfsdp_config: {}\nmachine_rank: 0\nnum_machines: 1\nmain_process_ip: null\n"
+    ),
+    "0.12": "distributed_type: NO\ndowncast_bf16: no\ndynamo_backend: NO\nmixed_precision: no\nuse_cpu: false\n",
+    "0.30": "distributed_type: No\ndynamo_config: {dynamo_backend: NO}\nmixed_precision: no\n",
+    "0.30 of SageMaker": (
+        "compute_environment: AMAZON_SAGEMAKER\ndistributed_type: NO\nmixed_precision: no\n"
+        "ec2_instance_type: ml.p3.2xlarge\niam_role_name: trainer\nuse_cpu: false\ndebug: false\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNQUOTED)
+def test_no_without_quotes_is_the_word(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(UNQUOTED[name])
+    config = load_config_from_file(path)
+    assert config.distributed_type.value == "NO"
+    assert config.mixed_precision == "no"
+    assert getattr(config, "dynamo_config") in ({}, {"dynamo_backend": "NO"})  # noqa: B009  (of both kinds of config)
+
+
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [

@@ -155,6 +155,7 @@ def test_lines_for_a_file(caplog: pytest.LogCaptureFixture) -> None:
         "",
         "LT",
     ]
+    assert {record.name for record in caplog.records} == {"accelerate.utils.environment"}
 
 
 def test_imported_libraries() -> None:

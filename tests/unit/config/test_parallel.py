@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -114,3 +115,29 @@ def test_small_ones() -> None:
     assert TorchTensorParallelPlugin() == TorchTensorParallelPlugin(tp_size=1, torch_device_mesh=None)
     with pytest.warns(UserWarning, match="enable_async_tp"):
         TorchTensorParallelConfig(enable_async_tp=True)
+
+
+class Mesh:
+    """Notes which axes are joined, and in which order."""
+
+    def __init__(self, device: str, sizes: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> None:
+        self.made = (device, sizes, mesh_dim_names)
+        self.joined: list[tuple[Any, str]] = []
+
+    def __getitem__(self, axes: Any) -> Any:
+        return SimpleNamespace(_flatten=lambda name: self.joined.append((axes, name)))
+
+
+def test_axes_are_joined_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.device_mesh.init_device_mesh", Mesh)
+    config = ParallelismConfig(tp_size=2, cp_size=3, dp_shard_size=4, dp_replicate_size=5)
+    assert config._get_mesh() == (("dp_replicate", "dp_shard", "cp", "tp"), (5, 4, 3, 2))
+    mesh: Any = config.build_device_mesh("cpu")
+    assert mesh.made == ("cpu", (5, 4, 3, 2), ("dp_replicate", "dp_shard", "cp", "tp"))
+    assert mesh.joined == [
+        (["dp_replicate", "dp_shard"], "dp"),
+        (["dp_shard", "cp"], "dp_shard_cp"),
+        (["dp_replicate", "dp_shard", "cp"], "dp_cp"),
+    ]
+    assert ParallelismConfig()._get_mesh() == ()
+    assert ParallelismConfig().build_device_mesh("cpu") is None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,3 +171,39 @@ def test_split_batches_reads_pieces() -> None:
     assert [len(loader) for loader in loaders] == [3, 3]
     assert [loader.total_batch_size for loader in loaders] == [4, 4]
     assert loaders[0].total_dataset_length == 10
+
+
+class Sharded(IterableDataset):
+    """As a stream of Hugging Face datasets: four samples in each of its shards."""
+
+    def __init__(self, shards: list[int]) -> None:
+        self.shards = shards
+
+    @property
+    def num_shards(self) -> int:
+        return len(self.shards)
+
+    def shard(self, num_shards: int, index: int) -> Sharded:
+        size = len(self.shards) // num_shards
+        return Sharded(self.shards[index * size : (index + 1) * size])
+
+    def __iter__(self) -> Iterator[int]:
+        return (shard * 10 + number for shard in self.shards for number in range(4))
+
+
+@pytest.mark.parametrize(
+    ("shards", "split_batches", "expected"),
+    [
+        (2, False, [[10, 11], [12, 13]]),
+        (4, False, [[20, 21], [22, 23], [30, 31], [32, 33]]),
+        (3, False, [[2, 3], [12, 13], [22, 23]]),  # uneven: everybody reads all of it
+        (2, True, [[1], [3], [11], [13]]),
+    ],
+)
+def test_a_stream_that_knows_its_shards(
+    monkeypatch: pytest.MonkeyPatch, shards: int, split_batches: bool, expected: list[list[int]]
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(IterableDataset=Sharded))  # type: ignore[arg-type]
+    loader = DataLoader(Sharded(list(range(shards))), batch_size=2)
+    prepared = prepare_data_loader(loader, num_processes=2, process_index=1, split_batches=split_batches)
+    assert [batch.tolist() for batch in prepared] == expected

@@ -10,7 +10,14 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
-from accelerate.data_loader import BatchSamplerShard, SeedableRandomSampler, SkipBatchSampler, get_sampler
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    SeedableRandomSampler,
+    SkipBatchSampler,
+    get_sampler,
+    prepare_data_loader,
+    skip_first_batches,
+)
 
 
 class GivenBatches(BatchSampler):
@@ -176,6 +183,34 @@ def test_seedable_sampler_orders_by_seed_plus_epoch() -> None:
     assert list(sampler) == order(45)
     torch.manual_seed(7)
     assert list(SeedableRandomSampler(range(10))) == order(7)
+
+
+def test_seedable_sampler_names_the_epoch_that_is_being_read() -> None:
+    sampler = SeedableRandomSampler(range(4), data_seed=1)
+    sampler.set_epoch(3)
+    assert [sampler.epoch for _ in sampler] == [3] * 4
+    assert sampler.epoch == 4
+    indices = iter(sampler)
+    next(indices)
+    sampler.set_epoch(7)
+    del indices  # the iteration that is gone does not count on from what was chosen meanwhile
+    assert sampler.epoch == 7
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_skipping_leaves_the_epoch_as_it_is(prepared: bool) -> None:
+    loader: Any = DataLoader(range(8), batch_size=2, sampler=SeedableRandomSampler(range(8), data_seed=1))  # type: ignore[arg-type]
+    if prepared:
+        loader = prepare_data_loader(loader)
+    sampler = loader.batch_sampler.sampler
+    sampler.set_epoch(0)
+    skipping = skip_first_batches(loader, 2)
+    assert sampler.epoch == 0
+    batches = iter(skipping)
+    next(batches)
+    assert sampler.epoch == 0
+    assert len(list(batches)) == 1
+    assert sampler.epoch == 1
 
 
 def test_seedable_sampler_leaves_the_global_generator_alone() -> None:

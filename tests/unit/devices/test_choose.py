@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accelerate import Accelerator
 from accelerate.config.enums import DistributedType
 from accelerate.devices import CPU, DEVICES, Device, by_name, choose
+from accelerate.state import PartialState
+from tests.harness import run_world
 
 
 class Fake(Device):
@@ -89,3 +92,19 @@ def test_the_processor() -> None:
     cpu.set_rng_state(before)
     assert torch.equal(torch.rand(3), drawn)
     assert cpu.new_stream() is None
+
+
+def test_a_device_that_was_named_is_taken_index_and_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu:64")
+    assert PartialState().device == torch.device("cpu:64")
+    PartialState._reset_state()
+    assert Accelerator().device == torch.device("cpu:64")
+
+
+def device_of_this_rank() -> str:
+    return str(PartialState().device)
+
+
+def test_a_device_that_was_named_is_that_of_every_process() -> None:
+    env = {"ACCELERATE_TORCH_DEVICE": "cpu:64"}  # beside ACCELERATE_USE_CPU, which says the same
+    assert run_world(device_of_this_rank, 2, env=env) == ["cpu:64", "cpu:64"]

@@ -97,6 +97,20 @@ def test_commands_and_environments_for_programs(monkeypatch: pytest.MonkeyPatch)
     assert env["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "2"
 
 
+def test_environments_of_what_is_given() -> None:
+    given = argparse.Namespace(num_processes=2, num_machines=1, main_process_port=0, mixed_precision="bf16")
+    env = public.prepare_multi_gpu_env(given)
+    assert env["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    command, env = public.prepare_deepspeed_cmd_env(given)
+    assert command is None and env["ACCELERATE_USE_DEEPSPEED"] == "true"
+    given = argparse.Namespace(training_script="x.py", training_script_args=["--lr", "1"], mixed_precision="fp16")
+    command, env = public.prepare_simple_launcher_cmd_env(given)
+    assert command[1:] == ["x.py", "--lr", "1"] and env["ACCELERATE_MIXED_PRECISION"] == "fp16"
+    assert public.prepare_tpu(argparse.Namespace(mixed_precision="bf16"), {})[1] == {"XLA_USE_BF16": "1"}
+    assert public.setup_fp8_env(argparse.Namespace(), {}) == {}
+    assert public.setup_fp8_env(argparse.Namespace(fp8_margin=3), {}) == {"ACCELERATE_FP8_MARGIN": "3"}
+
+
 def test_environments_that_are_extended() -> None:
     args = parsed("--fp8_backend", "te", "--fp8_margin", "3", "--parallelism_config_tp_size", "2")
     assert public.setup_fp8_env(args, {"A": "1"})["ACCELERATE_FP8_MARGIN"] == "3"

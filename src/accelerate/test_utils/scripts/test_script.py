@@ -6,16 +6,14 @@ nobody waiting. Then all tell each other what they found, and the main process p
 
 from __future__ import annotations
 
-import os
+import functools
+import importlib
 import platform
-import shutil
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,17 +21,69 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import accelerate
 from accelerate.accelerator import Accelerator
+from accelerate.available import is_datasets_available
 from accelerate.comm import ops
 from accelerate.config.handlers import InitProcessGroupKwargs
 from accelerate.random import set_seed, synchronize_rng_states
+from accelerate.state import AcceleratorState
+from accelerate.test_utils.checks import expect, shared_folder
+from accelerate.test_utils.process_checks import (
+    central_dl_preparation_check,
+    check_seedable_sampler,
+    check_seedable_sampler_in_batch_sampler_shard,
+    check_seedable_sampler_with_data_seed,
+    custom_sampler_check,
+    dl_preparation_check,
+    generate_baseline_dataloader,
+    init_state_check,
+    mock_training,
+    print_last,
+    print_local_main,
+    print_main,
+    print_on,
+    process_execution_check,
+    rng_sync_check,
+    test_reinstantiated_state,
+    test_split_between_processes_dataset,
+    test_split_between_processes_evenly,
+    test_split_between_processes_list,
+    test_split_between_processes_nested_dict,
+    test_split_between_processes_tensor,
+    test_trigger,
+    training_check,
+)
+
+# The parts of checks have the names of the release, for those who call them one by one.
+__all__ = [
+    "CHECKS",
+    "central_dl_preparation_check",
+    "check_seedable_sampler",
+    "check_seedable_sampler_in_batch_sampler_shard",
+    "check_seedable_sampler_with_data_seed",
+    "custom_sampler_check",
+    "dl_preparation_check",
+    "generate_baseline_dataloader",
+    "init_state_check",
+    "main",
+    "mock_training",
+    "print_last",
+    "print_local_main",
+    "print_main",
+    "print_on",
+    "process_execution_check",
+    "rng_sync_check",
+    "test_reinstantiated_state",
+    "test_split_between_processes_dataset",
+    "test_split_between_processes_evenly",
+    "test_split_between_processes_list",
+    "test_split_between_processes_nested_dict",
+    "test_split_between_processes_tensor",
+    "test_trigger",
+    "training_check",
+]
 
 # Mixed precision rounds to 3 (bf16, fp8) or 4 digits (fp16).
 TOLERANCE = {"no": 1e-5, "fp16": 5e-3, "bf16": 3e-2, "fp8": 1e-1}
-
-
-def expect(condition: bool, what: str) -> None:
-    if not condition:
-        raise AssertionError(what)
 
 
 def processes() -> str:
@@ -177,8 +227,7 @@ def checkpoint() -> str:
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     parts = accelerator.prepare(model, optimizer, DataLoader(task, batch_size=4, shuffle=True))
-    folder = _shared_folder(accelerator)
-    try:
+    with shared_folder() as folder:
         _train(accelerator, parts)
         accelerator.save_state(str(folder / "saved"))
         saved = _copy(accelerator, parts[0])
@@ -188,10 +237,6 @@ def checkpoint() -> str:
         loaded = _copy(accelerator, parts[0])
         _train(accelerator, parts)
         again, drawn_again = _copy(accelerator, parts[0]), torch.rand(3)
-        accelerator.wait_for_everyone()
-    finally:
-        if accelerator.is_main_process:
-            shutil.rmtree(folder, ignore_errors=True)
     if accelerator.is_main_process:
         expect(not _same(saved, trained), "training changed nothing")
         expect(_same(saved, loaded), "the loaded weights are not the saved ones")
@@ -206,14 +251,6 @@ def _same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> boo
 
 def _copy(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone().cpu() for name, value in accelerator.get_state_dict(model).items()}
-
-
-def _shared_folder(accelerator: Accelerator) -> Path:
-    """One folder for all: in the temporary one, or in the working folder where machines share no other."""
-    world = accelerator.state.world
-    parent = tempfile.gettempdir() if world.local_size == world.size else os.getcwd()
-    name = [tempfile.mkdtemp(prefix="accelerate-test-", dir=parent) if accelerator.is_main_process else None]
-    return Path(ops.broadcast_object_list(name)[0])
 
 
 def precision() -> str:
@@ -239,18 +276,74 @@ def precision() -> str:
     return f"{accelerator.mixed_precision}: computes in {str(seen[0]).removeprefix('torch.')}, returns float32"
 
 
-CHECKS: tuple[Callable[[], str], ...] = (processes, collectives, data, training, randomness, checkpoint, precision)
+def control() -> str:
+    """Functions run where they should, and data are split between the processes."""
+    checks: list[Callable[[], Any]] = [
+        init_state_check,
+        process_execution_check,
+        test_split_between_processes_list,
+        test_split_between_processes_nested_dict,
+        test_split_between_processes_tensor,
+        test_split_between_processes_evenly,
+        test_trigger,
+        test_reinstantiated_state,
+    ]
+    if is_datasets_available():
+        dataset = importlib.import_module("datasets").Dataset
+        checks.append(functools.partial(test_split_between_processes_dataset, dataset))
+    _each(checks)
+    return "order of processes, decorators, parts of data, the flag to stop"
 
 
-def run(check: Callable[[], str]) -> tuple[str, dict[int, str]]:
-    """What a check says, and what went wrong on which ranks."""
+def loaders() -> str:
+    """Every way of preparing a loader gives each sample once, and seeds decide about the order."""
+    checks: list[Callable[[], Any]] = [
+        rng_sync_check,
+        dl_preparation_check,
+        central_dl_preparation_check,
+        custom_sampler_check,
+        check_seedable_sampler,
+        check_seedable_sampler_with_data_seed,
+    ]
+    if AcceleratorState().num_processes > 1:
+        checks.append(check_seedable_sampler_in_batch_sampler_shard)
+    _each(checks)
+    return "split, dispatched, own samplers, seeds"
+
+
+def _each(checks: list[Callable[[], Any]]) -> None:
+    """Runs parts of a check; all processes hear of a fault before the next part, in which they would wait for it."""
+    for check in checks:
+        _, wrong = _attempt(check)
+        expect(not wrong, f"{getattr(check, '__name__', check)}: {wrong}")
+
+
+CHECKS: tuple[Callable[[], str], ...] = (
+    processes,
+    collectives,
+    control,
+    data,
+    loaders,
+    training,
+    randomness,
+    checkpoint,
+    precision,
+)
+
+
+def run(check: Callable[[], Any]) -> tuple[str, dict[int, str]]:
+    """What a check says, and what went wrong on which ranks; nothing of it is left behind."""
+    outcome = _attempt(check)
+    Accelerator().free_memory()
+    return outcome
+
+
+def _attempt(check: Callable[[], Any]) -> tuple[str, dict[int, str]]:
     said, wrong = "", None
     try:
         said = check()
     except Exception as error:
         wrong = f"{type(error).__name__}: {error}".splitlines()[0]
-    accelerator = Accelerator()
-    accelerator.free_memory()
     everyone = ops.gather_object([wrong])
     return said, {rank: error for rank, error in enumerate(everyone) if error is not None}
 
@@ -273,7 +366,8 @@ def main() -> None:
     if accelerator.is_main_process:
         print(_last_line(accelerator, failed, time.perf_counter() - start), flush=True)
     accelerator.end_training()
-    sys.exit(1 if failed else 0)
+    if failed:
+        sys.exit(1)
 
 
 def _last_line(accelerator: Accelerator, failed: list[str], seconds: float) -> str:
