@@ -9,38 +9,26 @@ from __future__ import annotations
 
 import importlib
 import sys
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from accelerate.errors import warn
 
-# The modules that scripts know, beside all of those packages.
-_MODULES = frozenset(
-    f"accelerate.{name}"
-    for name in [
-        "accelerator",
-        "big_modeling",
-        "checkpointing",
-        "commands",
-        "data_loader",
-        "hooks",
-        "inference",
-        "launchers",
-        "local_sgd",
-        "logging",
-        "optimizer",
-        "parallelism_config",
-        "scheduler",
-        "state",
-        "test_utils",
-        "tracking",
-        "utils",
-    ]
+# The modules that scripts know: these, and all of three packages.
+_MODULES = (
+    "accelerator big_modeling checkpointing commands data_loader hooks inference launchers local_sgd logging optimizer "
+    "parallelism_config scheduler state test_utils tracking utils"
 )
+_DOORS = {f"accelerate.{name}" for name in _MODULES.split()}
 _PACKAGES = ("accelerate.commands.", "accelerate.test_utils.", "accelerate.utils.")
 
 # Modules by the names they go by. Most go by their own.
-_ALIASES = {
+_OWN_NAMES = (
+    "accelerate argparse asyncio base64 collections contextlib copy enum functools gc importlib inspect io json "
+    "logging math os pickle platform psutil random re shutil socket subprocess sys tempfile threading time torch "
+    "unittest warnings weakref yaml"
+)
+_ALIASES = {name: name for name in _OWN_NAMES.split()} | {
     "F": "torch.nn.functional",
     "dist": "torch.distributed",
     "hooks": "torch.utils.hooks",
@@ -54,45 +42,6 @@ _ALIASES = {
     "test_script": "accelerate.test_utils.scripts.test_script",
     "test_sync": "accelerate.test_utils.scripts.test_sync",
     "version": "packaging.version",
-}
-_ALIASES |= {
-    name: name
-    for name in [
-        "accelerate",
-        "argparse",
-        "asyncio",
-        "base64",
-        "collections",
-        "contextlib",
-        "copy",
-        "enum",
-        "functools",
-        "gc",
-        "importlib",
-        "inspect",
-        "io",
-        "json",
-        "logging",
-        "math",
-        "os",
-        "pickle",
-        "platform",
-        "psutil",
-        "random",
-        "re",
-        "shutil",
-        "socket",
-        "subprocess",
-        "sys",
-        "tempfile",
-        "threading",
-        "time",
-        "torch",
-        "unittest",
-        "warnings",
-        "weakref",
-        "yaml",
-    ]
 }
 
 # Other names, by where they live; there some are called differently. What `accelerate.utils` has is not repeated.
@@ -174,24 +123,27 @@ _REPLACED = {
     "accelerate.accelerator.fsdp2_prepare_model": "accelerate.strategies.fsdp_tools",
     "accelerate.big_modeling.check_device_map": "accelerate.big_modeling",
 }
-
-_KEPT: dict[str, Any] = {}  # as they were
+_KEPT: dict[str, Any] = {}  # as they were before
+_ASSIGNED: set[str] = set()  # what follows is mostly the way back
 
 
 def find(module: str, name: str) -> Any:
-    """What a public module does not have itself; AttributeError for what nobody has."""
-    if name == "logger":
-        return importlib.import_module("accelerate.logging").get_logger(module)
-    if name in _ALIASES:
-        return importlib.import_module(_ALIASES[name])
-    if name in _ORIGINS:
-        place, there = _ORIGINS[name]
-        if place != module:
-            return getattr(importlib.import_module(place), there)
-    elif module != "accelerate.utils" and not name.startswith("_"):
-        public = importlib.import_module("accelerate.utils")
-        if name in public._NAMES:
-            return getattr(public, name)
+    """What a public module does not have itself; AttributeError for what nobody has, or is not installed."""
+    try:
+        if name == "logger":
+            return importlib.import_module("accelerate.logging").get_logger(module)
+        if name in _ALIASES:
+            return importlib.import_module(_ALIASES[name])
+        if name in _ORIGINS:
+            place, there = _ORIGINS[name]
+            if place != module:
+                return getattr(importlib.import_module(place), there)
+        elif module != "accelerate.utils" and not name.startswith("_"):
+            public = importlib.import_module("accelerate.utils")
+            if name in public._NAMES:
+                return getattr(public, name)
+    except ModuleNotFoundError as error:
+        raise AttributeError(f"module {module!r} has no attribute {name!r}: {error}") from error
     raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
 
@@ -201,7 +153,7 @@ class Package(ModuleType):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         # The import system binds a module to its package when it is complete.
-        if isinstance(value, ModuleType) and value.__name__ == f"{self.__name__}.{name}":
+        if _is_submodule(self, name, value):
             open_door(value)
 
 
@@ -211,12 +163,14 @@ class Door(Package):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        path = f"{self.__name__}.{name}"
+        if path in _REPLACED:
+            return getattr(importlib.import_module(_REPLACED[path]), name)
         if "__path__" in vars(self):
-            submodule = f"{self.__name__}.{name}"
             try:
-                return importlib.import_module(submodule)
+                return importlib.import_module(path)
             except ModuleNotFoundError as error:
-                if error.name != submodule:
+                if error.name != path:
                     raise
         return find(self.__name__, name)
 
@@ -227,9 +181,12 @@ class Door(Package):
             _KEPT.setdefault(path, place[name])
             place[name] = value
             return
-        old = getattr(self, name, value)
+        first = not _is_submodule(self, name, value) and path not in _ASSIGNED
+        in_vain = first and _is_only_shown(self, name)
         super().__setattr__(name, value)
-        if old is not value and not _is_read_here(self, name, old):
+        if first:
+            _ASSIGNED.add(path)
+        if in_vain:
             warn(
                 f"{path} was replaced: scripts that read it there get the new one, but accelerate itself does not use "
                 "it from there, so nothing else changes."
@@ -243,21 +200,32 @@ class Door(Package):
             super().__delattr__(name)
 
 
-def _is_read_here(module: ModuleType, name: str, old: Any) -> bool:
-    """Whether a replaced object was the module's own; `accelerate.utils` is read by scripts alone, in any release."""
-    if module.__name__ == "accelerate.utils" or getattr(old, "__module__", None) == module.__name__:
-        return True
-    replaced = vars(module).setdefault("__replaced__", set())
-    if name in replaced:
-        return True  # said already, or put back
-    replaced.add(name)
-    return False
+def _is_submodule(module: ModuleType, name: str, value: Any) -> bool:
+    return isinstance(value, ModuleType) and value.__name__ == f"{module.__name__}.{name}"
+
+
+def _is_only_shown(module: ModuleType, name: str) -> bool:
+    """Whether a name is there for scripts alone: it lives elsewhere, and no code of the module uses it."""
+    if name.startswith("__") or module.__name__ == "accelerate.utils":  # there it is so in every release
+        return False
+    missing = object()
+    value = getattr(module, name, missing)
+    if value is missing or getattr(value, "__module__", None) == module.__name__:
+        return False
+    code: Any = module.__loader__.get_code(module.__name__)  # type: ignore[union-attr]
+    inside = [part for part in code.co_consts if isinstance(part, CodeType)]
+    while inside:
+        part = inside.pop()
+        if name in part.co_names:
+            return False
+        inside += [inner for inner in part.co_consts if isinstance(inner, CodeType)]
+    return True
 
 
 def open_door(module: ModuleType) -> None:
     """Make a public module a door, with all of its own that are there already."""
     name = module.__name__
-    if type(module) is ModuleType and (name in _MODULES or name.startswith(_PACKAGES)):
+    if type(module) is ModuleType and (name in _DOORS or name.startswith(_PACKAGES)):
         module.__class__ = Door
         if "__path__" in vars(module):
             for other, child in list(sys.modules.items()):

@@ -28,7 +28,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("state", "machine"),
     ("launch",),
     ("barrier", "logging", "memory", "random", "tqdm", "compilation"),
-    ("unwrap",),
+    ("unwrap", "memory_utils"),
     ("modules", "files"),
     ("parallel",),
     ("precision", "data_loader", "tracking"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections import OrderedDict
 from typing import Any
 
@@ -132,6 +133,7 @@ class AcceleratorBase(ProcessControl):
         plugin = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         self.gradient_state = GradientState.owned_by(self, plugin)
         self._strategy.gradient_state = self.gradient_state
+        self._strategy.accelerator = weakref.ref(self)
         self._accumulation = Accumulation(self.gradient_state, self._strategy)
         self._items = ItemWindows(self._strategy)
         # What the windows are about, and for how many models and parameter groups that was found out.

@@ -99,6 +99,15 @@ class PartialState(ProcessControl):
                 self._group_ended = True
                 PartialState._groups_ended += 1
 
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, DistributedType]:
+        """What processes talk through (None leaves it to the device), and the kind of set-up they form.
+
+        Scripts put a function of their own here: one that answers `(None, DistributedType.NO)` keeps a process alone.
+        """
+        return backend, devices.choose(os.environ, cpu).device.label
+
     def _set_up(self, cpu: bool, kwargs: dict[str, Any]) -> None:
         kwargs.pop("_use_sagemaker", None)
         # Everything that may fail comes first: a half-made state would pass for a finished one.
@@ -107,7 +116,11 @@ class PartialState(ProcessControl):
         affinity = parse_flag_from_env("ACCELERATE_CPU_AFFINITY")
         world = environments.detect(os.environ)
         choice = devices.choose(os.environ, cpu)
-        joined = choice.device.join(world, kwargs, PartialState._groups_ended)
+        backend, label = self._prepare_backend(cpu, False, kwargs.get("backend"))
+        joined = None
+        if label != DistributedType.NO:
+            options = kwargs if backend is None else {**kwargs, "backend": backend}
+            joined = choice.device.join(world, options, PartialState._groups_ended)
         world, backend = (world, None) if joined is None else joined
         distributed = joined is not None
         device = _select(choice, world) if distributed else _single(choice)

@@ -62,6 +62,8 @@ class Strategy:
     wrappers: tuple[type, ...] = ()
     # Of the Accelerator: whether this micro-batch is the last of its window, and how many make one.
     gradient_state: GradientState
+    # Whose strategy it is, for functions of scripts that take an Accelerator.
+    accelerator: Callable[[], Any]
 
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
         self.state = state

@@ -22,6 +22,7 @@ from accelerate.parallel import tensor, values
 from accelerate.parallel.mesh import axis_rank, sharding_mesh
 from accelerate.parallel.shards import complete, local, spread_as, whole
 from accelerate.state import AcceleratorState
+from accelerate.strategies import fsdp_tools
 from accelerate.strategies.dtensors import DTensors
 from accelerate.strategies.wrapping import average_gradients, compute_twice, ignored_modules, parts
 from accelerate.torch_internals.compile import original_of
@@ -64,6 +65,16 @@ class FSDP2(DTensors):
     # --- preparing ----------------------------------------------------------------------------------------------
 
     def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
+        # Looked up where scripts put a function of their own.
+        if fsdp_tools.fsdp2_prepare_model is fsdp_tools.OWN_PREPARE_MODEL:
+            return self.shard(model)
+        before = dict(original_of(model).named_parameters(remove_duplicate=False))
+        model = fsdp_tools.fsdp2_prepare_model(self.accelerator(), model)
+        self.note_moved(before, original_of(model))
+        return self.shard(model)
+
+    def shard(self, model: nn.Module) -> nn.Module:
+        """Shard a model in place, unless that was done."""
         inner: Any = original_of(model)
         if isinstance(inner, FSDPModule):  # whoever loaded it has sharded it
             self._note(inner)

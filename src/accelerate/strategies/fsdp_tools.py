@@ -56,8 +56,11 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
     """Shard a model, in place, as the plugin says."""
-    prepared: nn.Module = accelerator._strategy.wrap(model, placed=True)
+    prepared: nn.Module = accelerator._strategy.shard(model)
     return prepared
+
+
+OWN_PREPARE_MODEL = fsdp2_prepare_model
 
 
 def fsdp2_load_full_state_dict(

@@ -1,0 +1,143 @@
+"""The settings of DeepSpeed, without it."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.errors import NotYetSupported
+from accelerate.utils import DistributedType, DummyOptim, DummyScheduler
+from accelerate.utils.deepspeed import HfDeepSpeedConfig, get_active_deepspeed_plugin
+
+
+def test_defaults() -> None:
+    plugin = DeepSpeedPlugin()
+    assert (plugin.zero_stage, plugin.gradient_accumulation_steps, plugin.gradient_clipping) == (2, "auto", "auto")
+    assert plugin.zero3_init_flag is False
+    assert plugin.deepspeed_config["zero_optimization"]["offload_param"] == {"device": "none", "nvme_path": None}
+    assert plugin.deepspeed_config["steps_per_print"] == float("inf")
+
+
+def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme",
+        "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH": "/fast",
+    }.items():
+        monkeypatch.setenv(name, value)
+    plugin = DeepSpeedPlugin(gradient_accumulation_steps=4)
+    assert (plugin.zero_stage, plugin.gradient_clipping, plugin.zero3_init_flag) == (3, 0.5, True)
+    assert plugin.hf_ds_config.is_zero3()
+    assert plugin.hf_ds_config.is_offload()
+    assert plugin.get_value("zero_optimization.offload_param.nvme_path") == "/fast"
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "three")
+    with pytest.raises(ValueError, match="ACCELERATE_DEEPSPEED_ZERO_STAGE"):
+        DeepSpeedPlugin()
+
+
+def test_a_file_wins_but_for_what_it_leaves_open(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}, "gradient_clipping": "auto"}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(config))
+    for source in (str(path), config, base64.urlsafe_b64encode(path.read_bytes()).decode()):
+        plugin = DeepSpeedPlugin(hf_ds_config=source, zero_stage=2, gradient_clipping=2.0)
+        assert (plugin.zero_stage, plugin.gradient_clipping, plugin.offload_optimizer_device) == (3, 2.0, "cpu")
+        assert plugin.gradient_accumulation_steps == 1
+    assert "gradient_accumulation_steps" not in config, "a dict of the script is not written to"
+
+
+@pytest.mark.parametrize("source", ["/no/such/file.json", 3, "[1]"])
+def test_a_config_that_cannot_be_read(source: Any) -> None:
+    with pytest.raises(ValueError, match="cannot be read"):
+        DeepSpeedPlugin(hf_ds_config=source)
+
+
+def test_settings_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_CONFIG_DS_FIELDS", "zero_stage,deepspeed_hostfile")
+    with pytest.raises(ValueError, match="says zero_stage"):
+        DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}})
+
+
+def test_auto_is_filled_in_and_differences_are_one_error() -> None:
+    config = {"zero_optimization": {"stage": 2}, "optimizer": {"params": {"lr": "auto", "eps": 1}}}
+    plugin = DeepSpeedPlugin(hf_ds_config=config)
+    assert plugin.is_auto("optimizer.params.lr")
+    with pytest.raises(ValueError, match=r"'optimizer\.params\.lr' as 'auto'"):
+        plugin.deepspeed_config_process()
+    values: dict[str, Any] = {"optimizer.params.lr": 5, "optimizer.params.eps": 2}
+    with pytest.raises(ValueError, match=r"optimizer\.params\.eps is 1 in the config, and 2 here"):
+        plugin.deepspeed_config_process(**values)
+    assert plugin.get_value("optimizer.params.lr") == 5
+    plugin.deepspeed_config_process(must_match=False, **values)
+
+
+@pytest.mark.parametrize(
+    ("mode", "fp16", "bf16"),
+    [
+        ("no", {"enabled": False}, {"enabled": False}),
+        ("fp16", {"enabled": True, "auto_cast": True}, {"enabled": False}),
+        ("bf16", {"enabled": False}, {"enabled": True}),
+    ],
+)
+def test_precision(mode: str, fp16: dict[str, bool], bf16: dict[str, bool]) -> None:
+    plugin = DeepSpeedPlugin()
+    plugin.set_mixed_precision(mode)
+    assert (plugin.deepspeed_config["fp16"], plugin.deepspeed_config["bf16"]) == (fp16, bf16)
+    other = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}})
+    if mode == "fp16":
+        with pytest.raises(ValueError, match="bf16 enabled"):
+            other.set_mixed_precision(mode)
+    else:
+        other.set_mixed_precision(mode)
+        assert other.deepspeed_config["bf16"]["enabled"]
+
+
+def test_questions_about_a_config() -> None:
+    config = HfDeepSpeedConfig({"a": {"b": {"yes": 1, "no": 0}}})
+    assert config.find_config_node("a.b.yes") == ({"yes": 1, "no": 0}, "yes")
+    assert config.find_config_node("a.x.y") == (None, "y")
+    assert (config.is_true("a.b.yes"), config.is_false("a.b.no"), config.is_false("a.b.other")) == (True, True, False)
+    config.del_config_sub_tree("a.b.yes")
+    assert config.get_value("a.b.yes", "gone") == "gone"
+    with pytest.raises(ValueError, match=r"no 'q\.r'"):
+        config.del_config_sub_tree("q.r", must_exist=True)
+
+
+def test_init_in_pieces_needs_stage_3() -> None:
+    with pytest.warns(UserWarning, match="stage 3"):
+        assert not DeepSpeedPlugin(zero_stage=2, zero3_init_flag=True).is_zero3_init_enabled()
+
+
+def test_a_plugin_is_selected_by_the_state() -> None:
+    plugin = DeepSpeedPlugin()
+    with pytest.raises(ValueError, match="by name"):
+        plugin.select()
+    with pytest.raises(NotImplementedError):
+        plugin.selected = True
+    state = Accelerator(cpu=True).state
+    assert state.deepspeed_plugin is None
+    with pytest.raises(ValueError, match="not the engine"):
+        state.get_deepspeed_plugin("one")
+    with pytest.raises(ValueError, match="no active"):
+        get_active_deepspeed_plugin(state)
+    state.distributed_type, state.deepspeed_plugins = DistributedType.DEEPSPEED, {"one": plugin}
+    plugin._selected = True
+    assert state.deepspeed_plugin is state.get_deepspeed_plugin("one") is plugin
+
+
+def test_the_engine_is_refused_in_one_sentence() -> None:
+    with pytest.raises(NotYetSupported, match=r"DeepSpeed .* is not part of this version"):
+        Accelerator(deepspeed_plugin=DeepSpeedPlugin())
+
+
+def test_stand_ins_keep_what_they_are_given() -> None:
+    optimizer = DummyOptim([], lr=0.5, betas=(0.1, 0.2))
+    scheduler = DummyScheduler(optimizer, 10, 2)
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.kwargs) == (0.5, 0, {"betas": (0.1, 0.2)})
+    assert (scheduler.total_num_steps, scheduler.warmup_num_steps, scheduler.optimizer) == (10, 2, optimizer)

@@ -1,0 +1,99 @@
+"""The settings of Megatron-LM, without it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator
+from accelerate.errors import NotYetSupported
+from accelerate.utils import MegatronLMPlugin, add_model_config_to_megatron_parser, megatron_lm
+from accelerate.utils.dataclasses import MODEL_CONFIGS_TO_MEGATRON_PARSERS
+
+GPT2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 8, "n_head": 4, "n_positions": 64}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 8, "num_attention_heads": 4}
+LLAMA["max_position_embeddings"] = 64
+T5 = {"model_type": "t5", "num_layers": 2, "d_model": 8, "num_heads": 4, "n_positions": 64}
+
+
+def model_of(config: dict[str, Any]) -> nn.Module:
+    model: Any = nn.Module()
+    model.config = SimpleNamespace(vocab_size=100, return_dict=True, **config)
+    return model  # type: ignore[no-any-return]
+
+
+def test_defaults_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "3")
+    monkeypatch.setenv("MEGATRON_LM_SEQUENCE_PARALLELISM", "true")
+    plugin = MegatronLMPlugin(tp_degree=2, other_megatron_args={"clip_grad": 9, "extra": 1})
+    arguments = plugin.megatron_lm_default_args
+    assert (arguments["tensor_model_parallel_size"], arguments["pipeline_model_parallel_size"]) == (2, 3)
+    assert (arguments["sequence_parallel"], arguments["DDP_impl"]) == (True, "local")
+    assert (arguments["clip_grad"], arguments["extra"], plugin.gradient_clipping) == (9, 1, 1.0)
+    monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "many")
+    with pytest.raises(ValueError, match="MEGATRON_LM_PP_DEGREE"):
+        MegatronLMPlugin()
+
+
+@pytest.mark.parametrize("config", [GPT2, LLAMA, T5], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_sizes_of_models(config: dict[str, Any], in_batch: bool) -> None:
+    plugin = MegatronLMPlugin()
+    batch = {"input_ids": torch.zeros(2, 17), "labels": torch.zeros(2, 5)} if in_batch else None
+    plugin.set_network_size_args(model_of(config), batch)
+    arguments = plugin.megatron_lm_default_args
+    assert (arguments["num_layers"], arguments["hidden_size"], arguments["num_attention_heads"]) == (2, 8, 4)
+    assert (arguments["orig_vocab_size"], arguments["max_position_embeddings"]) == (100, 64)
+    length = 17 if in_batch else 64
+    if config is T5:
+        assert arguments["encoder_seq_length"] == length
+        assert arguments["decoder_seq_length"] == (5 if in_batch else 64)
+    else:
+        assert arguments["seq_length"] == length
+
+
+def test_a_model_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin, model = MegatronLMPlugin(), model_of({"model_type": "mine"})
+    with pytest.raises(ValueError, match="'mine' model are not known"):
+        plugin.set_network_size_args(model)
+    monkeypatch.delitem(MODEL_CONFIGS_TO_MEGATRON_PARSERS, "mine", raising=False)
+
+    @add_model_config_to_megatron_parser("mine")
+    def parse(plugin: MegatronLMPlugin, model: Any, batch: Any) -> None:
+        plugin.megatron_lm_default_args["num_layers"] = 7
+
+    plugin.set_network_size_args(model)
+    del MODEL_CONFIGS_TO_MEGATRON_PARSERS["mine"]
+    assert plugin.megatron_lm_default_args["num_layers"] == 7
+
+
+def test_training_optimizer_and_scheduler() -> None:
+    plugin = MegatronLMPlugin(num_micro_batches=3, train_samples=10)
+    plugin.set_training_args(micro_batch_size=4, dp_degree=2)
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))], lr=0.1, betas=(0.8, 0.9))
+    plugin.set_optimizer_type(optimizer)
+    with pytest.warns(UserWarning, match="train_samples"):
+        plugin.set_scheduler_args(megatron_lm.MegatronLMDummyScheduler(optimizer, 17, 7))
+    arguments = plugin.megatron_lm_default_args
+    assert (arguments["global_batch_size"], arguments["optimizer"], arguments["adam_beta1"]) == (24, "adam", 0.8)
+    assert (arguments["train_iters"], arguments["lr_warmup_iters"], arguments["train_samples"]) == (8, 3, None)
+    with pytest.raises(ValueError, match="Adagrad"):
+        plugin.set_optimizer_type(torch.optim.Adagrad([nn.Parameter(torch.ones(1))]))
+
+
+def test_masks_of_t5() -> None:
+    step, mask = megatron_lm.T5TrainStep, torch.tensor([[1, 1, 0]])
+    assert step.attn_mask_postprocess(mask).tolist() == [[[False, False, True], [False, False, True], [True] * 3]]
+    assert step.get_decoder_mask(2, "cpu").tolist() == [[[False, True], [False, False]]]
+    assert step.get_enc_dec_mask(mask, 2, "cpu").tolist() == [[[False, False, True]] * 2]
+
+
+def test_the_engine_is_refused_in_one_sentence() -> None:
+    with pytest.raises(NotYetSupported, match="Megatron-LM"):
+        Accelerator(megatron_lm_plugin=MegatronLMPlugin())
+    with pytest.raises(NotYetSupported, match="MegatronEngine"):
+        megatron_lm.MegatronEngine(None, None, None, None)
