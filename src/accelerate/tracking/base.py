@@ -134,14 +134,15 @@ def one_by_one(values: dict[str, Any], log: Callable[[str, Any], Any]) -> None:
         raise ValueError(f"left out: {', '.join(failed)}")
 
 
-def only_numbers(values: dict[str, Any], log: Callable[[str, int | float], Any]) -> None:
-    """Log every number, and say afterwards what was none: for libraries that keep nothing else."""
+def only_numbers(values: dict[str, Any], log: Callable[[str, Any], Any], *, and_text: bool = False) -> None:
+    """Log every number, and say afterwards what was none: for libraries that keep nothing else (but text, perhaps)."""
 
     def log_number(name: str, value: Any) -> None:
-        number = as_number(value)
-        if number is None:
-            raise TypeError(f"only numbers are kept, and this is a {type(value).__name__}")
-        log(name, number)
+        kept = value if and_text and isinstance(value, str) else as_number(value)
+        if kept is None:
+            kinds = "numbers and text" if and_text else "numbers"
+            raise TypeError(f"only {kinds} are kept, and this is a {type(value).__name__}")
+        log(name, kept)
 
     one_by_one(values, log_number)
 
