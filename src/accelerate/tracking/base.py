@@ -100,7 +100,7 @@ class LibraryTracker(GeneralTracker):
         except ModuleNotFoundError as error:
             if error.name != self.package:
                 raise  # it is there, and lacks something itself
-            raise ImportError(missing_sentence(type(self))) from None
+            raise ModuleNotFoundError(missing_sentence(type(self))) from None
 
 
 def missing_sentence(kind: type[LibraryTracker]) -> str:
