@@ -16,7 +16,7 @@ PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 make_venv = $(PYTHON) -m venv $(1) || \
 	{ $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 
-.PHONY: help quickstart test trackers peer-checkpoints peer-models peer-names quantization clients torch-oldest torch-middle peer-launch soak \
+.PHONY: help quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients torch-oldest torch-middle peer-launch soak \
 	lint format bench
 .DEFAULT_GOAL := help
 
@@ -28,6 +28,7 @@ help:
 	@echo "make peer-launch  this package and the released one tell launched processes the same"
 	@echo "make peer-models  device maps and sizes as in the released package"
 	@echo "make peer-names   every name of the released package's modules resolves here"
+	@echo "make peer-behaviour  small things that scripts rely on, and classes of errors, as in the released package"
 	@echo "make quantization weights in 8 and 4 bits, with the real bitsandbytes"
 	@echo "make clients      transformers, peft, diffusers and trl as released, on this package"
 	@echo "make torch-oldest the tests on the oldest release of torch that is supported"
@@ -118,6 +119,9 @@ peer-models: $(VENV)/.ready-test $(PEER)/.ready
 
 peer-names: $(VENV)/.ready-test $(PEER)/.ready
 	$(BIN)/python tests/peer/names.py $(PEER)/bin/python
+
+peer-behaviour: $(VENV)/.ready-test $(PEER)/.ready
+	$(BIN)/python tests/peer/behaviour.py $(PEER)/bin/python
 
 quantization: $(QUANTIZATION)/.ready
 	REQUIRE_QUANTIZATION=1 $(QUANTIZATION)/bin/python -m pytest tests/quantization $(ARGS)

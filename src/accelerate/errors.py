@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
 import warnings
 
@@ -27,6 +28,29 @@ class CheckpointError(RuntimeError):
 
 class WrongFolder(CheckpointError, ValueError):
     """The folder of a checkpoint that was asked for cannot be, or none was given. All ranks say the same of it."""
+
+
+class MissingFile(CheckpointError, FileNotFoundError):
+    """A file of a checkpoint is not there."""
+
+
+class Unfit(ValueError, RuntimeError):
+    """What was given does not fit what torch has here: a device that it lacks, weights without values or of other
+    shapes. It is a RuntimeError, too, since that is what torch itself raises."""
+
+
+class UnknownName(ValueError, KeyError):
+    """A name that is none of those to choose from. It is a KeyError, too, as if it had been looked up."""
+
+    __str__ = Exception.__str__  # that of a KeyError would put it in quotes
+
+
+class WrongHandler(ValueError, AssertionError):
+    """Something in `kwargs_handlers` that is no handler."""
+
+
+class CannotPickle(pickle.PicklingError, TypeError):
+    """Something that only means anything in this process."""
 
 
 class CommandFailed(RuntimeError):

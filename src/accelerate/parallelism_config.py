@@ -22,6 +22,11 @@ MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 _BACKENDS = {"cp": "torch", "sp": "deepspeed"}
+_HANDLERS = {
+    "tp_handler": TorchTensorParallelConfig,
+    "cp_handler": TorchContextParallelConfig,
+    "sp_handler": DeepSpeedSequenceParallelConfig,
+}
 
 
 @dataclass
@@ -57,6 +62,10 @@ class ParallelismConfig:
             if value != only:
                 raise ValueError(f"{name} is {value!r}: there is only {only!r}.")
             setattr(self, name, value)
+        for name, kind in _HANDLERS.items():
+            handler = getattr(self, name)
+            if handler is not None and not isinstance(handler, kind):
+                raise ValueError(f"{name} is a {type(handler).__name__}: pass a {kind.__name__}.")
         if self.tp_enabled and self.tp_handler is None:
             self.tp_handler = TorchTensorParallelConfig()
         if self.cp_enabled and self.cp_handler is None:
@@ -194,7 +203,7 @@ class ParallelismConfig:
 
     def to_json(self) -> Any:
         """The settings as plain data."""
-        handlers = {name: getattr(self, name) for name in ("tp_handler", "cp_handler", "sp_handler")}
+        handlers = {name: getattr(self, name) for name in _HANDLERS}
         return {
             **{f"{axis}_size": size for axis, size in self._sizes.items()},
             "cp_backend": self.cp_backend,

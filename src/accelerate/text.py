@@ -21,7 +21,7 @@ def convert_bytes(size: float) -> str:
 
 def convert_file_size_to_int(size: int | str) -> int:
     """Returns the bytes of `"10GB"` and its likes (GB: a thousand millions, GiB: 1024 to the third, Gb: bits)."""
-    if isinstance(size, int):
+    if isinstance(size, int) and size >= 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]+)\s*", str(size))
     if match is None or match.group(2).upper() not in _UNITS:

@@ -131,6 +131,17 @@ def offloaded_outputs_are_exact() -> None:
 
 
 @check
+def state_dicts_of_offloaded_models_are_on_the_cpu() -> None:
+    from accelerate.utils.modeling import get_state_dict_offloaded_model
+
+    def test(kind: str, model: nn.Module) -> None:
+        found = {value.device.type for value in get_state_dict_offloaded_model(model).values()}
+        assert found == {"cpu"}, f"{kind}: {found}"
+
+    each_kind(test)
+
+
+@check
 def offloaded_memory_is_bounded() -> None:
     """The current block and two more, and nothing is left behind."""
     for kind in ("memory", "disk"):

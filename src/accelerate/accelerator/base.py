@@ -27,7 +27,7 @@ from accelerate.config.handlers import (
     ProfileKwargs,
 )
 from accelerate.config.project import ProjectConfiguration
-from accelerate.errors import NotYetSupported
+from accelerate.errors import NotYetSupported, WrongHandler
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.mesh import axis_rank
 from accelerate.parallelism_config import ParallelismConfig
@@ -163,7 +163,7 @@ class AcceleratorBase(ProcessControl):
                 )
             if type(handler) not in _HANDLERS:
                 known = ", ".join(kind.__name__ for kind in _HANDLERS)
-                raise ValueError(f"kwargs_handlers cannot contain a {type(handler).__name__}: pass any of {known}.")
+                raise WrongHandler(f"kwargs_handlers cannot contain a {type(handler).__name__}: pass any of {known}.")
             attribute = _HANDLERS[type(handler)]
             if getattr(self, attribute) is not None:
                 raise ValueError(f"kwargs_handlers contains two {type(handler).__name__}: pass one.")

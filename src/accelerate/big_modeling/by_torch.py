@@ -14,6 +14,7 @@ from torch.nn.parameter import is_lazy
 from accelerate.big_modeling.parameters import like
 from accelerate.big_modeling.sources import Contents, report_names
 from accelerate.big_modeling.tensors import STAND_INS, table_of
+from accelerate.errors import Unfit
 from accelerate.hooks.align import take_over
 from accelerate.torch_internals.modules import (
     buffers_of,
@@ -59,7 +60,7 @@ def load_by_torch(
         try:
             found: Any = model.load_state_dict(state, strict=False)
         except RuntimeError as error:
-            raise ValueError(
+            raise Unfit(
                 f"{checkpoint} does not fit this {type(model).__name__} ({' '.join(str(error).split())}): give the "
                 "model that it was saved from."
             ) from error

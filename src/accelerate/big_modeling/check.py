@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.errors import Unfit
 from accelerate.torch_internals.modules import EXTRA_STATE
 
 
@@ -39,7 +40,7 @@ def refuse_devices(device_map: Mapping[str, int | str | torch.device]) -> None:
             if device != "disk":
                 torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
-            raise ValueError(
+            raise Unfit(
                 f"The device map names the device {device!r}, which cannot be used here "
                 f"({str(error).partition(chr(10))[0]}): give one of this machine."
             ) from error

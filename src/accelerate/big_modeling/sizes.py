@@ -23,6 +23,8 @@ Dtype = torch.dtype | CustomDtype | str
 
 def dtype_byte_size(dtype: Dtype) -> int | float:
     """Returns how many bytes one number takes; a boolean counts as one bit."""
+    if isinstance(dtype, str) and not isinstance(getattr(torch, dtype.removeprefix("torch."), None), torch.dtype):
+        raise ValueError(f"{dtype!r} is no dtype: give one of torch's, as torch.float16.")
     dtype = resolve_dtype(dtype)
     if isinstance(dtype, CustomDtype):
         return _CUSTOM_SIZES[dtype]

@@ -15,7 +15,7 @@ from torch import nn
 from accelerate.big_modeling.store import FileRange, Reader, SafetensorsFile
 from accelerate.checkpoint.files import read_torch
 from accelerate.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-from accelerate.errors import CheckpointError
+from accelerate.errors import CheckpointError, MissingFile, Unfit
 from accelerate.torch_internals.modules import metadata_of
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def _open_safetensors(path: Path) -> dict[str, FileRange]:
         file = SafetensorsFile(path.absolute())
         ranges = {name: file.range_of(name) for name in file}
     except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: put it back, or load another checkpoint.") from None
+        raise MissingFile(f"{path} is missing: put it back, or load another checkpoint.") from None
     except (ValueError, KeyError, TypeError, AttributeError, OSError, MemoryError, OverflowError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({type(error).__name__}: {error}): load another checkpoint."
@@ -176,7 +176,7 @@ def refuse_shapes(model: nn.Module, checkpoint: Any, shapes: Mapping[str, tuple[
         f"{name} has shape {there} there and {here} here" for name, (there, here) in shapes.items() if there != here
     ]
     if wrong:
-        raise ValueError(
+        raise Unfit(
             f"{checkpoint} does not fit this {type(model).__name__} ({'; '.join(wrong)}): give the model that it was "
             "saved from."
         )

@@ -20,7 +20,7 @@ import torch
 from accelerate import files
 from accelerate.checkpoint import stream, torchfile
 from accelerate.checkpoint.disk import Entry
-from accelerate.errors import CheckpointError
+from accelerate.errors import CheckpointError, MissingFile
 from accelerate.torch_internals.serialization import names_taken
 
 
@@ -191,7 +191,7 @@ def explaining(path: Path) -> Iterator[None]:
 
 
 def missing(path: Path) -> CheckpointError:
-    return CheckpointError(f"{path} is missing: put it back, or load another checkpoint.")
+    return MissingFile(f"{path} is missing: put it back, or load another checkpoint.")
 
 
 _REFUSED = "Weights only load failed"

@@ -16,7 +16,7 @@ from accelerate.checkpoint.files import safetensors_header, write_torch
 from accelerate.checkpoint.shards import FolderReader, fill
 from accelerate.checkpoint.stream import flat
 from accelerate.constants import FSDP_MODEL_NAME
-from accelerate.errors import CheckpointError
+from accelerate.errors import CheckpointError, WrongFolder
 from accelerate.state import PartialState
 
 # Tensors are read together up to this size: as few calls as possible, and never the whole model.
@@ -54,7 +54,7 @@ def _merge(source: Path, target: Path, safe: bool, remove: bool) -> None:
 
 def _folder_of_shards(folder: Path) -> Path:
     if not folder.is_dir():
-        raise CheckpointError(f"There is no folder {folder}: correct its name or path.")
+        raise WrongFolder(f"There is no folder {folder}: correct its name or path.")
     if (folder / ".metadata").is_file():
         return folder
     inside = sorted(path.parent for path in folder.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))

@@ -23,6 +23,7 @@ from accelerate.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
+from accelerate.errors import Unfit
 from accelerate.files import each_once, view_of
 from accelerate.text import convert_file_size_to_int
 
@@ -117,7 +118,7 @@ def save_weights(
 
 def _parts(weights: dict[str, Any], max_shard_size: int | str, safe: bool) -> list[dict[str, Any]]:
     if any(isinstance(value, torch.Tensor) and value.is_meta for value in weights.values()):
-        raise ValueError("This model has parameters on the meta device, which hold no values: load them before saving.")
+        raise Unfit("This model has parameters on the meta device, which hold no values: load them before saving.")
     return split(each_once(weights) if safe else weights, convert_file_size_to_int(max_shard_size), alone=safe)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from accelerate.comm.base import current
 from accelerate.comm.tree import convert_to_fp32, leaves, recursively_apply, replace_leaves
-from accelerate.errors import CannotPadNestedTensorWarning, DistributedOperationException, warn
+from accelerate.errors import CannotPadNestedTensorWarning, CannotPickle, DistributedOperationException, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -219,7 +219,7 @@ class ConvertOutputsToFp32:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def __getstate__(self) -> Any:
-        raise TypeError(
+        raise CannotPickle(
             "A prepared model's forward cannot be pickled: unwrap it first with "
             "`accelerator.unwrap_model(model, keep_fp32_wrapper=False)`."
         )

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from accelerate.config.environment import parse_flag_from_env
+from accelerate.errors import UnknownName
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ def member(kind: Any, asked: Any, argument: str) -> Any:
         if name in (member.name, member.name.removeprefix("_"), str(member.value)):
             return member
     known = ", ".join(member.name.removeprefix("_") for member in kind)
-    raise ValueError(f"{argument} is {asked!r}: choose one of {known}.")
+    raise UnknownName(f"{argument} is {asked!r}: choose one of {known}.")
 
 
 def dtype_of(asked: Any) -> torch.dtype | None:

@@ -16,6 +16,7 @@ from accelerate.devices.cuda import CUDA
 from accelerate.devices.mps import MPS
 from accelerate.devices.transfer import BlockingTransfer, Transfer
 from accelerate.devices.vendors import VENDORS
+from accelerate.errors import Unfit
 
 __all__ = [
     "CPU",
@@ -49,7 +50,7 @@ def by_name(name: str, devices: Sequence[Device] = DEVICES) -> Device:
         if device.name == name:
             return device
     known = ", ".join(device.name for device in devices)
-    raise ValueError(f"There is no device called {name!r}: choose one of {known}.")
+    raise Unfit(f"There is no device called {name!r}: choose one of {known}.")
 
 
 def transfer_to(device: torch.device | str | int | None, non_blocking: bool = False) -> Transfer:
@@ -77,10 +78,10 @@ def choose(environ: Mapping[str, str], cpu: bool = False, devices: Sequence[Devi
         return Choice(by_name("cpu", devices), int(index) if name == "cpu" and index.isdigit() else None, reason)
     if wanted:
         if index and not index.isdigit():
-            raise ValueError(f"ACCELERATE_TORCH_DEVICE is {wanted!r}: write it like `cuda` or `cuda:1`.")
+            raise Unfit(f"ACCELERATE_TORCH_DEVICE is {wanted!r}: write it like `cuda` or `cuda:1`.")
         device = by_name(name, devices)
         if not device.available():
-            raise ValueError(
+            raise Unfit(
                 f"ACCELERATE_TORCH_DEVICE is {wanted!r}, but torch finds no {name} on this machine: "
                 "name another device, or unset the variable."
             )

@@ -69,8 +69,13 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(f"{tracker_class!r} is not a tracker class: derive it from GeneralTracker.")
     name = getattr(tracker_class, "name", None)
-    if not isinstance(name, str):
+    if not (isinstance(name, str) and name):
         raise ValueError(f"The tracker class {tracker_class.__name__} has no name: set `name` to a string.")
+    if not hasattr(tracker_class, "requires_logging_directory"):
+        raise ValueError(
+            f"The tracker class {tracker_class.__name__} does not say whether it writes to a folder: set "
+            "`requires_logging_directory` to True or False."
+        )
     known = LOGGER_TYPE_TO_CLASS.get(name)
     if known is not None and known is not tracker_class:
         warn(f"{tracker_class.__name__} now replaces {known.__name__} as the tracker {name!r}.")

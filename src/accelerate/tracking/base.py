@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from accelerate.available import has_package
 from accelerate.state import PartialState
+
+logger = logging.getLogger("accelerate.tracking")
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -100,7 +103,7 @@ class LibraryTracker(GeneralTracker):
         except ModuleNotFoundError as error:
             if error.name != self.package:
                 raise  # it is there, and lacks something itself
-            raise ImportError(missing_sentence(type(self))) from None
+            raise ModuleNotFoundError(missing_sentence(type(self))) from None
 
 
 def missing_sentence(kind: type[LibraryTracker]) -> str:
@@ -134,16 +137,18 @@ def one_by_one(values: dict[str, Any], log: Callable[[str, Any], Any]) -> None:
         raise ValueError(f"left out: {', '.join(failed)}")
 
 
-def only_numbers(values: dict[str, Any], log: Callable[[str, int | float], Any]) -> None:
-    """Log every number, and say afterwards what was none: for libraries that keep nothing else."""
+def only_numbers(values: dict[str, Any], log: Callable[[str, Any], Any], *, and_text: bool = False) -> None:
+    """Log every number, and warn once of what is none: for libraries that keep nothing else (but text, perhaps)."""
+    kept = {name: value if and_text and isinstance(value, str) else as_number(value) for name, value in values.items()}
+    for name, value in kept.items():
+        if value is None:
+            _warn_of(name, type(values[name]).__name__, "numbers and text" if and_text else "numbers")
+    one_by_one({name: value for name, value in kept.items() if value is not None}, log)
 
-    def log_number(name: str, value: Any) -> None:
-        number = as_number(value)
-        if number is None:
-            raise TypeError(f"only numbers are kept, and this is a {type(value).__name__}")
-        log(name, number)
 
-    one_by_one(values, log_number)
+@functools.lru_cache(maxsize=1000)
+def _warn_of(name: str, kind: str, kinds: str) -> None:
+    logger.warning(f"{name!r} is left out of what is logged: only {kinds} are kept, and this is a {kind}.")
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -74,6 +74,8 @@ class ClearMLTracker(ShowsTables, LibraryTracker):
         one_by_one(values, report)
 
     def _log_table(self, table: Table, step: int | None, **kwargs: Any) -> None:
+        if table.data is None and table.dataframe is None:
+            raise ValueError(f"the table {table.name!r} has neither `data` nor `dataframe`: pass one of them")
         if table.dataframe is not None:
             shown = table.dataframe
         else:

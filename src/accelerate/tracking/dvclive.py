@@ -34,11 +34,11 @@ class DVCLiveTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Only numbers are kept. kwargs: for `Live.log_metric`."""
+        """Numbers and text are kept. kwargs: for `Live.log_metric`."""
         if step is not None:
             self.live.step = step
         try:
-            only_numbers(values, lambda key, number: self.live.log_metric(key, number, **kwargs))
+            only_numbers(values, lambda key, value: self.live.log_metric(key, value, **kwargs), and_text=True)
         finally:
             self.live.next_step()
 

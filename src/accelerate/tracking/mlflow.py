@@ -95,10 +95,8 @@ class MLflowTracker(LibraryTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Only numbers are kept."""
         numbers: dict[str, int | float] = {}
-        try:
-            only_numbers(values, numbers.__setitem__)
-        finally:
-            self.library().log_metrics(numbers, step=step, run_id=self._id, **kwargs)
+        only_numbers(values, numbers.__setitem__)
+        self.library().log_metrics(numbers, step=step, run_id=self._id, **kwargs)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:

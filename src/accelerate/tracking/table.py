@@ -17,10 +17,6 @@ class Table:
     data: Any
     dataframe: Any
 
-    def __post_init__(self) -> None:
-        if self.data is None and self.dataframe is None:
-            raise ValueError(f"the table {self.name!r} has neither `data` nor `dataframe`: pass one of them")
-
 
 class ShowsTables(GeneralTracker):
     """Gives a tracker `log_table`; how its library shows a table is in `_log_table`."""

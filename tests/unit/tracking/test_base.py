@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from accelerate.state import PartialState
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, on_main_process
+from accelerate.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    ClearMLTracker,
+    DVCLiveTracker,
+    GeneralTracker,
+    on_main_process,
+    register_tracker_class,
+)
 from accelerate.tracking.base import LibraryTracker, as_number, one_by_one, only_numbers, plain
 from accelerate.tracking.table import ShowsTables, Table
 from tests.harness import run_world
@@ -120,11 +127,41 @@ def test_numbers() -> None:
     assert plain({"a": torch.tensor(2.0), "b": "text"}) == {"a": 2.0, "b": "text"}
 
 
-def test_only_numbers_says_what_was_none() -> None:
+def test_only_numbers_says_once_what_was_none(caplog: pytest.LogCaptureFixture) -> None:
     kept: dict[str, Any] = {}
-    with pytest.raises(ValueError, match=r"left out: 'text' \(TypeError: only numbers are kept, and this is a str\)$"):
-        only_numbers({"a": 1, "text": "x", "b": torch.tensor(2.0)}, kept.__setitem__)
+    for _ in range(2):
+        only_numbers({"a": 1, "words": "x", "b": torch.tensor(2.0)}, kept.__setitem__)
     assert kept == {"a": 1, "b": 2.0}
+    assert [record.name for record in caplog.records] == ["accelerate.tracking"]
+    assert "'words' is left out" in caplog.text
+
+
+def test_dvclive_keeps_text() -> None:
+    class Live:
+        step = 0
+
+        def __init__(self) -> None:
+            self.logged: dict[str, Any] = {}
+
+        def log_metric(self, name: str, value: Any) -> None:
+            self.logged[name] = value
+
+        def next_step(self) -> None:
+            self.step += 1
+
+    PartialState(cpu=True)
+    live = Live()
+    DVCLiveTracker(live=live).log({"note": "words", "loss": torch.tensor(2.0)}, step=3)
+    assert (live.logged, live.step) == ({"note": "words", "loss": 2.0}, 4)
+
+
+@pytest.mark.parametrize("lacks", ["name", "requires_logging_directory"])
+def test_a_class_that_lacks_something_is_not_registered(lacks: str) -> None:
+    attributes = {"name": "own", "requires_logging_directory": False}
+    del attributes[lacks]
+    with pytest.raises(ValueError, match="The tracker class Own"):
+        register_tracker_class(type("Own", (GeneralTracker,), attributes))
+    assert "own" not in LOGGER_TYPE_TO_CLASS
 
 
 def test_one_that_fails_does_not_lose_the_others() -> None:
@@ -138,7 +175,7 @@ def test_one_that_fails_does_not_lose_the_others() -> None:
     assert kept == {"a": 1, "d": 0.5}
 
 
-def test_a_table_needs_rows() -> None:
+def test_tables() -> None:
     class Shows(ShowsTables, ListTracker):
         def _log_table(self, table: Table, step: int | None, **kwargs: Any) -> None:
             self.seen.append((table, step, kwargs))
@@ -146,6 +183,14 @@ def test_a_table_needs_rows() -> None:
     PartialState(cpu=True)
     tracker = Shows()
     tracker.log_table("t", ["x"], [[1]], step=2, more=3)
-    assert tracker.seen == [(Table("t", ["x"], [[1]], None), 2, {"more": 3})]
+    tracker.log_table("empty", ["x"])
+    assert tracker.seen == [
+        (Table("t", ["x"], [[1]], None), 2, {"more": 3}),
+        (Table("empty", ["x"], None, None), None, {}),
+    ]
+
+
+def test_clearml_has_no_empty_tables() -> None:
+    PartialState(cpu=True)
     with pytest.raises(ValueError, match="the table 't' has neither `data` nor `dataframe`"):
-        tracker.log_table("t", ["x"])
+        ClearMLTracker().log_table("t", ["x"])
