@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -60,6 +59,11 @@ def images(made: Any) -> Any:
     return made(num_inference_steps=2, generator=torch.Generator().manual_seed(0), output_type="np").images
 
 
+def assert_same(found: Any, expected: Any) -> None:
+    """To rounding: on some processors convolutions add up in another order where weights lie at another address."""
+    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("shards", ["1GB", "100KB"])
 @pytest.mark.parametrize(
     "places", [{"": "cpu", "mid_block": "disk", "up_blocks.1": "disk"}, "auto", "balanced"], ids=str
@@ -77,23 +81,25 @@ def test_a_model_is_loaded_into_memory_and_onto_disk(
     )
     assert set(model.hf_device_map.values()) == {"cpu", "disk"}
     assert any(parameter.is_meta for parameter in model.parameters())
-    assert torch.equal(painted(model), painted(new()))
+    assert_same(painted(model), painted(new()))
     model.save_pretrained(tmp_path / "again")
-    assert torch.equal(painted(type(model).from_pretrained(tmp_path / "again")), painted(new()))
+    assert_same(painted(type(model).from_pretrained(tmp_path / "again")), painted(new()))
 
 
 @pytest.mark.parametrize("low", [False, True])
 def test_a_model_is_loaded_without_a_map(low: bool, tmp_path: Path) -> None:
     unet().save_pretrained(tmp_path)
     model = diffusers.UNet2DModel.from_pretrained(tmp_path, low_cpu_mem_usage=low)
-    assert torch.equal(painted(model), painted(unet()))
+    weights = unet().state_dict()
+    assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+    assert_same(painted(model), painted(unet()))
 
 
 @pytest.mark.parametrize("places", ["balanced", "cpu"])
 def test_a_pipeline_is_loaded_with_a_map(places: str, tmp_path: Path) -> None:
     pipeline().save_pretrained(tmp_path)
     made = diffusers.DDPMPipeline.from_pretrained(tmp_path, device_map=places)
-    assert np.array_equal(images(made), images(pipeline()))
+    assert_same(images(made), images(pipeline()))
 
 
 def test_the_parts_of_a_pipeline_take_turns() -> None:
@@ -116,7 +122,7 @@ def test_the_parts_of_a_pipeline_take_turns() -> None:
     made.enable_model_cpu_offload(device="cpu")
     assert isinstance(made.first._hf_hook, CpuOffload) and len(made._all_hooks) == 2
     for _ in range(2):
-        assert torch.equal(made(), expected)
+        assert_same(made(), expected)
 
 
 def test_a_pipeline_brings_in_one_layer_at_a_time_and_then_whole_parts() -> None:
@@ -125,12 +131,12 @@ def test_a_pipeline_brings_in_one_layer_at_a_time_and_then_whole_parts() -> None
     made.enable_sequential_cpu_offload(device="cpu")
     assert all(parameter.is_meta for parameter in made.unet.parameters())
     assert isinstance(made.unet.conv_in._hf_hook, AlignDevicesHook)
-    assert np.array_equal(images(made), expected)
+    assert_same(images(made), expected)
     made.enable_model_cpu_offload(device="cpu")
     assert not any(parameter.is_meta for parameter in made.unet.parameters())
-    assert np.array_equal(images(made), expected)
+    assert_same(images(made), expected)
     made.remove_all_hooks()
-    assert np.array_equal(images(made), expected)
+    assert_same(images(made), expected)
 
 
 def test_the_offloading_of_diffusers_itself_does_not_mix_with_ours(tmp_path: Path) -> None:
@@ -142,7 +148,7 @@ def test_the_offloading_of_diffusers_itself_does_not_mix_with_ours(tmp_path: Pat
         model.enable_group_offload(
             onload_device=torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=folder
         )
-        assert torch.equal(painted(model), painted(unet()))
+        assert_same(painted(model), painted(unet()))
 
 
 def test_weights_in_a_small_dtype() -> None:
