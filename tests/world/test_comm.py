@@ -295,7 +295,7 @@ def _reduce() -> None:
     odd = ops.reduce((torch.arange(6.0) * (rank + 1)).view(2, 3).t(), "sum")
     assert torch.equal(odd, (torch.arange(6.0) * (total + size)).view(2, 3).t())
     assert not ops.reduce(torch.ones(1, requires_grad=True), "mean").requires_grad
-    with pytest.raises(ValueError, match=r"'average'.*'mean', 'sum' or 'none'"):
+    with pytest.raises(ValueError, match=r"'average'.*'mean', 'sum', 'max' or 'none'"):
         ops.reduce(torch.ones(1), "average")
 
 

@@ -62,13 +62,16 @@ class Strategy:
     wrappers: tuple[type, ...] = ()
     # Of the Accelerator: whether this micro-batch is the last of its window, and how many make one.
     gradient_state: GradientState
-    # Whose strategy it is, for functions of scripts that take an Accelerator.
-    accelerator: Callable[[], Any]
+    # Whose strategy it is, for functions of scripts that take an Accelerator; None in another process.
+    accelerator: Callable[[], Any] = staticmethod(lambda: None)
 
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
         self.state = state
         self.device = state.device
         self.ddp = ddp
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "accelerator"}
 
     # --- preparing ----------------------------------------------------------------------------------------------
 
