@@ -16,6 +16,7 @@ from accelerate.test_utils import path_in_accelerate_package
 from accelerate.test_utils.scripts import test_ops as ops_script
 from accelerate.test_utils.scripts.test_script import training_check
 from tests.harness import run_world, world_outcomes
+from tests.harness.torch_features import spreads_transformers, traces_transformers
 
 FOLDER = path_in_accelerate_package("test_utils", "scripts")
 LAUNCH = ["-m", "accelerate.commands.accelerate_cli", "launch", "--cpu", "--num_processes=2", "--main_process_port=0"]
@@ -77,6 +78,7 @@ def test_training_on_shuffled_data(seedable: bool) -> None:
         run_world(training_check, processes, seedable)
 
 
+@traces_transformers
 def test_stages() -> None:
     pytest.importorskip("transformers")
     assert counts(printed(2, "external_deps/test_pippy.py")) == (2, 0)
@@ -130,6 +132,7 @@ def test_a_training_that_is_measured(processes: int, tmp_path: Path) -> None:
     assert fails(processes, script, [*output, "--peak_memory_upper_bound", "1"], "", "should be at most 1")
 
 
+@spreads_transformers
 def test_a_spread_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     options = ["--tp_plan", "auto", "--tp_size", "2", "--performance_lower_bound", "0.9"]
