@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
+from accelerate.engines.wrappers import OptimizerOfEngine, SchedulerOfEngine
 
 
 class DeepSpeedEngineWrapper:
@@ -29,32 +28,14 @@ class DeepSpeedEngineWrapper:
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
 
-class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
+class DeepSpeedOptimizerWrapper(OptimizerOfEngine):
     """The optimizer of an engine: it was stepped and cleared when `backward` returns."""
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=None)
-
-    def step(self) -> None:  # type: ignore[override]
-        """Nothing is left to do."""
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Nothing is left to do."""
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the gradients of the last step were too large for fp16."""
-        return bool(getattr(self.optimizer, "overflow", False))
+    skipped_attribute = "overflow"
 
 
-class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
+class DeepSpeedSchedulerWrapper(SchedulerOfEngine):
     """The scheduler of an engine: it was stepped when `backward` returns."""
-
-    def __init__(self, scheduler: Any, optimizers: Any) -> None:
-        super().__init__(scheduler, optimizers)
-
-    def step(self) -> None:
-        """Nothing is left to do."""
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:

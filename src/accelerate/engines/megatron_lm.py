@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.engines.wrappers import OptimizerOfEngine, SchedulerOfEngine
 from accelerate.errors import NotYetSupported
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 
 
 def _not_yet(what: str) -> NotYetSupported:
@@ -48,32 +47,14 @@ class MegatronLMDummyScheduler:
         self.kwargs = kwargs
 
 
-class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
+class MegatronLMOptimizerWrapper(OptimizerOfEngine):
     """The optimizer of Megatron-LM: it was stepped and cleared when the forward returns."""
 
-    def __init__(self, optimizer: Any) -> None:
-        super().__init__(optimizer, device_placement=False, scaler=None)
-
-    def step(self) -> None:  # type: ignore[override]
-        """Nothing is left to do."""
-
-    def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Nothing is left to do."""
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step was left out."""
-        return bool(getattr(self.optimizer, "skipped_iter", False))
+    skipped_attribute = "skipped_iter"
 
 
-class MegatronLMSchedulerWrapper(AcceleratedScheduler):
+class MegatronLMSchedulerWrapper(SchedulerOfEngine):
     """The scheduler of Megatron-LM: it was stepped when the forward returns."""
-
-    def __init__(self, scheduler: Any, optimizers: Any) -> None:
-        super().__init__(scheduler, optimizers)
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to do."""
 
 
 class AbstractTrainStep:

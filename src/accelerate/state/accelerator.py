@@ -107,7 +107,7 @@ class AcceleratorState(PartialState):
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The settings of DeepSpeed; None where it is not the engine."""
-        if self.distributed_type != DistributedType.DEEPSPEED:
+        if self.deepspeed_plugins is None:
             return None
         plugin: DeepSpeedPlugin = get_active_deepspeed_plugin(self)
         return plugin
