@@ -121,4 +121,7 @@ def _leave_process_group() -> None:
         import torch.distributed as dist
 
         if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
+            # Not torch's own function: freeing a group can wait for ever for a thread that waits for Python's lock.
+            from accelerate.state.ending import take_down
+
+            take_down(None)
