@@ -27,8 +27,8 @@ from accelerate.torch_internals.serialization import names_taken
 def write_torch(content: Any, path: Path) -> Entry:
     """Write what `torch.load` reads."""
     with naming(path.name):
-        pieces = torchfile.pieces(content)
-    return stream.write_file(path, pieces)
+        archive = torchfile.archive_of(content)
+    return archive.write(path)
 
 
 @contextmanager

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 import threading
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -25,10 +27,17 @@ from accelerate.checkpoint.spans import Scattered, filled_up, in_steps, overlapp
 from accelerate.checkpoint.threads import threads
 from accelerate.errors import CheckpointError
 
+
+def combine_by_zlib(first: int, second: int, length: int) -> int:
+    """The checksum of two things one after the other, from those of both. length: of the second."""
+    zeros = bytes(length)
+    return zlib.crc32(zeros, first) ^ zlib.crc32(zeros) ^ second
+
+
 try:
-    from isal.isal_zlib import crc32  # the same sums, seven times as fast
+    from isal.isal_zlib import crc32, crc32_combine  # the same sums, seven times as fast
 except ImportError:
-    from zlib import crc32
+    crc32, crc32_combine = zlib.crc32, combine_by_zlib
 
 # Checksums are of blocks, so that several threads can take them.
 BLOCK = 1 << 22
@@ -40,8 +49,25 @@ FILES = 3
 WRITERS = min(6, -(-(os.cpu_count() or 1) // FILES))
 READERS = min(8, os.cpu_count() or 1)
 
+
+@dataclass(frozen=True)
+class Late:
+    """A piece that is made of the checksums of the others, when those have been written."""
+
+    length: int
+    make: Callable[[list[int]], bytes]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, part: slice) -> bytes:
+        """What is written at first."""
+        return bytes(part.stop - part.start)
+
+
 # A piece of a file: bytes, a flat tensor of uint8 on any device, or a tensor whose bytes are in another order.
 Piece = bytes | torch.Tensor | Scattered
+_T = TypeVar("_T")
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -56,34 +82,73 @@ def piece(tensor: torch.Tensor) -> Piece:
     return flat(tensor) if tensor.is_contiguous() else Scattered(tensor)
 
 
-def write_file(path: Path, pieces: Sequence[Piece]) -> Entry:
+def write_file(path: Path, pieces: Sequence[Piece | Late]) -> Entry:
     """Write pieces one after the other to a new file, flushed to the disk; returns its size and checksums."""
     ends = list(accumulate(len(piece) for piece in pieces))
     size = ends[-1] if ends else 0
-    _settle(piece.device for piece in pieces if not isinstance(piece, bytes))
+    _settle(piece.device for piece in pieces if not isinstance(piece, (bytes, Late)))
     lanes = _Lanes()
     with _named(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
-    def move(start: int) -> int:
+    def move(start: int) -> list[_Sum]:
         end = min(start + BLOCK, size)
-        content = lanes.on_host([pieces[i][a:b] for i, a, b in within(ends, start, end)])
-        total, at = 0, start
+        parts = list(within(ends, start, end))
+        sums, at = [_Sum(number, first, last - first) for number, first, last in parts], start
+        current, left = 0, sums[0].length
+        content = lanes.on_host([pieces[number][first:last] for number, first, last in parts])
         for step in in_steps(content, STEP):
-            total = _sum(step, total)
+            for view in step:
+                sums[current].value = crc32(view, sums[current].value)
+                left -= len(view)
+                if not left and current + 1 < len(sums):
+                    current, left = current + 1, sums[current + 1].length
             disk.write(descriptor, step, at)
             at += sum(map(len, step))
         if size > BLOCK:
             disk.start_flush(descriptor, start, end - start)
-        return total
+        return sums
 
     try:
         with _named(path):
-            sums = _each_block(size, move, WRITERS)
+            blocks = _each_block(size, move, WRITERS)
+            if late := {number: piece for number, piece in enumerate(pieces) if isinstance(piece, Late)}:
+                parts = _by_piece(len(pieces), blocks)
+                known = [_combined(sums) if sums else 0 for sums in parts]
+                for number, piece in late.items():
+                    content = piece.make(known)
+                    disk.write(descriptor, [content], ends[number] - len(content))
+                    for part in parts[number]:
+                        part.value = crc32(content[part.first : part.first + part.length])
             disk.sync(descriptor)
     finally:
         os.close(descriptor)
-    return Entry(size, sums)
+    return Entry(size, [_combined(sums) for sums in blocks])
+
+
+@dataclass
+class _Sum:
+    """The checksum of what a block has of a piece."""
+
+    piece: int
+    first: int
+    length: int
+    value: int = 0
+
+
+def _combined(sums: Sequence[_Sum]) -> int:
+    total = sums[0].value
+    for following in sums[1:]:
+        total = crc32_combine(total, following.value, following.length)
+    return total
+
+
+def _by_piece(count: int, blocks: Iterable[list[_Sum]]) -> list[list[_Sum]]:
+    parts: list[list[_Sum]] = [[] for _ in range(count)]
+    for sums in blocks:
+        for part in sums:
+            parts[part.piece].append(part)
+    return parts
 
 
 def read_file(
@@ -227,7 +292,7 @@ class _Lanes:
             stream.synchronize()
 
 
-def _each_block(size: int, move: Callable[[int], int], most: int) -> list[int]:
+def _each_block(size: int, move: Callable[[int], _T], most: int) -> list[_T]:
     """Do something with the start of every block, in several threads when there are many."""
     starts = range(0, size, BLOCK)
     if min(most, len(starts)) <= 1:

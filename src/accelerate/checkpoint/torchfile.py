@@ -1,6 +1,6 @@
 """Files of `torch.save`, written from wherever the tensors are and read to wherever they go, without a copy between.
 
-torch keeps a pickle and the memory of each tensor as uncompressed members of a zip archive. `pieces` plans such an
+torch keeps a pickle and the memory of each tensor as uncompressed members of a zip archive. `archive_of` plans such an
 archive. `Opened` has torch read the pickle (with `weights_only`) and only notes where the memory of large tensors is.
 """
 
@@ -13,33 +13,35 @@ import re
 import struct
 import sys
 import zipfile
-import zlib
 from collections import defaultdict, deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accelerate import files
-from accelerate.checkpoint.stream import Piece
+from accelerate.checkpoint.disk import Entry
+from accelerate.checkpoint.stream import Late, Piece, crc32, write_file
 from accelerate.torch_internals.serialization import storage_parts, try_weights_only
 
 _ALIGNMENT = 64
 _LARGE = 1 << 20
+_SMALL = 1 << 12
 _NO_32_BITS = 0xFFFFFFFF
 
 
-def pieces(content: Any) -> list[Piece]:
-    """The file of `content`, piece by piece."""
+def archive_of(content: Any) -> Archive:
+    """The file of `content`, not yet written."""
     pickled, storages = _pickled(content)
-    archive = _Archive()
+    archive = Archive()
     archive.add("data.pkl", pickled)
     archive.add("byteorder", sys.byteorder.encode())
     for key, storage in enumerate(storages):
         # By its memory and not by the tensor, which may be a part of it.
         archive.add(f"data/{key}", torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
     archive.add("version", b"3\n")
-    return archive.finished()
+    return archive
 
 
 def _pickled(content: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
@@ -88,47 +90,79 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-class _Archive:
-    """An uncompressed zip archive in the making. Members start at multiples of 64 bytes, so that they can be mapped."""
+class Archive:
+    """An uncompressed zip archive in the making. Members start at multiples of 64 bytes, so that they can be mapped.
+
+    Headers and the directory at the end hold the checksums of members: of large ones, when they have been written.
+    """
 
     def __init__(self) -> None:
-        self._pieces: list[Piece] = []
+        self._pieces: list[Piece | Late] = []
+        self._small = bytearray()  # the end of the pieces: many small ones, each by itself, would take long
         self._size = 0
-        self._directory: list[bytes] = []
+        # What the directory says of each member, before and after the checksum, and which makes that.
+        self._members: list[tuple[bytes, bytes, Callable[[list[int]], int]]] = []
+
+    def pieces(self) -> list[Piece | Late]:
+        """The whole file."""
+        self._put_small_ones()
+        length = len(self._directory([0] * len(self._pieces)))
+        return [*self._pieces, Late(length, self._directory)]
+
+    def write(self, path: Path) -> Entry:
+        return write_file(path, self.pieces())
 
     def add(self, name: str, content: Piece) -> None:
         path = f"archive/{name}".encode()
-        # That of tensors is left out: taking it twice would cost more than all else, and torch does not look at it.
-        crc = zlib.crc32(content) if isinstance(content, bytes) else 0
         size, start = len(content), self._size
         large = size >= _NO_32_BITS
         extra = struct.pack("<HHQQ", 1, 16, size, size) if large else b""
         padding = -(start + 30 + len(path) + len(extra) + 4) % _ALIGNMENT
         extra += b"FB" + struct.pack("<H", padding) + bytes(padding)
         short = _NO_32_BITS if large else size
-        common = struct.pack("<HHHHHLLL", 45, 0x800, 0, 0, 0x21, crc, short, short)
-        self._append(b"PK\x03\x04" + common + struct.pack("<HH", len(path), len(extra)) + path + extra)
-        self._append(content)
+        kind = struct.pack("<HHHHH", 45, 0x800, 0, 0, 0x21)
+        sizes = struct.pack("<LL", short, short)
+        before, after = b"PK\x03\x04" + kind, sizes + struct.pack("<HH", len(path), len(extra)) + path + extra
+        checksum = self._put(before, after, content)
         far = start >= _NO_32_BITS
         long = struct.pack("<QQ", size, size) * large + struct.pack("<Q", start) * far
         long = struct.pack("<HH", 1, len(long)) + long if long else b""
         lengths = struct.pack("<HHHHHLL", len(path), len(long), 0, 0, 0, 0, _NO_32_BITS if far else start)
-        self._directory.append(b"PK\x01\x02" + struct.pack("<H", 45) + common + lengths + path + long)
+        self._members.append((b"PK\x01\x02" + struct.pack("<H", 45) + kind, sizes + lengths + path + long, checksum))
 
-    def finished(self) -> list[Piece]:
-        start, count, directory = self._size, len(self._directory), b"".join(self._directory)
+    def _put(self, before: bytes, after: bytes, content: Piece) -> Callable[[list[int]], int]:
+        """Add a header, which has the checksum in its midst, and a member; returns what finds that."""
+        self._size += len(before) + 4 + len(after) + len(content)
+        if isinstance(content, torch.Tensor) and content.device.type == "cpu" and len(content) <= _SMALL:
+            content = content.numpy().tobytes()
+        if isinstance(content, bytes):
+            known = crc32(content)
+            self._small += before + struct.pack("<L", known) + after + content
+            return lambda sums: known
+        self._put_small_ones()
+        member = len(self._pieces) + 1
+        header = Late(len(before) + 4 + len(after), lambda sums: before + struct.pack("<L", sums[member]) + after)
+        self._pieces += [header, content]
+        return lambda sums: sums[member]
+
+    def _put_small_ones(self) -> None:
+        if self._small:
+            self._pieces.append(bytes(self._small))
+            self._small.clear()
+
+    def _directory(self, sums: list[int]) -> bytes:
+        """The end of the file. sums: the checksums of the pieces."""
+        directory = b"".join(
+            before + struct.pack("<L", checksum(sums)) + after for before, after, checksum in self._members
+        )
+        start, count, length = self._size, len(self._members), len(directory)
         if start >= _NO_32_BITS or count >= 0xFFFF:
-            end = self._size + len(directory)
-            numbers = struct.pack("<QHHLLQQQQ", 44, 45, 45, 0, 0, count, count, len(directory), start)
+            end = start + length
+            numbers = struct.pack("<QHHLLQQQQ", 44, 45, 45, 0, 0, count, count, length, start)
             directory += b"PK\x06\x06" + numbers + b"PK\x06\x07" + struct.pack("<LQL", 0, end, 1)
             start, count = min(start, _NO_32_BITS), min(count, 0xFFFF)
-        length = min(len(b"".join(self._directory)), _NO_32_BITS)
-        self._append(directory + b"PK\x05\x06" + struct.pack("<HHHHLLH", 0, 0, count, count, length, start, 0))
-        return self._pieces
-
-    def _append(self, piece: Piece) -> None:
-        self._pieces.append(piece)
-        self._size += len(piece)
+        length = min(length, _NO_32_BITS)
+        return directory + b"PK\x05\x06" + struct.pack("<HHHHLLH", 0, 0, count, count, length, start, 0)
 
 
 class Opened:

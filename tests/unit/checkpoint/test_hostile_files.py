@@ -38,13 +38,13 @@ class Call:
 
 
 def write(path: Path, pickled: bytes, storages: list[torch.UntypedStorage], order: str = sys.byteorder) -> None:
-    archive = torchfile._Archive()
+    archive = torchfile.Archive()
     archive.add("data.pkl", pickled)
     archive.add("byteorder", order.encode())
     for number, storage in enumerate(storages):
         archive.add(f"data/{number}", torch.empty(0, dtype=torch.uint8).set_(storage))
     archive.add("version", b"3\n")
-    stream.write_file(path, archive.finished())
+    archive.write(path)
 
 
 ARRAYS = [
