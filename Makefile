@@ -17,7 +17,7 @@ make_venv = $(PYTHON) -m venv $(1) || \
 	{ $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 
 .PHONY: help quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients torch-oldest torch-middle peer-launch soak \
-	lint format bench
+	lint format file-map bench
 .DEFAULT_GOAL := help
 
 help:
@@ -36,6 +36,7 @@ help:
 	@echo "make soak         kill saves at thousands of moments"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite the code"
+	@echo "make file-map     list all files in docs/architecture.md, after one was added or renamed"
 	@echo "make bench        this package, the released one and plain PyTorch side by side"
 
 $(BIN)/python:
@@ -95,6 +96,10 @@ lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# The list of files in docs/architecture.md, from their docstrings.
+file-map: $(VENV)/.ready-test
+	$(BIN)/python -m tests.docs.file_map
 
 format: $(VENV)/.ready-test
 	$(BIN)/ruff check --fix .

@@ -16,9 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.accelerator import progress
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.checkpoint import layout, load
+from accelerate.checkpoint.agreement import agree
 from accelerate.checkpoint.callers import PATIENCE, meeting
 from accelerate.checkpoint.files import refused
-from accelerate.checkpoint.save import agree
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.checkpoint.state import Run
 from accelerate.checkpoint.weights import Coming, save_weights

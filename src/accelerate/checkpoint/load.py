@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import commit, layout
+from accelerate.checkpoint.agreement import agree, explained, one_at_a_time, settle
 from accelerate.checkpoint.manifest import Manifest, files_since
 from accelerate.checkpoint.parts import Engine, Put
 from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.save import agree, explained, one_at_a_time, settle
 from accelerate.checkpoint.state import (
     Loaded,
     Run,

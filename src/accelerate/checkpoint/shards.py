@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem
 
 from accelerate.checkpoint import disk
+from accelerate.checkpoint.agreement import explained
 from accelerate.checkpoint.disk import Entry
 from accelerate.checkpoint.files import explaining
 from accelerate.checkpoint.host import HostMemory
-from accelerate.checkpoint.save import explained
 from accelerate.checkpoint.stream import summed_up
 from accelerate.errors import CheckpointError
 from accelerate.files import load

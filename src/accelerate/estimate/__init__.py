@@ -1,2 +1,1 @@
-"""How much memory training would take: `usage` adds it up, `batches` makes a step of a given model to measure, `models`
-builds the model."""
+"""How much memory training would take: `models` builds the model, `batches` a step to measure, `usage` adds it up."""

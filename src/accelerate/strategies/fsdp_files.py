@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout
+from accelerate.checkpoint.agreement import agree
 from accelerate.checkpoint.parts import Part, write_parts
 from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.save import agree
 from accelerate.errors import CheckpointError
 from accelerate.modules import is_peft_model
 from accelerate.parallel.shards import local
