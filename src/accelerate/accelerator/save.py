@@ -116,8 +116,9 @@ class Saving(AcceleratorBase):
         else:
             target = _target(config, output_dir)
             logger.warning(
-                f"Rank {self.process_index} came to save_state when the main process had waited for {PATIENCE:.0f} s "
-                "and gone on alone: its random states are not in the checkpoint; have all come at the same time."
+                f"Rank {self.process_index} reached save_state after the main process had waited {PATIENCE:.0f} s for "
+                "it and saved alone, so the checkpoint lacks this rank's random states: call save_state on all ranks "
+                "at the same step."
             )
         if config.automatic_checkpoint_naming:
             config.iteration += 1
@@ -237,9 +238,9 @@ class Saving(AcceleratorBase):
         lost = [number for number, state in enumerate(states) if number >= len(self._dataloaders) and state["inside"]]
         if lost and self.is_main_process:
             logger.warning(
-                f"The checkpoint holds the places of {len(states)} loaders and there are {len(self._dataloaders)} "
-                f"prepared ones, so that of loader {lost[0]}, inside an epoch, is lost: prepare each loader once, in "
-                "the order of then, before `load_state`."
+                f"The checkpoint holds the positions of {len(states)} data loaders, but only "
+                f"{len(self._dataloaders)} are prepared, so the position of loader {lost[0]} within its epoch is "
+                "lost: prepare the same loaders in the same order as in the run that saved, before `load_state`."
             )
         changes = []
         for number, (loader, state) in enumerate(zip(self._dataloaders, states, strict=False)):
@@ -335,9 +336,8 @@ def _say_that_it_waits(engine: str) -> None:
 @cache
 def _tell_once() -> None:
     logger.warning(
-        "save_state was called by the main process alone, which has waited for the others: the checkpoint is complete "
-        "but for their random states, in place of which they get derived ones when it is loaded; call save_state on "
-        "all processes."
+        "Only the main process called save_state, and it waited for the others in vain: the checkpoint lacks their "
+        "random states, and a load gives them freshly derived ones; call save_state on all processes."
     )
 
 

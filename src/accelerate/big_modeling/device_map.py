@@ -241,8 +241,8 @@ def refuse_disk(
     left = sum(sizes[name] for name, device in device_map.items() if device == "disk")
     limits = ", ".join(f"{device} has {limit}" for device, limit in get_max_memory(max_memory).items())
     raise ValueError(
-        f"This {type(model).__name__} needs {sizes['']} bytes, besides room for its biggest layer, and of the devices "
-        f"{limits}, so that {left} bytes are left over: give an offload_folder for them, or more memory."
+        f"This {type(model).__name__} does not fit: it needs {sizes['']} bytes, besides room for its largest layer, "
+        f"and {limits}; the remaining {left} bytes need an offload_folder, or more memory."
     )
 
 

@@ -351,8 +351,8 @@ def _replace(offloaded: Any, value: torch.Tensor) -> None:
     if value.shape != offloaded.shape or value.dtype != offloaded.dtype:
         name = full_name(offloaded.slot.weights, offloaded.slot.name)
         raise RuntimeError(
-            f"The data of {name}, which is offloaded, can be exchanged for some of the same shape and dtype only, "
-            f"{tuple(offloaded.shape)} and {offloaded.dtype}, not {tuple(value.shape)} and {value.dtype}: take the "
-            "hooks off the model (`remove_hook_from_submodules`) before that, or put a new parameter into its module."
+            f"{name} is offloaded, so its data can only be replaced by data of the same shape and dtype, "
+            f"{tuple(offloaded.shape)} and {offloaded.dtype}, not {tuple(value.shape)} and {value.dtype}: remove the "
+            "model's hooks first (`remove_hook_from_submodules`), or assign a new parameter to its module."
         )
     offloaded.copy_(value)

@@ -120,7 +120,7 @@ class FileRange(NamedTuple):
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
         raw, offset = (self.file or KeptFile(self.path)).bytes, self.offset
         if offset + self.nbytes > len(raw):
-            raise OSError(f"{self.path} ends before all of an offloaded weight: offload it again.")
+            raise OSError(f"{self.path} is too short to hold its offloaded weight: offload it again.")
         if offset % self.dtype.itemsize:
             raw, offset = raw[offset : offset + self.nbytes].copy(), 0
         return torch.frombuffer(raw, dtype=self.dtype, count=count, offset=offset).view(self.shape)
@@ -170,7 +170,7 @@ def read_fully(handle: int, address: memoryview, offset: int, path: str) -> None
     while done < len(address):
         count = os.preadv(handle, [address[done:]], offset + done)
         if count == 0:
-            raise OSError(f"{path} ends before all of an offloaded weight was read: offload it again.")
+            raise OSError(f"{path} ended while an offloaded weight was being read: offload it again.")
         done += count
 
 
@@ -322,8 +322,8 @@ def keep_on_disk(folder: str | os.PathLike[str], state_dict: Mapping[str, torch.
     lost = [name for name, weight in state_dict.items() if weight.is_meta and name not in there]
     if lost:
         raise ValueError(
-            f"{', '.join(lost)} shall be offloaded to disk, but {'have' if len(lost) > 1 else 'has'} no value (meta "
-            f"device) and {folder} has none either: load the weights first, or give the folder that has them."
+            f"{', '.join(lost)} cannot be offloaded to disk: {'they have' if len(lost) > 1 else 'it has'} no value "
+            f"(meta device), and {folder} holds none either; load the weights first, or give the folder that holds them."
         )
     _write_all(folder, {name: weight for name, weight in state_dict.items() if not _lies_there(there, name, weight)})
     if not os.path.exists(os.path.join(folder, INDEX)):

@@ -177,8 +177,7 @@ def _fitting(model: torch.nn.Module, weights: dict[str, Any], folder: Path, stri
 def _expanded(
     model: torch.nn.Module, weights: dict[str, Any], folder: Path
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For tensors that were made with `expand`: their memory, and what goes there. torch refuses to copy to such ones,
-    so it gets them in the place of their values."""
+    """For tensors made with `expand`, which torch refuses to copy to: the memory behind each, and its new content."""
     own = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     for name, tensor in own:
         value = weights.get(name)

@@ -71,7 +71,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 self.on_uneven_end.broken_off(self)
             raise
         finally:
-            # Also after a `break`: the next iteration is another epoch, and no longer ours the batch at hand.
+            # Also after a `break`: the next iteration is another epoch, and the current batch is no longer ours.
             self._end_of(place)
 
     def _batches(self, place: Place) -> Iterator[Any]:

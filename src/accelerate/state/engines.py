@@ -93,8 +93,8 @@ def fsdp_is_on(plugin: FullyShardedDataParallelPlugin | None, state: PartialStat
         return False
     if state.backend is None:
         logger.warning(
-            "FSDP was asked for, but this process is alone, so its models stay whole: start several processes, with "
-            "`accelerate launch --num_processes` or `torchrun` (with which one is enough on a GPU)."
+            "FSDP has nothing to shard across, since there is only one process: start several with `accelerate "
+            "launch --num_processes`, or one GPU process with `torchrun`; the models stay unsharded."
         )
         return False
     # Libraries that load pretrained models look there.

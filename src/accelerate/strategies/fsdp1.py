@@ -268,8 +268,8 @@ class FSDP1(Sharded):
                 )
             return owners[0], owners[0]._accelerate_flat
         raise CheckpointError(
-            f"This optimizer has parameters of {len(owners)} prepared models, and FSDP version 1 can save one of "
-            "exactly one model: give each model an optimizer of its own, or use version 2."
+            f"This optimizer has parameters of {len(owners)} prepared models, and FSDP version 1 can only save "
+            "optimizers that belong to one model: give each model its own optimizer, or use version 2."
         )
 
     def optimizer_pieces(self, models: list[nn.Module], optimizer: Any) -> dict[str, Any]:

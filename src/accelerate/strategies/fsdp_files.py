@@ -182,7 +182,7 @@ def _as_pieces(value: Any) -> Any:
 def _load_own(path: Path, like: dict[str, Any]) -> dict[str, Any]:
     if not path.exists():
         raise CheckpointError(
-            f"{path} is missing: a model that was saved with use_dcp=False can be loaded on as many processes only."
+            f"{path} is missing: a model saved with use_dcp=False can only be loaded by as many processes as saved it."
         )
     content: dict[str, Any] = _filled(torch.load(path, map_location="cpu", weights_only=True), like)
     return content

@@ -261,7 +261,7 @@ def _model_file(reader: Reader, number: int) -> str:
     if found is None:
         raise CheckpointError(
             f"{reader.folder} has no model number {number} (neither the folder {layout.model_shards(number)} nor any "
-            f"of {', '.join(names)}): load a checkpoint of as many models."
+            f"of {', '.join(names)}): load a checkpoint of a run that had at least as many models."
         )
     return found
 

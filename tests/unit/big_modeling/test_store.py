@@ -242,7 +242,7 @@ def test_what_is_on_disk_is_not_written_again(tmp_path: Path) -> None:
 def test_weights_without_a_value_must_be_on_disk(tmp_path: Path) -> None:
     keep_on_disk(tmp_path, {"a": torch.ones(2)})
     keep_on_disk(tmp_path, {"a": torch.empty(2, device="meta")})
-    with pytest.raises(ValueError, match="b shall be offloaded to disk, but has no value"):
+    with pytest.raises(ValueError, match="b cannot be offloaded to disk: it has no value"):
         keep_on_disk(tmp_path, {"b": torch.empty(2, device="meta")})
 
 

@@ -666,11 +666,11 @@ def test_places_of_more_loaders_than_there_are(tmp_path: Path, late: bool, caplo
         accelerator = Accelerator(cpu=True) if late else prepared(2)[0]
         caplog.clear()
         accelerator.load_state(tmp_path / folder)
-        told = [text for text in caplog.messages if "the places of 2 loaders" in text]
+        told = [text for text in caplog.messages if "the positions of 2 data loaders" in text]
         assert len(told) == (folder == "inside")  # between two epochs nothing is lost
         assert all(f"{int(not late)} prepared" in text and "loader 1" in text for text in told)
     accelerator, _ = prepared(2)
     accelerator.prepare(DataLoader(Numbers(SAMPLES)), DataLoader(Numbers(SAMPLES)))
     caplog.clear()
     accelerator.load_state(tmp_path / "inside")
-    assert "the places of" not in caplog.text  # all of them were taken
+    assert "the positions of" not in caplog.text  # all of them were taken
