@@ -238,9 +238,9 @@ class Saving(AcceleratorBase):
         lost = [number for number, state in enumerate(states) if number >= len(self._dataloaders) and state["inside"]]
         if lost and self.is_main_process:
             logger.warning(
-                f"The checkpoint holds the positions of {len(states)} data loaders, but only "
-                f"{len(self._dataloaders)} are prepared, so the position of loader {lost[0]} within its epoch is "
-                "lost: prepare the same loaders in the same order as in the run that saved, before `load_state`."
+                f"The checkpoint holds the positions of {len(states)} data loaders, but this run has "
+                f"{len(self._dataloaders)} prepared, so the position of loader {lost[0]} within its epoch is lost: "
+                "prepare the same loaders in the same order as in the run that saved, before `load_state`."
             )
         changes = []
         for number, (loader, state) in enumerate(zip(self._dataloaders, states, strict=False)):

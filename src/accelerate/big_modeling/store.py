@@ -323,7 +323,7 @@ def keep_on_disk(folder: str | os.PathLike[str], state_dict: Mapping[str, torch.
     if lost:
         raise ValueError(
             f"{', '.join(lost)} cannot be offloaded to disk: {'they have' if len(lost) > 1 else 'it has'} no value "
-            f"(meta device), and {folder} holds none either; load the weights first, or give the folder that holds them."
+            f"(meta device), and {folder} holds none either; load the weights first, or name the folder that has them."
         )
     _write_all(folder, {name: weight for name, weight in state_dict.items() if not _lies_there(there, name, weight)})
     if not os.path.exists(os.path.join(folder, INDEX)):
