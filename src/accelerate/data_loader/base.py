@@ -266,7 +266,7 @@ class DataLoaderAdapter:
         """The same loader for the rest of an epoch of which `count` samples are done, in batches of any size."""
         dataset, batches, skip_batches = self.dataset, same_batches(self), 0
         if not isinstance(dataset, IterableDataset):
-            batches = {name: _rest(value, count) for name, value in batches.items()}
+            batches = {name: _rest(name, value, count) for name, value in batches.items()}
         elif self.num_workers == 0:
             dataset = without_first_samples(dataset, count)
         else:
@@ -332,11 +332,12 @@ class DataLoaderAdapter:
             self.adjust_state_dict_for_prefetch()
 
 
-def _rest(batches: Any, count: int) -> Any:
-    """What decides the batches of a loader, after `count` samples."""
+def _rest(argument: str, batches: Any, count: int) -> Any:
+    """What decides the batches of a loader (an argument of it), after `count` samples."""
     if batches is None:  # batch_size=None
         return None
-    if isinstance(batches, (BatchSampler, SamplerShard)):
+    # A batch sampler need not be of torch's class.
+    if argument == "batch_sampler" or isinstance(batches, (BatchSampler, SamplerShard)):
         return without_samples(batches, count)
     return SkipSampler(batches, count)
 
