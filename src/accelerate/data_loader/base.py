@@ -26,6 +26,7 @@ class DataLoaderStateMixin:
     remainder: how many samples of the last global batch are no repeats, -1 when that is not known.
     real_samples: how many samples of this process's batch at hand are no repeats, None for a full batch without.
     batch_samples: how many samples that batch has, where some are repeats, or where it is smaller than the others.
+    lengths_of_values: how many values `gather_for_metrics` was given for full batches.
     """
 
     end_of_dataloader = False
@@ -33,6 +34,7 @@ class DataLoaderStateMixin:
     remainder = -1
     real_samples: int | None = None
     batch_samples: int | None = None
+    lengths_of_values: set[int]
 
     gradient_state: GradientState
     position: Position
@@ -52,6 +54,7 @@ class DataLoaderStateMixin:
         self.ends_everywhere = False
         self.remainder = -1
         self.real_samples = self.batch_samples = None
+        self.lengths_of_values = set()
 
     def begin(self) -> None:
         """An iteration starts."""
