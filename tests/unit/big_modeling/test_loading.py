@@ -707,14 +707,14 @@ def test_an_index_that_leads_out_of_its_folder(model: Net, tmp_path: Path) -> No
     folder = tmp_path / "inside"
     folder.mkdir()
     for name in ("../outside/model.safetensors", str(outside), "a/../../outside/model.safetensors", "", 3, "a\0b"):
-        index = {"weight_map": {key: name for key in model.state_dict()}}
+        index = {"weight_map": dict.fromkeys(model.state_dict(), name)}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
         for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
             with pytest.raises(CheckpointError, match=r"index\.json is damaged \(.*is not in its folder\)"):
                 load(Net(), folder)
     # A link is a file of the folder all the same: caches of downloads are full of them.
     (folder / "linked.safetensors").symlink_to(outside)
-    index = {"weight_map": {key: "linked.safetensors" for key in model.state_dict()}}
+    index = {"weight_map": dict.fromkeys(model.state_dict(), "linked.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     loaded = Net()
     load_checkpoint_in_model(loaded, folder)
