@@ -16,7 +16,7 @@ ROOT = Path(accelerate.__file__).parent
 
 # A part may import only what stands in an earlier row.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "constants", "text", "lazy", "arrays", "per_rank", "bundle"),
+    ("errors", "constants", "text", "lazy", "arrays", "bounded", "per_rank", "bundle"),
     ("doors",),
     ("torch_internals",),
     ("versions",),

@@ -743,3 +743,41 @@ def test_windows_counted_by_hand(tmp_path: Path, processes: int) -> None:
     # Gradients are written where they wait for a step, and not where the step was taken.
     written = [(tmp_path / str(step) / "gradients_0.safetensors").exists() for step in (1, 2, 3, 4, 5, 6)]
     assert written == [True, True, False, True, True, False]
+
+
+class InOrder:
+    """Batches of a class that torch does not know."""
+
+    batch_size, drop_last = 4, False
+
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]])
+
+
+def dispatched_by_own_batches(folder: str, saves: bool) -> list[int]:
+    config = DataLoaderConfiguration(exact_resume=True, dispatch_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    batches: Any = InOrder()
+    loader = accelerator.prepare(DataLoader(Numbers(11), batch_sampler=batches))
+    if not saves:
+        accelerator.load_state(folder)
+    seen: list[int] = []
+    for batch in loader:
+        seen += accelerator.gather_for_metrics(batch).tolist()
+        if saves:
+            accelerator.save_state(folder)
+            break
+    return seen
+
+
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 2), (2, 1)])
+def test_dispatched_batches_of_ones_own_go_on_with_another_number_of_processes(
+    tmp_path: Path, saved: int, loaded: int
+) -> None:
+    folder = str(tmp_path / "checkpoint")
+    before = run_world(dispatched_by_own_batches, saved, folder, True)[0]
+    after = run_world(dispatched_by_own_batches, loaded, folder, False)[0]
+    assert before + after == list(range(11))

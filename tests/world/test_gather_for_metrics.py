@@ -175,6 +175,11 @@ def every_kind_of_value(n: int, size: int) -> None:
             pairs = gather((words, words))
             note("lists in a tuple", [word for entry in pairs[::2] for word in entry])
             note("samples", [item["id"] for item in gather([{"id": i, "x": torch.ones(i)} for i in batch.tolist()])])
+            note("a list beside nothing", gather((words, None))[0])
+            note("a tuple beside nothing", gather((tuple(words), None))[0])
+            inside = gather({"id": batch, "texts": (words, words, None)})["texts"]
+            note("lists in a larger structure", inside[0])
+            note("the second of them", inside[1])
             record = gather(Record(batch, words))
             note("dataclass", record.label)
             note("words of a dataclass", record.words)
@@ -199,7 +204,7 @@ def every_kind_of_value(n: int, size: int) -> None:
                 values = [int(word[1:]) for word in values]
             count = 2 * n if name == "two per sample" else n
             assert Counter(values) == {i * factor: 1 for i in range(count)}, (name, n, size, dispatch, values)
-        assert len(found) == 21
+        assert len(found) == 25
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -332,3 +337,26 @@ def test_values_for_a_full_batch_count_the_samples_there_are(processes: int) -> 
     for found in run_world(values_for_a_full_batch, processes):
         for name, lengths in found.items():
             assert sum(lengths) == 10 or (name == "uneven" and not lengths), (name, lengths)
+
+
+def two_equal_values_for_each_sample() -> dict[str, int]:
+    """Nothing but their number tells them from one value for each sample of a full batch."""
+    found = {}
+    for name, dataset in {"map": Numbers(10), "stream": Stream(11), "stream with a length": SizedStream(11)}.items():
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(dataset, batch_size=4))
+        found[name] = 0
+        for batch in loader:
+            found[name] += len(accelerator.gather_for_metrics(torch.zeros(2 * len(batch))))
+        alone = accelerator.prepare(DataLoader(SizedStream(2), batch_size=4))
+        found[name + ", in one batch"] = sum(
+            len(accelerator.gather_for_metrics({"a": torch.zeros(2 * len(batch))})["a"]) for batch in alone
+        )
+    return found
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_two_equal_values_for_each_sample_of_a_short_last_batch_are_both_kept(processes: int) -> None:
+    for found in run_world(two_equal_values_for_each_sample, processes):
+        alone = {name: 4 for name in found if name.endswith("one batch")}
+        assert found == {"map": 20, "stream": 22, "stream with a length": 22} | alone

@@ -30,6 +30,8 @@ class Collecting(AcceleratorBase):
         """
         loader = self.gradient_state.active_dataloader
         real = None if loader is None else loader.real_samples
+        if loader is not None and real is None:
+            _note_lengths(input_data, loader)
         if self.num_processes == 1 and real is None:
             return input_data
         if self._outputs_repeat:
@@ -38,10 +40,13 @@ class Collecting(AcceleratorBase):
             return ops.gather_object(input_data if real is None else input_data[: _kept(len(input_data), loader)])
         # Before the cut, which may leave a rank with an empty list: every rank must decide alike.
         only_tensors = _only_tensors(input_data)
+        one_after_the_other = _are_only_lists_of_objects(input_data)
         if real is not None:
             input_data = _without_repeats(input_data, loader)
         if self.num_processes == 1:
             return input_data
+        if one_after_the_other:
+            return ops.gather_object(input_data)
         return ops.gather(input_data) if only_tensors else _gather_mixed(input_data)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -89,10 +94,24 @@ def _kept(length: int, loader: Any) -> int:
 
 def _is_for_a_full_batch(data: Any, loader: Any) -> bool:
     """Whether a smaller last batch got one value for every sample of a full one, as by `loss.repeat(batch_size)`."""
-    length = len(data)
-    if not loader.batch_samples < length == loader.own_batch_size or data.ndim != 1:
+    length, full = len(data), loader.own_batch_size
+    if not loader.batch_samples < length == full or data.ndim != 1:
         return False
-    return length % loader.batch_samples != 0 or bool((data == data[0]).all())
+    per_sample, rest = divmod(length, loader.batch_samples)
+    if rest:
+        return True
+    # Or it got several for each of its samples, which may all be equal: full batches have told which of the two.
+    usual = loader.lengths_of_values
+    return full in usual and full * per_sample not in usual and bool((data == data[0]).all())
+
+
+def _note_lengths(data: Any, loader: Any) -> None:
+    """Remember how many values a full batch gets."""
+    recursively_apply(lambda values: loader.lengths_of_values.add(len(values)), data, test_type=_is_row)
+
+
+def _is_row(data: Any) -> bool:
+    return (isinstance(data, torch.Tensor) or _is_array(data)) and data.ndim == 1
 
 
 def _without_repeats(data: Any, loader: Any) -> Any:
@@ -100,14 +119,14 @@ def _without_repeats(data: Any, loader: Any) -> Any:
         if data.ndim == 0:
             return data
         return data[: loader.real_samples if _is_for_a_full_batch(data, loader) else _kept(len(data), loader)]
-    if _is_list_of_objects(data) and not _is_tuple_of_lists(data):
+    if _is_list_of_objects(data):
         return data[: _kept(len(data), loader)]
     return map_items(lambda item: _without_repeats(item, loader), data) if is_nested(data) else data
 
 
 def _is_list_of_objects(data: Any) -> bool:
     """Whether a list or tuple is one of objects, as a rule one for each sample, rather than a nesting of tensors."""
-    if not isinstance(data, (list, tuple)):
+    if not isinstance(data, (list, tuple)) or _is_tuple_of_lists(data):
         return False
     return not _holds_tensors(data) or (isinstance(data, list) and _are_samples(data))
 
@@ -129,8 +148,16 @@ def _is_array(data: Any) -> bool:
 
 
 def _is_tuple_of_lists(data: Any) -> bool:
-    """Such as `(predictions, references)`; a list of lists has one list per sample."""
-    return isinstance(data, tuple) and all(isinstance(item, list) for item in data)
+    """Such as `(predictions, references)` or `(predictions, None)`; a list of lists has one list per sample."""
+    if not isinstance(data, tuple):
+        return False
+    tuples = [isinstance(item, tuple) for item in data]
+    return any(isinstance(item, list) for item in data) or (any(tuples) and not all(tuples))
+
+
+def _are_only_lists_of_objects(data: Any) -> bool:
+    """Such as `(predictions, references)`, and nothing around it: the released package chains the lists."""
+    return isinstance(data, tuple) and all(isinstance(item, list) for item in data) and not _holds_tensors(data)
 
 
 def _only_tensors(data: Any) -> bool:

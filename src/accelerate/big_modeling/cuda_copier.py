@@ -14,7 +14,7 @@ from accelerate.big_modeling.locked_files import LockedFiles
 from accelerate.big_modeling.pagelock import SMALL, LockedCopies, PageLocks
 from accelerate.big_modeling.slot import Slot
 from accelerate.big_modeling.staging import Job, Stager
-from accelerate.big_modeling.store import FileRange
+from accelerate.big_modeling.store import FileRange, bytes_of
 from accelerate.big_modeling.tensors import has_plain_memory
 from accelerate.devices import page_lock
 
@@ -103,7 +103,7 @@ class CudaCopier:
                         staged.append((source, out))
                         read.append(source)
                     else:
-                        direct.append((locked, out.view(-1).view(torch.uint8)))
+                        direct.append((locked, bytes_of(out)))
                 elif self._is_direct(source):
                     direct.append((source, out))
                 else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping
@@ -12,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from accelerate.big_modeling.store import FileRange, Reader, SafetensorsFile
+from accelerate.big_modeling.store import FileRange, Reader, SafetensorsFile, bytes_of
+from accelerate.bounded import is_inside, read_json
 from accelerate.checkpoint.files import read_torch
 from accelerate.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.errors import CheckpointError, MissingFile, Unfit
@@ -67,11 +67,6 @@ class Held(NamedTuple):
         target.copy_(bytes_of(self.tensor)[start : start + len(address)])
 
 
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of a contiguous tensor as bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
 def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
     """Returns the files of a checkpoint: a file of weights, the index of its shards, or the folder of either."""
     path = Path(checkpoint)
@@ -95,12 +90,14 @@ def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
 
 def _indexed(index: Path) -> list[Path]:
     try:
-        content = json.loads(index.read_bytes())
+        content = read_json(index)
         names = set(content.get("weight_map", content).values())  # some tools write the map and nothing else
         if not names:
             raise ValueError("it names no files")
+        if outside := sorted(str(name) for name in names if not is_inside(name)):
+            raise ValueError(f"{outside[0]!r} is not in its folder")
         return [index.parent / name for name in sorted(names)]
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, OSError) as error:
         raise CheckpointError(f"{index} is damaged ({error}): save the model again.") from error
 
 
@@ -130,6 +127,8 @@ def _open_safetensors(path: Path) -> dict[str, FileRange]:
         # An absolute path, since it may be kept for as long as the model lives.
         file = SafetensorsFile(path.absolute())
         ranges = {name: file.range_of(name) for name in file}
+    except CheckpointError:
+        raise
     except FileNotFoundError:
         raise MissingFile(f"{path} is missing: put it back, or load another checkpoint.") from None
     except (ValueError, KeyError, TypeError, AttributeError, OSError, MemoryError, OverflowError) as error:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from accelerate.big_modeling.store import FileRange, read_fully
+from accelerate.big_modeling.store import FileRange, bytes_of, read_fully
 
 # Small enough that all readers have work while two blocks are on their way: one alone is far slower than the bus.
 PART = 4 * 1024 * 1024
@@ -151,7 +151,7 @@ class Stager:
             for source, out in pairs:
                 if source.nbytes:
                     opened = job.open(source)
-                    pieces = out.view(-1).view(torch.uint8).split(self._size)
+                    pieces = bytes_of(out).split(self._size)
                     parts += [_Part(job, opened, self._size * i, piece) for i, piece in enumerate(pieces)]
         except OSError as error:
             job.error = error

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from accelerate.bounded import read_json, safetensors_header
 from accelerate.errors import CheckpointError
 
 INDEX = "index.json"
@@ -134,7 +135,7 @@ class FileRange(NamedTuple):
         try:
             handle = reader.open(self)
             if handle is None:
-                address[:] = self.mapped().reshape(-1).view(torch.uint8)[start : start + len(address)].numpy().data
+                address[:] = bytes_of(self.mapped())[start : start + len(address)].numpy().data
             else:
                 read_fully(handle, address, self.offset + start, self.path)
         except OSError as error:
@@ -164,6 +165,12 @@ class Reader:
             self._handle = None
 
 
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a contiguous tensor as bytes."""
+    # Not `view(-1)`: a single element may keep the stride of the row it was taken from, which no view of bytes has.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
 def read_fully(handle: int, address: memoryview, offset: int, path: str) -> None:
     """Fill `address` with the bytes of an open file from `offset` on."""
     done = os.preadv(handle, [address], offset)
@@ -179,30 +186,13 @@ class SafetensorsFile:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        with open(self.path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            self._entries: dict[str, Any] = json.loads(file.read(length))
-        self._start = 8 + length
         self._file = KeptFile(self.path)
+        try:
+            self._entries, self._start = safetensors_header(self.path)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{self.path} cannot be read ({reason}): load another checkpoint.") from error
         self.metadata: dict[str, str] | None = self._entries.pop("__metadata__", None)
-        self._check_places()
-
-    def _check_places(self) -> None:
-        """In a file that is whole, tensors lie one behind the other, from the header to the end."""
-        last = 0
-        for begin, end, name in sorted((*entry["data_offsets"], name) for name, entry in self._entries.items()):
-            if begin != last:
-                raise CheckpointError(
-                    f"{self.path} is damaged, since its header has {name} begin at byte {begin} and what is before it "
-                    f"end at {last}: load another checkpoint."
-                )
-            last = end
-        size = len(self._file.bytes)
-        if self._start + last != size:
-            raise CheckpointError(
-                f"{self.path} has {size} bytes and should have {self._start + last}: it was not written to its end, or "
-                "is damaged, so load another checkpoint."
-            )
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -243,7 +233,7 @@ def offload_weight(
     raw = weight.detach().to("cpu").contiguous().resolve_conj().resolve_neg()
     with _draft_of(os.path.join(offload_folder, f"{weight_name}.dat")) as draft, open(draft, "wb") as file:
         if raw.numel():
-            file.write(raw.view(-1).view(torch.uint8).numpy().data)
+            file.write(bytes_of(raw).numpy().data)
     index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
     return index
 
@@ -298,7 +288,7 @@ def load_offload_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content: dict[str, Any] = json.loads(path.read_bytes())
+        content: dict[str, Any] = read_json(path)
         if not isinstance(content, dict):
             raise ValueError(f"it holds a {type(content).__name__}")
     except ValueError as error:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from accelerate import files
+from accelerate import bounded, files
 from accelerate.checkpoint import stream, torchfile
 from accelerate.checkpoint.disk import Entry
 from accelerate.errors import CheckpointError, MissingFile
@@ -95,6 +95,7 @@ def _tensor(value: Any, name: str) -> torch.Tensor:
 def read_torch(path: Path, map_location: Any = "cpu", **kwargs: Any) -> Any:
     """Read a file of tensors and plain values; anything else that it asks for is refused by name."""
     with explaining(path):
+        bounded.check_plain(path)
         return files.load(path, map_location=map_location, **kwargs)
 
 
@@ -136,7 +137,7 @@ def _names_in(path: Path) -> Iterator[str]:
         with zipfile.ZipFile(path) as archive:
             pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
     else:
-        pickled = path.read_bytes()
+        pickled = bounded.read_text(path)
     file = io.BytesIO(pickled)
     while file.tell() < len(pickled):
         words: list[str] = []

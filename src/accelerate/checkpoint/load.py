@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import re
+import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
@@ -145,12 +146,14 @@ def load(
     verified: whether the checksums were compared already.
     """
     hooks = list(hooks)
+    end = time.monotonic() + _PATIENCE
     for attempt in itertools.count(1):
         try:
             loaded, puts = _read(run, folder, engine, hooks, verified, torch_load or {}, kwargs)
             break
         except _Replaced as error:
-            if attempt == _ATTEMPTS:
+            # By the clock of the first process, so that all go on or none.
+            if agree(None, run.rank, attempt >= _ATTEMPTS and time.monotonic() > end)[0]:
                 raise CheckpointError(str(error)) from None
     failure: Exception | None = None
     undo = ExitStack()
@@ -248,8 +251,9 @@ class _Replaced(CheckpointError):
     """Another run has saved to the folder meanwhile; what is there now can be read."""
 
 
-# Who saves all the time to a folder that is read all the time gets to know it.
+# Who saves to a folder without a pause gets to know it, after so many attempts to read it in so many seconds.
 _ATTEMPTS = 10
+_PATIENCE = 60.0
 
 
 def _see_that_it_is_the_same(folder: Path, began: Any, rank: int, kind: type[CheckpointError]) -> None:

@@ -6,12 +6,13 @@ import json
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import accelerate
+from accelerate.bounded import is_inside, open_plain, read_json
 from accelerate.checkpoint import layout, stream
 from accelerate.checkpoint.disk import Entry
 from accelerate.checkpoint.files import explaining
@@ -57,7 +58,7 @@ class Manifest:
         try:
             if _is_of_torch(folder / layout.random_states(0)):
                 return None
-            content: dict[str, Any] = json.loads(path.read_bytes())
+            content: dict[str, Any] = read_json(path)
             if content["format"] > _FORMAT:
                 raise CheckpointError(
                     f"{path} has format {content['format']}, and this version of accelerate reads up to {_FORMAT}: "
@@ -66,7 +67,7 @@ class Manifest:
             if content.pop("crc32") != _sum(content):
                 raise ValueError("its checksum is not the one it was written with")
             files = {str(name): Entry(int(e["size"]), list(e["crc32"])) for name, e in content["files"].items()}
-            if outside := [name for name in files if not _is_inside(PurePath(name))]:
+            if outside := [name for name in files if not is_inside(name)]:
                 raise ValueError(f"{outside[0]!r} is not in its folder")
             save = str(content.get("save", ""))
             return cls(files, int(content["world_size"]), str(content["strategy"]), save, dict(content["versions"]))
@@ -101,11 +102,6 @@ class Manifest:
                     stream.read_file(path, entry=expected)
 
 
-def _is_inside(name: PurePath) -> bool:
-    """Whether a name is that of a file in the folder; no system has one with a NUL in it."""
-    return bool(name.parts) and not name.is_absolute() and ".." not in name.parts and "\0" not in str(name)
-
-
 def _sum(content: dict[str, Any]) -> int:
     """The checksum of a manifest, which does not depend on how it is laid out."""
     return stream.crc32(json.dumps(content, sort_keys=True).encode())
@@ -126,7 +122,7 @@ def _is_of_torch(path: Path) -> bool:
     start = 30  # of the first name in an archive
     name = f"{path.stem}/".encode()
     try:
-        with open(path, "rb") as file:
+        with open_plain(path) as file:
             return file.read(start + len(name))[start:] == name
     except OSError:
         return False

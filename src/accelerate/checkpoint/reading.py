@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import zipfile
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from accelerate.bounded import check_plain, safetensors_header
 from accelerate.checkpoint import disk, files, host, stream, torchfile
 from accelerate.checkpoint.disk import Entry
 from accelerate.errors import CheckpointError
@@ -79,6 +79,8 @@ class Reader:
     def content(self, name: str, place: Places = lambda keys: CPU) -> Any:
         """What is in a file of `torch.save`; large tensors where `place` says."""
         path = self.path(name)
+        with files.explaining(path):
+            check_plain(path)
         if not zipfile.is_zipfile(path):
             return files.read_torch(path)  # as torch did before 1.6; it is compared later on
         with files.explaining(path):
@@ -109,14 +111,13 @@ class Reader:
 
     def _safetensors(self, name: str, place: Places) -> dict[str, torch.Tensor]:
         path = self.path(name)
+        with files.explaining(path):
+            header, start = safetensors_header(path)
         found = files.read_safetensors(path)
         mapped = self._mapped(path)
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
         places = []
         for key, stored in found.items():
-            target, offset = place((key,)), 8 + length + header[key]["data_offsets"][0]
+            target, offset = place((key,)), start + header[key]["data_offsets"][0]
             if isinstance(target, torch.Tensor):
                 if self._takes(target, stored, mapped[offset : offset + stored.nbytes], path):
                     found[key] = target

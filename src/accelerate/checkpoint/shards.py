@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
+from accelerate.bounded import open_plain
 from accelerate.checkpoint import disk
 from accelerate.checkpoint.agreement import explained
 from accelerate.checkpoint.disk import Entry
@@ -160,7 +161,7 @@ class FolderReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self.path) / ".metadata"
         try:
-            with open(path, "rb") as file:
+            with open_plain(path) as file:
                 metadata: Metadata = _Unpickler(file).load()
         except FileNotFoundError:
             raise CheckpointError(

@@ -246,7 +246,19 @@ def read(path: Path) -> dict[str, Any]:
         if not isinstance(inside, dict | None):
             kind = type(inside).__name__
             raise ValueError(f"`{section}` in {path} should hold names and values, but holds {kind}.")
+        _check_keys(inside or {}, f"`{section}` in {path}")
+    _check_keys(content, f"The config file {path}")
     return content
+
+
+def _check_keys(content: Mapping[Any, Any], where: str) -> None:
+    """Refuses keys that are no words, which could not even be sorted among the others."""
+    for key in content:
+        if not isinstance(key, str):
+            raise ValueError(
+                f"{where} has the key {key!r}, a {type(key).__name__}, where a name belongs: correct it, or put it in "
+                "quotes if YAML takes it for something else (on, off, yes and no are true and false to it)."
+            )
 
 
 def write(content: dict[str, Any], path: Path) -> None:

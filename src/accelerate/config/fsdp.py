@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.config.environment import parse_flag_from_env, str_to_bool
 from accelerate.config.fsdp_values import DTYPES, PREFIX, give_memory, member, precision_policy, version_of
-from accelerate.config.wrap_policy import POLICIES
+from accelerate.config.wrap_policy import POLICIES, min_num_params
 from accelerate.constants import FSDP2_STATE_DICT_TYPE
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ class FullyShardedDataParallelPlugin:
         else:
             self._set_reshard()
             self._drop_version_1()
+        min_num_params()  # also where nothing asks for it yet: a wrong number would pass unseen
         self._set_wrap_policy()
         self._set_flags()
         self.set_cpu_offload()

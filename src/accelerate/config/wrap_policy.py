@@ -65,6 +65,15 @@ class TransformerBased(WrapPolicy):
         return self.made(transformer_layer_cls={classes[name] for name in names if name in classes})
 
 
+def min_num_params() -> int:
+    """What the environment says of the smallest part that is gathered by itself; 0 for nothing."""
+    text = os.environ.get("FSDP_MIN_NUM_PARAMS", "0")
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"FSDP_MIN_NUM_PARAMS is {text!r}: give a whole number.") from None
+
+
 class SizeBased(WrapPolicy):
     """Parts with at least so many parameters."""
 
@@ -72,7 +81,7 @@ class SizeBased(WrapPolicy):
 
     def read_variables(self, plugin: Any) -> None:
         if plugin.min_num_params is None:
-            plugin.min_num_params = int(os.environ.get("FSDP_MIN_NUM_PARAMS", 0))
+            plugin.min_num_params = min_num_params()
 
     def of_model(self, plugin: Any, model: nn.Module) -> Any:
         if not plugin.min_num_params:

@@ -26,6 +26,7 @@ class DataLoaderStateMixin:
     remainder: how many samples of the last global batch are no repeats, -1 when that is not known.
     real_samples: how many samples of this process's batch at hand are no repeats, None for a full batch without.
     batch_samples: how many samples that batch has, where some are repeats, or where it is smaller than the others.
+    lengths_of_values: how many values `gather_for_metrics` was given for full batches.
     """
 
     end_of_dataloader = False
@@ -33,6 +34,7 @@ class DataLoaderStateMixin:
     remainder = -1
     real_samples: int | None = None
     batch_samples: int | None = None
+    lengths_of_values: set[int]
 
     gradient_state: GradientState
     position: Position
@@ -52,6 +54,7 @@ class DataLoaderStateMixin:
         self.ends_everywhere = False
         self.remainder = -1
         self.real_samples = self.batch_samples = None
+        self.lengths_of_values = set()
 
     def begin(self) -> None:
         """An iteration starts."""
@@ -266,7 +269,7 @@ class DataLoaderAdapter:
         """The same loader for the rest of an epoch of which `count` samples are done, in batches of any size."""
         dataset, batches, skip_batches = self.dataset, same_batches(self), 0
         if not isinstance(dataset, IterableDataset):
-            batches = {name: _rest(value, count) for name, value in batches.items()}
+            batches = {name: _rest(name, value, count) for name, value in batches.items()}
         elif self.num_workers == 0:
             dataset = without_first_samples(dataset, count)
         else:
@@ -332,11 +335,12 @@ class DataLoaderAdapter:
             self.adjust_state_dict_for_prefetch()
 
 
-def _rest(batches: Any, count: int) -> Any:
-    """What decides the batches of a loader, after `count` samples."""
+def _rest(argument: str, batches: Any, count: int) -> Any:
+    """What decides the batches of a loader (an argument of it), after `count` samples."""
     if batches is None:  # batch_size=None
         return None
-    if isinstance(batches, (BatchSampler, SamplerShard)):
+    # A batch sampler need not be of torch's class.
+    if argument == "batch_sampler" or isinstance(batches, (BatchSampler, SamplerShard)):
         return without_samples(batches, count)
     return SkipSampler(batches, count)
 

@@ -73,12 +73,14 @@ def choose(environ: Mapping[str, str], cpu: bool = False, devices: Sequence[Devi
     """The device that the script, then the environment, then the machine asks for."""
     wanted = environ.get("ACCELERATE_TORCH_DEVICE", "")
     name, _, index = wanted.partition(":")
-    if cpu or _flag(environ, "ACCELERATE_USE_CPU"):
+    if wanted and (name not in {device.name for device in devices} or (index and not index.isdigit())):
+        known = ", ".join(device.name for device in devices)
+        raise Unfit(f"ACCELERATE_TORCH_DEVICE is {wanted!r}: write it like `cuda` or `cuda:1`, with one of {known}.")
+    asked_for_cpu = _flag(environ, "ACCELERATE_USE_CPU")
+    if cpu or asked_for_cpu:
         reason = "the script asked for the CPU" if cpu else "ACCELERATE_USE_CPU is set"
         return Choice(by_name("cpu", devices), int(index) if name == "cpu" and index.isdigit() else None, reason)
     if wanted:
-        if index and not index.isdigit():
-            raise Unfit(f"ACCELERATE_TORCH_DEVICE is {wanted!r}: write it like `cuda` or `cuda:1`.")
         device = by_name(name, devices)
         if not device.available():
             raise Unfit(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from accelerate.environments import mpi, slurm, torchrun
-from accelerate.environments.base import World
+from accelerate.environments.base import World, integer
 
-__all__ = ["LAUNCHERS", "World", "detect"]
+__all__ = ["LAUNCHERS", "World", "detect", "refuse_half_a_world"]
 
 # torchrun first: it is often itself started by mpirun or srun, whose variables are then those of the machine.
 LAUNCHERS: tuple[Callable[[Mapping[str, str]], World | None], ...] = (
@@ -24,3 +24,13 @@ def detect(environ: Mapping[str, str]) -> World:
         if world is not None:
             return world
     return World()
+
+
+def refuse_half_a_world(environ: Mapping[str, str]) -> None:
+    """Raises where `environ` speaks of several processes and nothing says which one this is: each would train alone."""
+    size = integer(environ, ["WORLD_SIZE"], 1) or 1
+    if size > 1 and detect(environ).size == 1 and integer(environ, ["RANK"]) is None:
+        raise ValueError(
+            f"WORLD_SIZE is {size}, but RANK is not set, so this process cannot tell which of the {size} it is: start "
+            "the script with `accelerate launch` or torchrun, which set both, or unset WORLD_SIZE."
+        )

@@ -115,6 +115,8 @@ class PartialState(ProcessControl):
         fork_launched = parse_flag_from_env("FORK_LAUNCHED")
         affinity = parse_flag_from_env("ACCELERATE_CPU_AFFINITY")
         world = environments.detect(os.environ)
+        if "rank" not in kwargs and not (dist.is_available() and dist.is_initialized()):
+            environments.refuse_half_a_world(os.environ)
         choice = devices.choose(os.environ, cpu)
         backend, label = self._prepare_backend(cpu, False, kwargs.get("backend"))
         joined = None

@@ -16,6 +16,7 @@ from torch import nn
 
 from accelerate import (
     cpu_offload,
+    dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
@@ -670,3 +671,86 @@ def test_sparse_tensors_in_torch_files(tmp_path: Path) -> None:
     assert torch.equal(loaded.mask.to_dense(), torch.eye(2)) and torch.equal(loaded.weight, saved.weight)
     load_checkpoint_in_model(plain, tmp_path)  # which has no use for it
     assert torch.equal(plain.weight, saved.weight)
+
+
+class OneElement(nn.Module):
+    """A parameter of one element that keeps the stride of the row it was taken from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([5.0, 7.0])[::2])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("device", ["cpu", "disk"])
+def test_one_element_with_a_stride(tmp_path: Path, device: str) -> None:
+    one = torch.ones(1)
+    torch.save(OneElement().state_dict(), tmp_path / "pytorch_model.bin")
+    model = OneElement()
+    nn.init.zeros_(model.scale)
+    load_checkpoint_in_model(model, tmp_path / "pytorch_model.bin")
+    assert model(one).tolist() == [5.0]
+    dispatched = dispatch_model(OneElement(), {"": device}, main_device="cpu", offload_dir=tmp_path / "disk")
+    assert dispatched(one).tolist() == [5.0]
+    with init_empty_weights():
+        empty_one = OneElement()
+    loaded = load_checkpoint_and_dispatch(
+        empty_one, tmp_path / "pytorch_model.bin", {"": device}, offload_folder=tmp_path / "loaded"
+    )
+    assert loaded(one).tolist() == [5.0]
+
+
+def test_an_index_that_leads_out_of_its_folder(model: Net, tmp_path: Path) -> None:
+    outside = saved(model, tmp_path / "outside") / "model.safetensors"
+    folder = tmp_path / "inside"
+    folder.mkdir()
+    for name in ("../outside/model.safetensors", str(outside), "a/../../outside/model.safetensors", "", 3, "a\0b"):
+        index = {"weight_map": dict.fromkeys(model.state_dict(), name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
+            with pytest.raises(CheckpointError, match=r"index\.json is damaged \(.*is not in its folder\)"):
+                load(Net(), folder)
+    # A link is a file of the folder all the same: caches of downloads are full of them.
+    (folder / "linked.safetensors").symlink_to(outside)
+    index = {"weight_map": dict.fromkeys(model.state_dict(), "linked.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    loaded = Net()
+    load_checkpoint_in_model(loaded, folder)
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+
+
+def test_nesting_without_end_and_numbers_that_are_not_whole(model: Net, tmp_path: Path) -> None:
+    deep = b"[" * 200_000
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(deep)
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+        load_checkpoint_in_model(Net(), tmp_path)
+    index.unlink()
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(deep).to_bytes(8, "little") + deep)
+    with pytest.raises(CheckpointError, match=r"safetensors cannot be read \(it is nested too deeply\)"):
+        load_checkpoint_in_model(Net(), tmp_path)
+    raw = (saved(model, tmp_path / "whole") / "model.safetensors").read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    for wrong in (lambda size: float(size), lambda size: size == 1 or size, lambda size: str(size)):
+        header = json.loads(raw[8:start])
+        name = next(name for name in header if name != "__metadata__")
+        header[name]["shape"] = [wrong(size) for size in [*header[name]["shape"], 1]]
+        text = json.dumps(header).encode()
+        file.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
+        for device_map in (None, {"": "cpu"}):
+            with pytest.raises(CheckpointError, match="where whole ones belong"):
+                load_checkpoint_in_model(Net(), tmp_path, device_map)
+
+
+def test_what_never_ends_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.bin")
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    (tmp_path / "model.safetensors.index.json").symlink_to("/dev/zero")
+    for name in ("pipe.bin", "pipe.safetensors"):
+        with pytest.raises(CheckpointError, match="A device or a pipe, and no file"):
+            open_weights(tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged \(.*A device or a pipe, and no file"):
+        load_checkpoint_in_model(Net(), tmp_path)

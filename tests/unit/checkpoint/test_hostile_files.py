@@ -307,3 +307,43 @@ def test_a_page_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(CheckpointError, match=r"x\.safetensors is damaged"):
         reader.fill()
     assert not left and all((tensor == 5).all() for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("kind", ["device", "pipe"])
+def test_a_manifest_that_never_ends(tmp_path: Path, kind: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_state(tmp_path)
+    for name in ("accelerate_manifest.json", "random_states_0.pkl"):
+        (tmp_path / name).unlink()
+        if kind == "device":
+            (tmp_path / name).symlink_to("/dev/zero")
+        else:
+            os.mkfifo(tmp_path / name)
+        for use in (verify_checkpoint, accelerator.load_state):
+            with pytest.raises(CheckpointError, match=r"A device or a pipe, and no file|has 0 bytes where"):
+                use(tmp_path)
+        accelerator.save_state(tmp_path)  # replaces it
+        verify_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["shared", "a float", "deep", "a list"])
+def test_a_header_that_no_writer_writes(tmp_path: Path, kind: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_state(tmp_path)
+    (tmp_path / "accelerate_manifest.json").unlink()
+    file = tmp_path / "model.safetensors"
+    raw = file.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:start])
+    text = {
+        "shared": json.dumps(header | {"bias": header["bias"] | {"data_offsets": [16, 24]}}).encode(),
+        "a float": json.dumps(header | {"bias": header["bias"] | {"shape": [2.0]}}).encode(),
+        "deep": b"[" * 200_000,
+        "a list": b"[]",
+    }[kind]
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
+    before = model.weight.clone()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        accelerator.load_state(tmp_path)
+    assert torch.equal(model.weight, before)

@@ -78,10 +78,28 @@ def test_replaced_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(load, "read", then)
+    monkeypatch.setattr(load, "_PATIENCE", 0.0)
     _fill(model, 0)
     with pytest.raises(CheckpointError, match="was replaced by another run while it was read, and nothing was loaded"):
         accelerator.load_state(tmp_path / "x")
     assert weights(model).unique().tolist() == [0]
+
+
+def test_replaced_many_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As beside runs that save without a pause: it takes a while, and goes well."""
+    _saved(tmp_path / "new", 2)
+    accelerator, model = _saved(tmp_path / "x", 1)
+    others, plain = [_AnotherRun(tmp_path / "new", tmp_path / "x")] * 25, load.read
+
+    def then(*args: Any, **kwargs: Any) -> Any:
+        if others:
+            others.pop()()
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(load, "read", then)
+    _fill(model, 0)
+    accelerator.load_state(tmp_path / "x")
+    assert weights(model).unique().tolist() == [2] and not others
 
 
 def test_two_runs_publish_one_after_the_other(tmp_path: Path) -> None:

@@ -264,3 +264,19 @@ def test_a_wrong_value_is_named_with_its_file(tmp_path: Path, content: dict[str,
 
 def test_an_empty_variable_is_no_place() -> None:
     assert file.folder({"HF_HOME": "", "XDG_CACHE_HOME": ""}) == Path.home() / ".cache/huggingface/accelerate"
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "key"),
+    [
+        ("dynamo_config: {on: 1}", "`dynamo_config` in", "True, a bool"),
+        ("fsdp_config: {1: 2, a: 3}", "`fsdp_config` in", "1, a int"),
+        ("foo: 2\n3: 4\n", "The config file", "3, a int"),
+        ("null: 3", "The config file", "None, a NoneType"),
+    ],
+)
+def test_a_key_that_is_no_word_is_named(tmp_path: Path, text: str, where: str, key: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=rf"^{where} .*config.yaml has the key {key}, where a name belongs"):
+        load_config_from_file(path)

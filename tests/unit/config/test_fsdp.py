@@ -263,3 +263,11 @@ def test_loading_on_the_first_process() -> None:
     assert module[0].weight.is_meta  # one module at a time, as torch asks for
     give_memory(module[0])
     assert not module[0].weight.is_meta
+
+
+@pytest.mark.parametrize("policy", ["NO_WRAP", "SIZE_BASED_WRAP"])
+def test_a_smallest_number_of_parameters_that_is_none(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
+    monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", policy)
+    monkeypatch.setenv("FSDP_MIN_NUM_PARAMS", "abc")
+    with pytest.raises(ValueError, match="^FSDP_MIN_NUM_PARAMS is 'abc': give a whole number"):
+        FullyShardedDataParallelPlugin()

@@ -108,3 +108,12 @@ def device_of_this_rank() -> str:
 def test_a_device_that_was_named_is_that_of_every_process() -> None:
     env = {"ACCELERATE_TORCH_DEVICE": "cpu:64"}  # beside ACCELERATE_USE_CPU, which says the same
     assert run_world(device_of_this_rank, 2, env=env) == ["cpu:64", "cpu:64"]
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_variables_that_cannot_be_read_are_named_on_the_cpu_too(cpu: bool) -> None:
+    with pytest.raises(ValueError, match="ACCELERATE_USE_CPU cannot be read: 'perhaps'"):
+        choose({"ACCELERATE_USE_CPU": "perhaps"}, cpu)
+    for more in ({}, {"ACCELERATE_USE_CPU": "yes"}):
+        with pytest.raises(ValueError, match=r"ACCELERATE_TORCH_DEVICE is 'foo:9': .* with one of mps, cuda"):
+            choose({"ACCELERATE_TORCH_DEVICE": "foo:9", **more}, cpu)

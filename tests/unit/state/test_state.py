@@ -287,3 +287,12 @@ def test_split_of_tensors_and_arrays(make: Any) -> None:
 def test_split_of_unequal_values() -> None:
     with pytest.raises(ValueError, match="'a': 1, 'b': 2"):
         parts({"a": [1], "b": [1, 2]}, 2)
+
+
+def test_a_world_without_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="WORLD_SIZE is 2, but RANK is not set"):
+        PartialState(cpu=True)
+    assert not PartialState._shared_state
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert PartialState(cpu=True).num_processes == 1
