@@ -27,6 +27,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("devices",),
     ("state", "machine"),
     ("launch",),
+    ("launch_commands",),
     ("barrier", "logging", "memory", "random", "tqdm", "compilation"),
     ("unwrap", "memory_utils"),
     ("modules", "files"),
