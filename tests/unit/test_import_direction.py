@@ -46,6 +46,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpointing", "accelerator"),
     ("inference", "local_sgd", "launchers", "memory_utils"),
     ("commands",),
+    ("__main__",),
     ("utils",),
     ("test_utils",),
 )
