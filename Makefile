@@ -8,6 +8,7 @@ CLIENTS := .venv-clients
 TORCH_OLDEST := .venv-torch-2.6
 TORCH_MIDDLE := .venv-torch-2.9
 BIN := $(VENV)/bin
+WHEELS := dist
 PIP := -m pip --disable-pip-version-check install --quiet
 # Half of the time a test waits, mostly for processes to start: so two workers. All of a file is run by one of them.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -17,6 +18,7 @@ make_venv = $(PYTHON) -m venv $(1) || \
 	{ $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 
 .PHONY: help quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients torch-oldest torch-middle peer-launch soak \
+	wheel wheel-test \
 	lint format file-map bench
 .DEFAULT_GOAL := help
 
@@ -33,6 +35,8 @@ help:
 	@echo "make clients      transformers, peft, diffusers and trl as released, on this package"
 	@echo "make torch-oldest the tests on the oldest release of torch that is supported"
 	@echo "make torch-middle the tests on a release of torch between the oldest and the current one"
+	@echo "make wheel        a wheel of this package, in dist/"
+	@echo "make wheel-test   the wheel, installed into an environment that has nothing else"
 	@echo "make soak         kill saves at thousands of moments"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite the code"
@@ -140,6 +144,14 @@ torch-oldest: $(TORCH_OLDEST)/.ready
 
 torch-middle: $(TORCH_MIDDLE)/.ready
 	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(or $(ARGS),tests/world tests/contract tests/unit)
+
+# What an earlier build left would be packed again.
+wheel: | $(BIN)/python
+	rm -rf build $(WHEELS)/accelerate-*.whl
+	$(BIN)/python -m pip --disable-pip-version-check wheel --quiet --no-deps --wheel-dir $(WHEELS) .
+
+wheel-test: $(VENV)/.ready-test
+	$(BIN)/python -m pytest tests/install $(ARGS)
 
 # The tests of crashes, with SOAK times as many moments.
 soak: $(VENV)/.ready-test

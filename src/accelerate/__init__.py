@@ -13,41 +13,7 @@ from accelerate.lazy import lazy
 
 __version__ = "2.0.0"
 
-_NAMES = {
-    "Accelerator": "accelerate.accelerator",
-    "AutocastKwargs": "accelerate.config.handlers",
-    "DDPCommunicationHookType": "accelerate.config.enums",
-    "DataLoaderConfiguration": "accelerate.config.data",
-    "DeepSpeedPlugin": "accelerate.config.deepspeed",
-    "DistributedDataParallelKwargs": "accelerate.config.handlers",
-    "DistributedType": "accelerate.config.enums",
-    "FullyShardedDataParallelPlugin": "accelerate.config.fsdp",
-    "GradScalerKwargs": "accelerate.config.handlers",
-    "InitProcessGroupKwargs": "accelerate.config.handlers",
-    "ParallelismConfig": "accelerate.parallelism_config",
-    "PartialState": "accelerate.state",
-    "ProfileKwargs": "accelerate.config.handlers",
-    "cpu_offload": "accelerate.big_modeling.offload",
-    "cpu_offload_with_hook": "accelerate.big_modeling.offload",
-    "debug_launcher": "accelerate.launchers",
-    "disk_offload": "accelerate.big_modeling.offload",
-    "dispatch_model": "accelerate.big_modeling.dispatch",
-    "find_executable_batch_size": "accelerate.memory",
-    "infer_auto_device_map": "accelerate.big_modeling.device_map",
-    "init_empty_weights": "accelerate.big_modeling.meta",
-    "init_on_device": "accelerate.big_modeling.meta",
-    "is_rich_available": "accelerate.available",
-    "load_checkpoint_and_dispatch": "accelerate.big_modeling.dispatch",
-    "load_checkpoint_in_model": "accelerate.big_modeling.loading",
-    "notebook_launcher": "accelerate.launchers",
-    "prepare_pippy": "accelerate.inference",
-    "skip_first_batches": "accelerate.data_loader",
-    "synchronize_rng_states": "accelerate.random",
-}
-
-__all__ = sorted(_NAMES)
-
-__getattr__, __dir__ = lazy(__name__, _NAMES)
+__getattr__, __dir__, __all__ = lazy(__name__)
 sys.modules[__name__].__class__ = Package
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # Files of a checkpoint.
 MODEL_NAME = "pytorch_model"
@@ -98,18 +101,22 @@ TORCH_LAUNCH_PARAMS = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # The one constant that needs torch is made when it is asked for.
-    if name == "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING":
-        from torch import nn
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING: tuple[type[nn.Module], ...]
 
-        return (
-            nn.Conv1d,
-            nn.Conv2d,
-            nn.Conv3d,
-            nn.ConvTranspose1d,
-            nn.ConvTranspose2d,
-            nn.ConvTranspose3d,
-            nn.Linear,
-        )
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # names that are not declared above are errors
+
+    def __getattr__(name: str) -> Any:
+        # The one constant that needs torch is made when it is asked for.
+        if name == "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING":
+            from torch import nn
+
+            return (
+                nn.Conv1d,
+                nn.Conv2d,
+                nn.Conv3d,
+                nn.ConvTranspose1d,
+                nn.ConvTranspose2d,
+                nn.ConvTranspose3d,
+                nn.Linear,
+            )
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

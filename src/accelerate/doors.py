@@ -140,7 +140,7 @@ def find(module: str, name: str) -> Any:
                 return getattr(importlib.import_module(place), there)
         elif module != "accelerate.utils" and not name.startswith("_"):
             public = importlib.import_module("accelerate.utils")
-            if name in public._NAMES:
+            if name in public.__all__:
                 return getattr(public, name)
     except ModuleNotFoundError as error:
         raise AttributeError(f"module {module!r} has no attribute {name!r}: {error}") from error

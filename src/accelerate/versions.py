@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.metadata
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.constants import STR_OPERATION_TO_FUNC
+
+if TYPE_CHECKING:
+    from packaging.version import Version
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
@@ -24,10 +27,14 @@ def is_torch_version(operation: str, version: str) -> bool:
     return compare_versions("torch", operation, version)
 
 
-def __getattr__(name: str) -> Any:
-    # Asked for by scripts alone, and found in the package's files.
-    if name == "torch_version":
-        from packaging.version import parse
+torch_version: Version
 
-        return parse(importlib.metadata.version("torch"))
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # names that are not declared above are errors
+
+    def __getattr__(name: str) -> Any:
+        # Asked for by scripts alone, and found in the package's files.
+        if name == "torch_version":
+            from packaging.version import parse
+
+            return parse(importlib.metadata.version("torch"))
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,6 +27,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("devices",),
     ("state", "machine"),
     ("launch",),
+    ("launch_commands",),
     ("barrier", "logging", "memory", "random", "tqdm", "compilation"),
     ("unwrap", "memory_utils"),
     ("modules", "files"),
@@ -45,6 +46,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("checkpointing", "accelerator"),
     ("inference", "local_sgd", "launchers", "memory_utils"),
     ("commands",),
+    ("__main__",),
     ("utils",),
     ("test_utils",),
 )

@@ -18,6 +18,7 @@ from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, RNGType
 from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -26,6 +27,7 @@ from accelerate.config.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
+from accelerate.config.parallel import TorchTensorParallelPlugin
 from accelerate.config.project import ProjectConfiguration
 from accelerate.errors import NotYetSupported, WrongHandler
 from accelerate.optimizer import AcceleratedOptimizer
@@ -70,10 +72,10 @@ class AcceleratorBase(ProcessControl):
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: Any = None,
-        fsdp_plugin: Any = None,
-        torch_tp_plugin: Any = None,
+        fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+        torch_tp_plugin: TorchTensorParallelPlugin | None = None,
         megatron_lm_plugin: Any = None,
-        rng_types: list[Any] | None = None,
+        rng_types: list[str | RNGType] | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
@@ -83,7 +85,7 @@ class AcceleratorBase(ProcessControl):
         dynamo_backend: DynamoBackend | str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
-        parallelism_config: Any = None,
+        parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         _check_settings(kwargs_handlers, project_config, rng_types)
         self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,14 +12,17 @@ from accelerate.comm import ops
 from accelerate.comm.tree import is_nested, map_items, recursively_apply
 from accelerate.strategies import Outputs
 
+Nested = TypeVar("Nested")  # a tensor, or lists, tuples and dicts of them: what goes in comes out
+
 
 class Collecting(AcceleratorBase):
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Nested) -> Nested:
         """Concatenate the tensors of nested data over all processes along the first dimension.
 
         Lengths may differ between processes; values without a dimension come back as one row per process.
         """
-        return ops.gather(tensor)
+        gathered: Nested = ops.gather(tensor)
+        return gathered
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """`gather` for evaluation loops: exactly one value per sample, without the repeats that fill the last batch.
@@ -49,13 +52,17 @@ class Collecting(AcceleratorBase):
             return ops.gather_object(input_data)
         return ops.gather(input_data) if only_tensors else _gather_mixed(input_data)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: Nested, reduction: str = "sum", scale: float = 1.0) -> Nested:
         """The sum ("sum"), mean ("mean") or maximum ("max") over all processes of each tensor of nested data."""
-        return ops.reduce(tensor, reduction, scale)
+        reduced: Nested = ops.reduce(tensor, reduction, scale)
+        return reduced
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(
+        self, tensor: Nested, dim: int = 0, pad_index: float = 0, pad_first: bool = False
+    ) -> Nested:
         """Pad tensors along `dim` to the largest size over all processes, so that they can be gathered."""
-        return ops.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+        padded: Nested = ops.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+        return padded
 
     def set_trigger(self) -> None:
         """Raise a flag that `check_trigger` sees on every process."""

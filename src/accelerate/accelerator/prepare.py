@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
@@ -28,7 +27,38 @@ from accelerate.strategies import Strategy
 _METHODS = {"models": "prepare_model", "optimizers": "prepare_optimizer", "schedulers": "prepare_scheduler"}
 
 
+# What is prepared is used as before, so it is declared as what it was; its wrapper passes on all the rest.
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+D = TypeVar("D")
+E = TypeVar("E")
+F = TypeVar("F")
+Model = TypeVar("Model", bound=torch.nn.Module)
+Loader = TypeVar("Loader")
+
+
 class Preparing(AcceleratorBase):
+    @overload
+    def prepare(self, a: A, /, *, device_placement: list[bool | None] | None = None) -> A: ...
+    @overload
+    def prepare(self, a: A, b: B, /, *, device_placement: list[bool | None] | None = None) -> tuple[A, B]: ...
+    @overload
+    def prepare(self, a: A, b: B, c: C, /, *, device_placement: list[bool | None] | None = None) -> tuple[A, B, C]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, /, *, device_placement: list[bool | None] | None = None
+    ) -> tuple[A, B, C, D]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, /, *, device_placement: list[bool | None] | None = None
+    ) -> tuple[A, B, C, D, E]: ...
+    @overload
+    def prepare(
+        self, a: A, b: B, c: C, d: D, e: E, f: F, /, *, device_placement: list[bool | None] | None = None
+    ) -> tuple[A, B, C, D, E, F]: ...
+    @overload
+    def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any: ...
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
         """Make models, optimizers, loaders and schedulers ready for this process; in any order and number.
 
@@ -94,14 +124,12 @@ class Preparing(AcceleratorBase):
         for scheduler in bundle.schedulers:
             scheduler.value = self._wrap_scheduler(scheduler.value)
 
-    def prepare_model(
-        self, model: torch.nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
-    ) -> torch.nn.Module:
+    def prepare_model(self, model: Model, device_placement: bool | None = None, evaluation_mode: bool = False) -> Model:
         """Put a model on the device, in its precision, into the engine's wrapper.
 
         evaluation_mode: leave the wrapper out, for a model that is never trained.
         """
-        prepared: torch.nn.Module = self._prepare_alone(model, "models", device_placement, evaluation=evaluation_mode)
+        prepared: Model = self._prepare_alone(model, "models", device_placement, evaluation=evaluation_mode)
         return prepared
 
     def _place(self, entry: Entry) -> None:
@@ -223,10 +251,10 @@ class Preparing(AcceleratorBase):
 
     def prepare_data_loader(
         self,
-        data_loader: DataLoader[Any],
+        data_loader: Loader,
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    ) -> Any:
+    ) -> Loader:
         """Give each process its share of a loader's data, on its device.
 
         slice_fn_for_dispatch: how to cut a batch that rank 0 hands out, in place of slicing every tensor.
@@ -266,11 +294,13 @@ class Preparing(AcceleratorBase):
         _mark(prepared)
         if not any(prepared is loader for loader in self._dataloaders):
             self._dataloaders.append(prepared)
-        return prepared
+        ready: Loader = prepared
+        return ready
 
-    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+    def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
         """A loader for this epoch only, which starts after the first `num_batches` batches."""
-        return skip_first_batches(dataloader, num_batches=num_batches)
+        rest: Loader = skip_first_batches(dataloader, num_batches=num_batches)
+        return rest
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
         """Whether a model was spread over several devices by a device map."""

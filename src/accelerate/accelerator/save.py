@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -30,15 +30,19 @@ from accelerate.files import save
 logger = logging.getLogger(__name__)
 
 
+Model = TypeVar("Model", bound=torch.nn.Module)  # declared as what it was, also when it is prepared
+
+
 class Saving(AcceleratorBase):
-    def unwrap_model(
-        self, model: torch.nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
-    ) -> Any:
+    def unwrap_model(self, model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Model:
         """The model as it was before `prepare`.
 
         keep_fp32_wrapper: leave mixed precision in its forward. keep_torch_compile: leave it compiled.
         """
-        return self._strategy.unwrap(model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile)
+        unwrapped: Model = self._strategy.unwrap(
+            model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile
+        )
+        return unwrapped
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict of a prepared model; unwrap: with the names it had before `prepare`."""

@@ -26,6 +26,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "one file of weights from a sharded checkpoint",
     ),
     "to-fsdp2": ("accelerate.commands.to_fsdp2:to_fsdp2_command_parser", "turn a config for FSDP1 into one for FSDP2"),
+    "completion": (
+        "accelerate.commands.completion:completion_command_parser",
+        "a script with which a shell completes flags",
+    ),
     "tpu-config": ("accelerate.commands.tpu:tpu_command_parser", "run commands on all machines of a TPU pod"),
 }
 
@@ -56,15 +60,30 @@ def main() -> None:
         print(_help())
         sys.exit(0 if words else 1)
     if words[0] == "--version":
-        from accelerate import __version__
-
-        print(f"accelerate {__version__}")
+        print(_version())
         return
     if words[0] not in COMMANDS:
         near = did_you_mean(words[0], COMMANDS)
         sys.exit(f"accelerate: there is no command {words[0]!r}{near}; choose one of {', '.join(COMMANDS)}.")
     args = _maker(COMMANDS[words[0]][0])(None).parse_args(words[1:])
     args.func(args)
+
+
+def _version() -> str:
+    """What runs, with what, on what; found without importing torch where the device allows it."""
+    from importlib import metadata
+    from platform import python_version
+
+    from accelerate import __version__
+    from accelerate.launch.machine import accelerators
+
+    try:
+        torch = f"torch {metadata.version('torch')}"
+    except metadata.PackageNotFoundError:
+        return f"accelerate {__version__}, no torch, Python {python_version()}"
+    found = accelerators()
+    device = f"{found.count} x {found.kind}" if found.count else "cpu"
+    return f"accelerate {__version__}, {torch}, Python {python_version()}, device: {device}"
 
 
 def _help() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -113,11 +113,13 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
             return super()._format_action_invocation(action)
-        shown = ", ".join(_shown(action.option_strings))
+        shown = ", ".join(shown_spellings(action.option_strings))
         if action.nargs == 0:
             return shown
         return f"{shown} {self._format_args(action, self._get_default_metavar_for_optional(action))}"
 
 
-def _shown(names: Any) -> list[str]:
+def shown_spellings(names: Iterable[str]) -> list[str]:
+    """The spellings of a flag that are shown: of those with `_` and with `-`, the first."""
+    names = list(names)
     return [name for name in names if "-" not in name[2:] or name.replace("-", "_").replace("__", "--", 1) not in names]

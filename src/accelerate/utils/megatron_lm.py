@@ -1,43 +1,5 @@
 """Megatron-LM, under its public path."""
 
-from accelerate.engines.megatron_lm import (
-    AbstractTrainStep,
-    BertTrainStep,
-    GPTTrainStep,
-    MegatronEngine,
-    MegatronLMDummyDataLoader,
-    MegatronLMDummyScheduler,
-    MegatronLMOptimizerWrapper,
-    MegatronLMSchedulerWrapper,
-    T5TrainStep,
-    avg_losses_across_data_parallel_group,
-    finish_mpu_init,
-    gather_across_data_parallel_groups,
-    initialize,
-    model_provider_func,
-    prepare_data_loader,
-    prepare_model_optimizer_scheduler,
-    prepare_optimizer,
-    prepare_scheduler,
-)
+from accelerate.lazy import lazy
 
-__all__ = [
-    "AbstractTrainStep",
-    "BertTrainStep",
-    "GPTTrainStep",
-    "MegatronEngine",
-    "MegatronLMDummyDataLoader",
-    "MegatronLMDummyScheduler",
-    "MegatronLMOptimizerWrapper",
-    "MegatronLMSchedulerWrapper",
-    "T5TrainStep",
-    "avg_losses_across_data_parallel_group",
-    "finish_mpu_init",
-    "gather_across_data_parallel_groups",
-    "initialize",
-    "model_provider_func",
-    "prepare_data_loader",
-    "prepare_model_optimizer_scheduler",
-    "prepare_optimizer",
-    "prepare_scheduler",
-]
+__getattr__, __dir__, __all__ = lazy(__name__)

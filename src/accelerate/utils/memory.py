@@ -1,15 +1,5 @@
 """Freeing memory, under its public path."""
 
-from accelerate.memory import (
-    clear_device_cache,
-    find_executable_batch_size,
-    release_memory,
-    should_reduce_batch_size,
-)
+from accelerate.lazy import lazy
 
-__all__ = [
-    "clear_device_cache",
-    "find_executable_batch_size",
-    "release_memory",
-    "should_reduce_batch_size",
-]
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -1,21 +1,5 @@
 """Weights outside of a model, under their public path."""
 
-from accelerate.big_modeling.store import (
-    OffloadedWeightsLoader,
-    PrefixedDataset,
-    extract_submodules_state_dict,
-    load_offloaded_weight,
-    offload_state_dict,
-    offload_weight,
-    save_offload_index,
-)
+from accelerate.lazy import lazy
 
-__all__ = [
-    "OffloadedWeightsLoader",
-    "PrefixedDataset",
-    "extract_submodules_state_dict",
-    "load_offloaded_weight",
-    "offload_state_dict",
-    "offload_weight",
-    "save_offload_index",
-]
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -1,11 +1,5 @@
 """Random number generators, under their public path."""
 
-from accelerate.constants import CUDA_DISTRIBUTED_TYPES
-from accelerate.random import set_seed, synchronize_rng_state, synchronize_rng_states
+from accelerate.lazy import lazy
 
-__all__ = [
-    "CUDA_DISTRIBUTED_TYPES",
-    "set_seed",
-    "synchronize_rng_state",
-    "synchronize_rng_states",
-]
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -1,5 +1,5 @@
 """Installing torch_xla, under its public path."""
 
-from accelerate.machine import install_xla
+from accelerate.lazy import lazy
 
-__all__ = ["install_xla"]
+__getattr__, __dir__, __all__ = lazy(__name__)

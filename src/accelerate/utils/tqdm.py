@@ -1,5 +1,5 @@
 """The progress bar, under its public path."""
 
-from accelerate.tqdm import tqdm
+from accelerate.lazy import lazy
 
-__all__ = ["tqdm"]
+__getattr__, __dir__, __all__ = lazy(__name__)

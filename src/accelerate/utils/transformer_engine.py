@@ -1,10 +1,5 @@
 """fp8 with TransformerEngine, under its public path."""
 
-from accelerate.precision.transformer_engine import (
-    apply_fp8_autowrap,
-    contextual_fp8_autocast,
-    convert_model,
-    has_transformer_engine_layers,
-)
+from accelerate.lazy import lazy
 
-__all__ = ["apply_fp8_autowrap", "contextual_fp8_autocast", "convert_model", "has_transformer_engine_layers"]
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -1,10 +1,5 @@
 """Comparing versions, under its public path."""
 
-from accelerate.constants import STR_OPERATION_TO_FUNC
-from accelerate.versions import compare_versions, is_torch_version
+from accelerate.lazy import lazy
 
-__all__ = [
-    "STR_OPERATION_TO_FUNC",
-    "compare_versions",
-    "is_torch_version",
-]
+__getattr__, __dir__, __all__ = lazy(__name__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -32,7 +33,16 @@ def test_help_names_every_command() -> None:
 def test_version() -> None:
     import accelerate as package
 
-    assert accelerate("--version")[1].strip() == f"accelerate {package.__version__}"
+    line = accelerate("--version")[1].strip()
+    assert line.startswith(f"accelerate {package.__version__}, torch {metadata.version('torch')}, Python ")
+    assert line.endswith((", device: cpu", " x cuda", " x mps"))
+    code = "from accelerate.commands.accelerate_cli import main; main(); print('torch' in sys.modules)"
+    assert accelerate("--version", code=code)[1].split()[-1] == "False"
+
+
+def test_the_package_is_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "accelerate", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == accelerate("--version")[1]
 
 
 def test_without_a_command_the_help_is_shown() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.commands.config.config import config_command_parser
 from accelerate.commands.config.config_args import load_config_from_file
@@ -33,11 +33,15 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     return parser
 
 
-def __getattr__(name: str) -> Any:
-    # The place depends on the environment, so it is looked up when it is asked for.
-    if name == "default_config_file":
-        return str(file.default_path())
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+default_config_file: str
+
+if not TYPE_CHECKING:  # names that are not declared above are errors
+
+    def __getattr__(name: str) -> Any:
+        # The place depends on the environment, so it is looked up when it is asked for.
+        if name == "default_config_file":
+            return str(file.default_path())
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.config import file
 from accelerate.config.file import BaseConfig, ClusterConfig, SageMakerConfig, load_config_from_file
@@ -27,8 +27,16 @@ _PLACES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    # The places depend on the environment, so they are looked up when they are asked for.
-    if name in _PLACES:
-        return str(_PLACES[name]())
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+hf_cache_home: str
+cache_dir: str
+default_config_file: str
+default_yaml_config_file: str
+default_json_config_file: str
+
+if not TYPE_CHECKING:  # names that are not declared above are errors
+
+    def __getattr__(name: str) -> Any:
+        # The places depend on the environment, so they are looked up when they are asked for.
+        if name in _PLACES:
+            return str(_PLACES[name]())
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,5 @@
+from accelerate.precision.ao import convert_model_to_fp8_ao as convert_model_to_fp8_ao
+from accelerate.precision.ao import filter_first_and_last_linear_layers as filter_first_and_last_linear_layers
+from accelerate.precision.ao import filter_linear_layers as filter_linear_layers
+from accelerate.precision.ao import find_first_last_linear_layers as find_first_last_linear_layers
+from accelerate.precision.ao import has_ao_layers as has_ao_layers

@@ -1,0 +1,7 @@
+from accelerate.big_modeling.eight_bit import quantize_and_offload_8bit as quantize_and_offload_8bit
+from accelerate.quantization.bnb import get_keys_to_not_convert as get_keys_to_not_convert
+from accelerate.quantization.bnb import get_parameter_device as get_parameter_device
+from accelerate.quantization.bnb import get_quantized_model_device_map as get_quantized_model_device_map
+from accelerate.quantization.bnb import has_4bit_bnb_layers as has_4bit_bnb_layers
+from accelerate.quantization.bnb import load_and_quantize_model as load_and_quantize_model
+from accelerate.quantization.bnb import replace_with_bnb_layers as replace_with_bnb_layers

@@ -1,0 +1,8 @@
+from accelerate.config.deepspeed import DummyOptim as DummyOptim
+from accelerate.config.deepspeed import DummyScheduler as DummyScheduler
+from accelerate.config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
+from accelerate.config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accelerate.engines.deepspeed import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
+from accelerate.engines.deepspeed import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
+from accelerate.engines.deepspeed import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper
+from accelerate.engines.deepspeed import map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed

@@ -1,0 +1,17 @@
+from accelerate.config.dynamo import parse_flag_from_env as parse_flag_from_env
+from accelerate.config.environment import CPUInformation as CPUInformation
+from accelerate.config.environment import are_libraries_initialized as are_libraries_initialized
+from accelerate.config.environment import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
+from accelerate.config.environment import clear_environment as clear_environment
+from accelerate.config.environment import convert_dict_to_env_variables as convert_dict_to_env_variables
+from accelerate.config.environment import get_cpu_distributed_information as get_cpu_distributed_information
+from accelerate.config.environment import get_current_device_type as get_current_device_type
+from accelerate.config.environment import get_driver_version as get_driver_version
+from accelerate.config.environment import get_gpu_info as get_gpu_info
+from accelerate.config.environment import get_int_from_env as get_int_from_env
+from accelerate.config.environment import override_numa_affinity as override_numa_affinity
+from accelerate.config.environment import parse_choice_from_env as parse_choice_from_env
+from accelerate.config.environment import patch_environment as patch_environment
+from accelerate.config.environment import purge_accelerate_environment as purge_accelerate_environment
+from accelerate.config.environment import set_numa_affinity as set_numa_affinity
+from accelerate.config.environment import str_to_bool as str_to_bool

@@ -1,0 +1,11 @@
+from accelerate.constants import DEEPSPEED_MULTINODE_LAUNCHERS as DEEPSPEED_MULTINODE_LAUNCHERS
+from accelerate.launch.engines.sagemaker import hyperparameters as _convert_nargs_to_dict
+from accelerate.launch_commands import env_var_path_add as env_var_path_add
+from accelerate.launch_commands import prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env
+from accelerate.launch_commands import prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config
+from accelerate.launch_commands import prepare_multi_gpu_env as prepare_multi_gpu_env
+from accelerate.launch_commands import prepare_sagemager_args_inputs as prepare_sagemager_args_inputs
+from accelerate.launch_commands import prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env
+from accelerate.launch_commands import prepare_tpu as prepare_tpu
+from accelerate.launch_commands import setup_fp8_env as setup_fp8_env
+from accelerate.launchers import PrepareForLaunch as PrepareForLaunch

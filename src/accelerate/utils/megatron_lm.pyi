@@ -1,0 +1,20 @@
+from accelerate.engines.megatron_lm import AbstractTrainStep as AbstractTrainStep
+from accelerate.engines.megatron_lm import BertTrainStep as BertTrainStep
+from accelerate.engines.megatron_lm import GPTTrainStep as GPTTrainStep
+from accelerate.engines.megatron_lm import MegatronEngine as MegatronEngine
+from accelerate.engines.megatron_lm import MegatronLMDummyDataLoader as MegatronLMDummyDataLoader
+from accelerate.engines.megatron_lm import MegatronLMDummyScheduler as MegatronLMDummyScheduler
+from accelerate.engines.megatron_lm import MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper
+from accelerate.engines.megatron_lm import MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper
+from accelerate.engines.megatron_lm import T5TrainStep as T5TrainStep
+from accelerate.engines.megatron_lm import (
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+)
+from accelerate.engines.megatron_lm import finish_mpu_init as finish_mpu_init
+from accelerate.engines.megatron_lm import gather_across_data_parallel_groups as gather_across_data_parallel_groups
+from accelerate.engines.megatron_lm import initialize as initialize
+from accelerate.engines.megatron_lm import model_provider_func as model_provider_func
+from accelerate.engines.megatron_lm import prepare_data_loader as prepare_data_loader
+from accelerate.engines.megatron_lm import prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler
+from accelerate.engines.megatron_lm import prepare_optimizer as prepare_optimizer
+from accelerate.engines.megatron_lm import prepare_scheduler as prepare_scheduler

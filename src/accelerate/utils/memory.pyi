@@ -1,0 +1,4 @@
+from accelerate.memory import clear_device_cache as clear_device_cache
+from accelerate.memory import find_executable_batch_size as find_executable_batch_size
+from accelerate.memory import release_memory as release_memory
+from accelerate.memory import should_reduce_batch_size as should_reduce_batch_size

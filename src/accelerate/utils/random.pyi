@@ -1,0 +1,4 @@
+from accelerate.constants import CUDA_DISTRIBUTED_TYPES as CUDA_DISTRIBUTED_TYPES
+from accelerate.random import set_seed as set_seed
+from accelerate.random import synchronize_rng_state as synchronize_rng_state
+from accelerate.random import synchronize_rng_states as synchronize_rng_states

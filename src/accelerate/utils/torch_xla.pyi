@@ -1,0 +1,1 @@
+from accelerate.machine import install_xla as install_xla

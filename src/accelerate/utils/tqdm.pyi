@@ -1,0 +1,1 @@
+from accelerate.tqdm import tqdm as tqdm

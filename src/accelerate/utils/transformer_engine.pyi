@@ -1,0 +1,4 @@
+from accelerate.precision.transformer_engine import apply_fp8_autowrap as apply_fp8_autowrap
+from accelerate.precision.transformer_engine import contextual_fp8_autocast as contextual_fp8_autocast
+from accelerate.precision.transformer_engine import convert_model as convert_model
+from accelerate.precision.transformer_engine import has_transformer_engine_layers as has_transformer_engine_layers

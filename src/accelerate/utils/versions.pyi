@@ -1,0 +1,3 @@
+from accelerate.constants import STR_OPERATION_TO_FUNC as STR_OPERATION_TO_FUNC
+from accelerate.versions import compare_versions as compare_versions
+from accelerate.versions import is_torch_version as is_torch_version
