@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,6 +151,7 @@ class AcceleratorBase(ProcessControl):
         self._load_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self._background = Background()
         self._files_looked_at: set[str] = set()
+        self._saves_in: Path | None = None  # the folder of a project in which this run has saved before
         self._joining = False
         self._watches_forwards = False
         self.flag_tensor: torch.Tensor | None = None

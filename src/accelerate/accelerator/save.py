@@ -126,6 +126,7 @@ class Saving(AcceleratorBase):
             )
         if config.automatic_checkpoint_naming:
             config.iteration += 1
+            self._saves_in = target.parent
         return target
 
     def _save(self, output_dir: Any, safe_serialization: bool, async_save: bool, kwargs: dict[str, Any]) -> Path:
@@ -186,7 +187,7 @@ class Saving(AcceleratorBase):
         target: str | None = None
         if self.is_main_process:
             try:
-                target = str(_free(_target(config, output_dir), config))
+                target = str(_free(_target(config, output_dir), config, self._saves_in))
             except Exception as error:
                 failure = error
         inside = progress.pending(self._accumulation, self._optimizers)
@@ -376,12 +377,22 @@ def _target(config: Any, output_dir: str | os.PathLike[str] | None) -> Path:
     return layout.automatic(Path(config.project_dir), config.iteration)
 
 
-def _free(target: Path, config: Any) -> Path:
-    """A folder that is named automatically is a new one."""
-    if config.automatic_checkpoint_naming and target.exists():
+def _free(target: Path, config: Any, own: Path | None) -> Path:
+    """A folder that is named automatically is a new one, and at first (own: not yet) no number before that of others.
+
+    There would be two runs in one project, of which each deletes checkpoints and loads those of the other.
+    """
+    if not config.automatic_checkpoint_naming:
+        return target
+    others = layout.automatic_folders(Path(config.project_dir)) if own != target.parent else []
+    later = [folder for folder in others if (layout.automatic_number(folder) or 0) >= config.iteration]
+    if later or target.exists():
+        wrong = f"{target} exists already"
+        if not target.exists():
+            wrong = f"{later[-1]} is of another run, and {target.name} would be the next of this one"
         raise WrongFolder(
-            f"{target} exists already: set `accelerator.project_configuration.iteration` to the number that the next "
-            "checkpoint should have, or load the last one first."
+            f"{wrong}: set `accelerator.project_configuration.iteration` to the number that the next "
+            "checkpoint should have, load the last one first, or give another `project_dir`."
         )
     return target
 

@@ -221,6 +221,27 @@ def is_being_replaced(folder: Path) -> bool:
     return (folder / layout.COMMITTED / layout.MANIFEST).exists()
 
 
+def oldest_first(project_dir: Path) -> list[Path]:
+    """The automatically named checkpoints of a project, by when they were saved."""
+    return [folder for _, folder in _with_times(project_dir)]
+
+
+def time_of_saving(target: Path) -> float:
+    """Now, and later than whatever lies beside `target`: clocks of machines differ, and are set back."""
+    beside = _with_times(target.parent.parent) if target.parent.name == layout.CHECKPOINTS else []
+    return max([time.time(), *(saved + 0.001 for saved, folder in beside if folder != target)])
+
+
+def _with_times(project_dir: Path) -> list[tuple[float, Path]]:
+    found, last = [], 0.0
+    for folder in layout.automatic_folders(project_dir):
+        manifest = _to_be_replaced(folder)
+        # Of a 1.x release, or damaged: then its number says which one it came after.
+        last = manifest.saved if manifest is not None and manifest.saved else last
+        found.append((last, folder))
+    return sorted(found, key=lambda entry: entry[0])
+
+
 def prune(folders: list[Path], keep: int) -> None:
     """Delete all but the last `keep` of these checkpoints."""
     for folder in folders[: max(len(folders) - max(keep, 0), 0)]:

@@ -94,7 +94,7 @@ def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
     communicator = current()
     first = communicator.rank == 0
     passed_over: list[str] = []
-    found = layout.automatic_folders(project_dir) if first else []
+    found = commit.oldest_first(project_dir) if first else []
     folders = agree(None, communicator.rank, [str(folder) for folder in reversed(found)])[0]
     for folder in map(Path, folders):
         wrong = None

@@ -37,6 +37,8 @@ class Manifest:
     strategy: str
     # Which save it is of: the same on machines that share no disk.
     save: str = ""
+    # When, in seconds since 1970; later than the others of its project, whatever the clock says. 0: that is not known.
+    saved: float = 0.0
     versions: dict[str, str] = field(default_factory=_versions)
 
     def write(self, folder: Path) -> None:
@@ -45,6 +47,7 @@ class Manifest:
             "world_size": self.world_size,
             "strategy": self.strategy,
             "save": self.save,
+            "saved": self.saved,
             "versions": self.versions,
             "files": {name: entry._asdict() for name, entry in sorted(self.files.items())},
         }
@@ -69,8 +72,14 @@ class Manifest:
             files = {str(name): Entry(int(e["size"]), list(e["crc32"])) for name, e in content["files"].items()}
             if outside := [name for name in files if not is_inside(name)]:
                 raise ValueError(f"{outside[0]!r} is not in its folder")
-            save = str(content.get("save", ""))
-            return cls(files, int(content["world_size"]), str(content["strategy"]), save, dict(content["versions"]))
+            return cls(
+                files,
+                int(content["world_size"]),
+                str(content["strategy"]),
+                str(content.get("save", "")),
+                float(content.get("saved", 0)),
+                dict(content["versions"]),
+            )
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:

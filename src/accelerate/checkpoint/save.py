@@ -46,7 +46,7 @@ def save(
     background: write from copies of everything, there, and return before that is done.
     """
     target = target.absolute()  # a script may go to another folder while this is written behind it
-    staging, leads, number = _stage(target, run.local)
+    staging, leads, number, saved = _stage(target, run.local)
     alive = commit.Alive(staging) if leads else None
     failure: Exception | None = None
     parts: Iterable[Part] = ()
@@ -82,7 +82,7 @@ def save(
         try:
             entries = together(lambda: write_parts(parts, staging, group), gather)
             known = {name: entry for others in entries for name, entry in others.items()} | entries[run.rank]
-            manifest = Manifest({}, run.ranks, strategy, number)
+            manifest = Manifest({}, run.ranks, strategy, number, saved)
             together(
                 lambda: _publish(staging, target, manifest, known),
                 gather,
@@ -107,33 +107,33 @@ def _publish(staging: Path, target: Path, manifest: Manifest, known: dict[str, E
 def _replace(target: Path, keep: int | None) -> None:
     commit.settle(target, everywhere=True)
     if keep is not None:
-        others = [folder for folder in layout.automatic_folders(target.parent.parent) if folder != target]
+        others = [folder for folder in commit.oldest_first(target.parent.parent) if folder != target]
         commit.prune(others, keep - 1)
 
 
-def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str]:
+def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str, float]:
     """The staging folder; whether this process leads (the first, and one on each machine that cannot see it); and the
-    number of this save."""
+    number and the time of this save."""
     communicator = current()
     gather, leads = communicator.gather_objects, communicator.rank == 0
     alone = communicator.size == local[1]
     if not alone:
         settle(target, local)
 
-    def begin() -> tuple[str, str]:
+    def begin() -> tuple[str, str, float]:
         if alone:
             settle_alone(target)  # here, to save the processes one exchange
         staging = commit.staging_for(target)
         commit.begin(staging)
-        return str(staging.relative_to(target.parent)), uuid.uuid4().hex
+        return str(staging.relative_to(target.parent)), uuid.uuid4().hex, commit.time_of_saving(target)
 
     answer = together(begin, gather, here=leads)[0]
-    staging, number = target.parent / answer[0], answer[1]
+    staging = target.parent / answer[0]
     if not alone:
         elsewhere = local[0] == 0 and not leads and not staging.is_dir()
         together(lambda: commit.begin(staging), gather, here=elsewhere)
         leads = leads or elsewhere
-    return staging, leads, number
+    return staging, leads, answer[1], answer[2]
 
 
 def _all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:

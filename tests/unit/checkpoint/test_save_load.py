@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -1118,3 +1119,52 @@ def test_one_object_more_than_was_saved(tmp_path: Path) -> None:
     accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer.optimizer, 1))
     with pytest.raises(CheckpointError, match=r"holds no scheduler\.bin, since fewer objects were saved"):
         accelerator.load_state(tmp_path / "x")
+
+
+def test_a_new_run_in_a_used_folder_is_noticed_before_anything_is_deleted(tmp_path: Path) -> None:
+    def config() -> ProjectConfiguration:
+        return ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+
+    first = Training(project_config=config())
+    for _ in range(4):
+        first.accelerator.save_state()
+    there = sorted(os.listdir(tmp_path / "checkpoints"))
+    assert there == ["checkpoint_2", "checkpoint_3"]
+    second = Training(seed=3, project_config=config())
+    for _ in range(2):
+        with pytest.raises(ValueError, match="checkpoint_3 is of another run, and checkpoint_0 would be the next"):
+            second.accelerator.save_state()
+        assert sorted(os.listdir(tmp_path / "checkpoints")) == there
+    second.accelerator.project_configuration.iteration = 7
+    expected = second.state()
+    assert second.accelerator.save_state().name == "checkpoint_7"
+    third = Training(seed=4, project_config=config())
+    third.accelerator.load_state()
+    assert third.state() == expected
+    assert third.accelerator.save_state().name == "checkpoint_8"
+
+
+def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one with the highest number, nor the one that a clock that was set back gives the latest time."""
+    config = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=3)
+    run = Training(project_config=config)
+    folder = tmp_path / "checkpoints"
+    run.accelerator.save_state()
+    run.step()
+    monkeypatch.setattr(commit.time, "time", lambda: 1000.0)
+    last = run.accelerator.save_state()
+    expected = run.state()
+    (folder / "checkpoint_0").rename(folder / "checkpoint_6")  # as another run might have left it
+    assert commit.oldest_first(tmp_path) == [folder / "checkpoint_6", last]
+    fresh = Training(seed=3, project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
+    fresh.accelerator.load_state()
+    assert fresh.state() == expected
+    # Those of 1.x releases say nothing: their numbers do.
+    for number in (2, 9):
+        shutil.copytree(last, folder / f"checkpoint_{number}")
+        (folder / f"checkpoint_{number}" / layout.MANIFEST).unlink()
+    order = [path.name for path in commit.oldest_first(tmp_path)]
+    assert order == ["checkpoint_6", "checkpoint_9", "checkpoint_1", "checkpoint_2"]
+    config.iteration = 10
+    run.accelerator.save_state()
+    assert sorted(os.listdir(folder)) == ["checkpoint_1", "checkpoint_10", "checkpoint_2"]

@@ -269,5 +269,5 @@ def test_loading_on_the_first_process() -> None:
 def test_a_smallest_number_of_parameters_that_is_none(monkeypatch: pytest.MonkeyPatch, policy: str) -> None:
     monkeypatch.setenv("FSDP_AUTO_WRAP_POLICY", policy)
     monkeypatch.setenv("FSDP_MIN_NUM_PARAMS", "abc")
-    with pytest.raises(ValueError, match="^FSDP_MIN_NUM_PARAMS is 'abc': give a whole number"):
+    with pytest.raises(ValueError, match=r"^FSDP_MIN_NUM_PARAMS is 'abc': give a whole number"):
         FullyShardedDataParallelPlugin()
