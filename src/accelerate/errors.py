@@ -57,6 +57,10 @@ class CommandFailed(RuntimeError):
     """A command cannot do what it was asked to. Its message is for the person who typed it."""
 
 
+class NotInstalled(CommandFailed, ImportError):
+    """A command needs a package or a program that is not here."""
+
+
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
     """Warn about the line outside of this package that led here."""
     level, frame = 2, sys._getframe(1)

@@ -34,8 +34,10 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
     """The command of DeepSpeed's launcher (None where torch elastic starts the processes) and the environment."""
-    plan = deepspeed.ENGINE.plan(_settings(args, use_deepspeed=True))
-    return (None if plan.becomes else plan.argv), {**os.environ, **plan.env}
+    settings = _settings(args, use_deepspeed=True)
+    plan = deepspeed.ENGINE.plan(settings)
+    command = None if settings.hosts is None else ["deepspeed", *deepspeed.own_launcher(settings)]
+    return command, {**os.environ, **plan.env}
 
 
 def prepare_tpu(

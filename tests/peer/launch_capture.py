@@ -27,8 +27,8 @@ Popen = subprocess.Popen
 
 
 class Stop(BaseException):
-    def __init__(self, engine: str, env: dict[str, str]) -> None:
-        self.engine, self.env = engine, env
+    def __init__(self, engine: str, env: dict[str, str], words: list[str] | None = None) -> None:
+        self.engine, self.env, self.words = engine, env, words or []
 
 
 class Captured(Popen):  # type: ignore[type-arg]
@@ -38,7 +38,7 @@ class Captured(Popen):  # type: ignore[type-arg]
         if command[0] == "nvidia-smi" or "--version" in command:
             super().__init__(command, *args, env=env, **kwargs)
         else:
-            raise Stop("process", dict(env or os.environ))
+            raise Stop("process", dict(env or os.environ), list(map(str, command)))
 
 
 def stop_elastic(args: Any) -> None:
@@ -56,22 +56,28 @@ def pretend() -> None:
     launch_utils.is_port_in_use = lambda port: False
 
 
-def capture(argv: list[str], config: dict[str, Any] | None, environ: dict[str, str]) -> dict[str, Any]:
+def capture(case: dict[str, Any]) -> dict[str, Any]:
     before = dict(os.environ)
     with tempfile.TemporaryDirectory() as folder:
-        if config is not None:
-            path = os.path.join(folder, "config.json")
-            with open(path, "w") as file:
-                json.dump(config, file)
-            argv = ["--config_file", path, *argv]
-        os.environ.update(environ)
+        argv = [word.replace("FOLDER", folder) for word in case["argv"]]
+        texts = dict(case.get("files", {}))
+        if "config" in case:
+            texts["config.json"] = json.dumps(case["config"]).replace("FOLDER", folder)
+            argv = ["--config_file", os.path.join(folder, "config.json"), *argv]
+        for name, text in texts.items():
+            with open(os.path.join(folder, name), "w") as file:
+                file.write(text)
+        os.environ.update(case.get("environ", {}))
         try:
             with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
                 launch.launch_command(launch.launch_command_parser().parse_args(argv))
             return {"error": "nothing was started"}
         except Stop as stop:
-            told = {name: value for name, value in stop.env.items() if before.get(name) != value}
-            return {"engine": stop.engine, "env": told}
+            told = {
+                name: value.replace(folder, "FOLDER") for name, value in stop.env.items() if before.get(name) != value
+            }
+            words = [word.replace(folder, "FOLDER") for word in stop.words]
+            return {"engine": stop.engine, "env": told, "words": words}
         except BaseException as error:
             return {"error": type(error).__name__}
         finally:
@@ -86,7 +92,7 @@ def main() -> None:
     pretend()
     with open(cases) as file:
         asked = json.load(file)
-    answers = {name: capture(case["argv"], case.get("config"), case.get("environ", {})) for name, case in asked.items()}
+    answers = {name: capture(case) for name, case in asked.items()}
     with open(result, "w") as file:
         json.dump(answers, file)
 

@@ -24,7 +24,7 @@ PACKAGES = ("torch", "numpy", "safetensors", "transformers", "datasets", "peft",
 # Variables that change what a run does, besides those of accelerate itself.
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "RANK",
              "WORLD_SIZE", "LOCAL_RANK", "HF_HOME", "XDG_CACHE_HOME", "PYTORCH_CUDA_ALLOC_CONF")  # fmt: skip
-PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "SLURM_JOB", "OMPI_COMM", "TORCH_")
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "SLURM_JOB", "OMPI_COMM", "TORCH_", "DS_")
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:

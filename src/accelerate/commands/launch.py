@@ -15,7 +15,7 @@ from accelerate.config.options import FAMILIES, FLAG, Option
 from accelerate.config.options.base import WORDS
 from accelerate.config.options.compiling import LEGACY_DYNAMO_BACKENDS as DYNAMO_BACKENDS
 from accelerate.constants import DEEPSPEED_MULTINODE_LAUNCHERS, TORCH_DYNAMO_MODES
-from accelerate.errors import NotYetSupported
+from accelerate.errors import NotInstalled, NotYetSupported
 
 if TYPE_CHECKING:
     # What help and a wrong flag do not need is imported when something is launched.
@@ -183,6 +183,8 @@ def _ready(planned: LaunchPlan, settings: Settings) -> None:
     """Refuses what cannot be run here, and says what should be known."""
     if planned.refused is not None:
         raise NotYetSupported(*planned.refused)
+    if planned.missing:
+        raise NotInstalled(planned.missing)
     if settings.mixed_precision == "fp8":
         raise NotYetSupported("mixed precision in fp8", "use bf16, which every current GPU supports.")
     if settings.mpirun_hostfile is None and not settings.module:

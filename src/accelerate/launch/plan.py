@@ -16,6 +16,8 @@ class LaunchPlan:
     becomes: the command may take the place of this process (it looks after its own children).
     each: what every one of the processes runs, where the command itself starts several.
     gathers: failures are written down by the workers and told again at the end.
+    carries: the variables go to other machines, in a file that DeepSpeed's launcher reads.
+    missing: what this machine lacks to carry the plan out, as a sentence.
     refused: what is not part of this version, and what to do instead; such a plan can only be shown.
     """
 
@@ -25,6 +27,8 @@ class LaunchPlan:
     each: list[str] = field(default_factory=list)
     becomes: bool = False
     gathers: bool = False
+    carries: bool = False
+    missing: str = ""
     refused: tuple[str, str] | None = None
     notes: list[str] = field(default_factory=list)
 

@@ -24,7 +24,7 @@ def resolve(
     read_flags(settings, args)
     read_file(settings, environ)
     settings.devices = machine.accelerators(environ) if devices is None else devices
-    for detect in (_engine, _precision, _cluster, _machines, _processes, _missing_gpus, _threads):
+    for detect in (_engine, _precision, _cluster, _deepspeed, _machines, _processes, _missing_gpus, _threads):
         detect(settings, environ)
     _port(settings, port_in_use)
     return settings
@@ -34,8 +34,12 @@ def _engine(settings: Settings, environ: Mapping[str, str]) -> None:
     file = settings.file
     if not settings.use_parallelism_config and getattr(file, "parallelism_config", None):
         settings.put("use_parallelism_config", True, "file", "it has a `parallelism_config`")
-    if settings.of["use_parallelism_config"].source == "flag" and not settings.use_fsdp:
-        raise ValueError("`--use_parallelism_config` spreads a model with FSDP: add `--use_fsdp --fsdp_version 2`.")
+    engine = settings.use_fsdp or settings.use_deepspeed
+    if settings.of["use_parallelism_config"].source == "flag" and not engine:
+        raise ValueError(
+            "`--use_parallelism_config` spreads a model with FSDP, or sequences with DeepSpeed: add `--use_fsdp "
+            "--fsdp_version 2`, or `--use_deepspeed`."
+        )
 
 
 def _precision(settings: Settings, environ: Mapping[str, str]) -> None:
@@ -80,6 +84,14 @@ def _processes_per_node(settings: Settings, nodes: int) -> int:
     return 1 if settings.cpu else max(1, settings.devices.count)
 
 
+def _deepspeed(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Its own files have a say in which machines there are."""
+    if settings.use_deepspeed:
+        from accelerate.launch.engines import deepspeed
+
+        deepspeed.settle(settings)
+
+
 def _machines(settings: Settings, environ: Mapping[str, str]) -> None:
     if settings.num_machines is None:
         settings.put("num_machines", 1, "default")
@@ -89,7 +101,7 @@ def _machines(settings: Settings, environ: Mapping[str, str]) -> None:
         if settings.machine_rank is None:
             settings.put("machine_rank", 0, "default")
         return
-    if settings.mpirun_hostfile is not None:
+    if settings.starts_all_machines:
         return
     if settings.main_process_ip is None:
         raise ValueError(
@@ -123,7 +135,8 @@ def _processes(settings: Settings, environ: Mapping[str, str]) -> None:
         settings.notes.append(
             f"{here} processes share {found} {settings.devices.kind} device(s): {settings.devices.reason}."
         )
-    if settings.num_processes % settings.num_machines and settings.world is None:
+    per_slot = settings.hosts is not None and sum(map(len, settings.hosts.values())) == settings.num_processes
+    if settings.num_processes % settings.num_machines and settings.world is None and not per_slot:
         raise ValueError(
             f"{settings.num_processes} processes cannot be shared evenly by {settings.num_machines} machines: "
             "`--num_processes` counts those of all machines."
@@ -170,8 +183,8 @@ def _threads(settings: Settings, environ: Mapping[str, str]) -> None:
 def _port(settings: Settings, port_in_use: Callable[[int], bool] | None) -> None:
     """Where the processes meet; only the machine that listens there can tell whether the port is free."""
     port, several = settings.main_process_port, settings.num_machines > 1
-    mpi = settings.mpirun_hostfile is not None
-    if not settings.elastic and not mpi:
+    elsewhere = settings.starts_all_machines  # the first machine need not be this one
+    if not settings.elastic and not elsewhere:
         return
     from accelerate.launch.meeting import in_use
     from accelerate.machine import get_free_port, is_port_in_use
@@ -180,7 +193,7 @@ def _port(settings: Settings, port_in_use: Callable[[int], bool] | None) -> None
     if several and not port:
         settings.put("main_process_port", port := DEFAULT_PORT, "default")
     if port:
-        listens_here = not several or (settings.machine_rank == 0 and not mpi)
+        listens_here = not several or (settings.machine_rank == 0 and not elsewhere)
         if listens_here and port_in_use(port):
             raise in_use(port)
     elif port is None and not port_in_use(DEFAULT_PORT):

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NoReturn
 
 from accelerate.launch import failure, processes
+from accelerate.launch.carry import carried
 from accelerate.launch.plan import LaunchPlan
 
 
@@ -34,8 +35,8 @@ def run_from_shell(plan: LaunchPlan) -> NoReturn:
 
 def _supervised(plan: LaunchPlan) -> int:
     kills = processes.out_of_memory_kills()
-    with _folder() if plan.gathers else nullcontext() as folder:
-        told = {failure.FOLDER: folder} if folder else {}
+    with _folder() if plan.gathers else nullcontext() as folder, _carried(plan) as told:
+        told = {**told, failure.FOLDER: folder} if folder else told
         returncode = processes.supervise(plan.argv, {**os.environ, **plan.env, **told})
         first = failure.first_in(folder) if folder and returncode else None
     if first is not None and first["py_callstack"]:
@@ -46,6 +47,10 @@ def _supervised(plan: LaunchPlan) -> int:
         words = processes.signal_in_words(-returncode, processes.out_of_memory_kills() - kills)
         print(f"accelerate: the process on {platform.node()} {words}.", file=sys.stderr)
     return processes.exit_code(returncode)
+
+
+def _carried(plan: LaunchPlan) -> AbstractContextManager[dict[str, str]]:
+    return carried(plan.env) if plan.carries else nullcontext({})
 
 
 def _folder() -> AbstractContextManager[str]:

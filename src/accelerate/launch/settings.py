@@ -13,6 +13,7 @@ from accelerate.config.migrate import migrate
 from accelerate.config.options import FAMILIES, OPTIONS, SECTIONS
 from accelerate.environments import World
 from accelerate.launch import machine
+from accelerate.launch.hostfile import Hosts
 from accelerate.text import did_you_mean
 
 # At most one of each line may be asked for.
@@ -47,6 +48,8 @@ class Settings:
     world: World | None = None
     devices: machine.Accelerators = field(default_factory=lambda: machine.Accelerators("cpu", 0, ""))
     file: config_file.BaseConfig | None = None
+    # The machines that one of DeepSpeed's own launchers starts; None where each machine starts its own processes.
+    hosts: Hosts | None = None
     notes: list[str] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
@@ -67,6 +70,13 @@ class Settings:
     def on_cpu(self) -> bool:
         """Whether the processes compute on the CPU."""
         return bool(self.cpu) or not (self.devices.count or self.tpu)
+
+    @property
+    def starts_all_machines(self) -> bool:
+        """Whether this launch starts the processes of other machines too."""
+        if self.mpirun_hostfile is not None:
+            return True
+        return self.hosts is not None and self.deepspeed_multinode_launcher != "nossh"
 
     @property
     def elastic(self) -> bool:

@@ -34,7 +34,8 @@ def show(plan: LaunchPlan, settings: Settings) -> None:
     console.print("\nSettings", style=heading)
     _table(console, _rows(settings), terminal)
     refused = [f"{plan.refused[0]} is not part of this version: {plan.refused[1]}"] if plan.refused else []
-    for note in [*settings.notes, *plan.notes, *refused]:
+    missing = [plan.missing] if plan.missing else []
+    for note in [*settings.notes, *plan.notes, *refused, *missing]:
         console.print(f"\nNote: {note}", markup=False)
 
 

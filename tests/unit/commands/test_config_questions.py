@@ -54,6 +54,8 @@ def test_arrows_choose_several_processes_and_wrong_numbers_are_asked_again(tmp_p
     terminal.send(DOWN + ENTER)
     terminal.wait_for("How many machines")
     terminal.send(ENTER)
+    terminal.wait_for("How is the model spread")
+    terminal.send(ENTER)
     terminal.wait_for("How many processes")
     terminal.send("x" + ENTER)
     terminal.wait_for("should be a whole number")
@@ -119,6 +121,122 @@ def test_fsdp(tmp_path: Path) -> None:
         "fsdp_state_dict_type": "SHARDED_STATE_DICT",
         "fsdp_cpu_ram_efficient_loading": False,
         "fsdp_activation_checkpointing": True,
+    }
+
+
+def answered(folder: Path, answers: list[tuple[str, str]]) -> dict[str, Any]:
+    """What is written after these answers; keys that are no yes or no end with Enter."""
+    terminal = Terminal(COMMAND, environment(folder))
+    for question, keys in answers:
+        terminal.wait_for(question)
+        terminal.send(keys if keys in ("y", "n") else keys + ENTER)
+    assert terminal.end() == 0, terminal.shown
+    return written(folder)
+
+
+BEGINNING = [("Where will the training run?", ""), ("What will it run on?", DOWN + DOWN)]
+REST = [
+    ("How many processes", "\x7f4"),
+    ("Which GPUs", ""),
+    ("closest to its GPU?", "n"),
+    ("torch.compile?", "n"),
+    ("Check every collective", "n"),
+]
+WITH_PRECISION = [*REST[:3], ("Which number format", ""), *REST[3:]]
+
+
+def test_deepspeed_on_two_machines(tmp_path: Path) -> None:
+    config = answered(
+        tmp_path,
+        [
+            *BEGINNING,
+            ("How many machines", "\x7f2"),
+            ("Which machine is this", ""),
+            ("the address of the machine", "10.0.0.1"),
+            ("At which port", ""),
+            ("reach each other directly", "y"),
+            ("find each other", ""),
+            ("How is the model spread", DOWN + DOWN),
+            ("config file of DeepSpeed's own?", "n"),
+            ("What should be sharded?", DOWN),
+            ("Where should optimizer states live?", DOWN),
+            ("Where should parameters live?", DOWN + DOWN),
+            ("On which disk do parameters go?", ""),
+            ("How many micro-batches make a step?", "\x7f4"),
+            ("the largest norm of the gradients?", "1.0"),
+            ("Save collected 16-bit weights?", "y"),
+            ("Shard models while they are built?", "y"),
+            ("layers of experts", "y"),
+            ("Which layer classes are mixtures of experts", "MoeBlock"),
+            ("What starts the other machines?", ""),
+            ("Which file lists the machines", ""),
+            ("Which machines and devices of it?", DOWN),
+            ("are left out", "b:0"),
+            *WITH_PRECISION,
+        ],
+    )
+    assert config["distributed_type"] == "DEEPSPEED"
+    assert (config["num_machines"], config["num_processes"]) == (2, 4)
+    assert config["deepspeed_config"] == {
+        "zero_stage": 3,
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "nvme",
+        "offload_param_nvme_path": "/nvme",
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "zero3_save_16bit_model": True,
+        "zero3_init_flag": True,
+        "deepspeed_moe_layer_cls_names": "MoeBlock",
+        "deepspeed_multinode_launcher": "pdsh",
+        "deepspeed_hostfile": "hostfile",
+        "deepspeed_exclusion_filter": "b:0",
+    }
+
+
+def test_deepspeed_with_a_file_of_its_own(tmp_path: Path) -> None:
+    config = answered(
+        tmp_path,
+        [
+            *BEGINNING,
+            ("How many machines", ""),
+            ("How is the model spread", DOWN + DOWN),
+            ("config file of DeepSpeed's own?", "y"),
+            ("Where is it?", "\x7f\x7f\x7f\x7fds.json"),
+            ("Shard models while they are built?", "n"),
+            ("layers of experts", "n"),
+            *REST,  # without a question about the precision, which that file says
+        ],
+    )
+    assert config["deepspeed_config"] == {"deepspeed_config_file": "ds.json", "zero3_init_flag": False}
+    assert "mixed_precision" not in config
+
+
+def test_deepspeed_on_one_gpu(tmp_path: Path) -> None:
+    config = answered(
+        tmp_path,
+        [
+            ("Where will the training run?", ""),
+            ("What will it run on?", ""),
+            ("Run on the CPU", "n"),
+            ("Use DeepSpeed", "y"),
+            ("config file of DeepSpeed's own?", "n"),
+            ("What should be sharded?", ""),
+            ("Where should optimizer states live?", DOWN),
+            ("Where should parameters live?", ""),
+            ("How many micro-batches make a step?", ""),
+            ("the largest norm of the gradients?", ""),
+            ("layers of experts", "n"),
+            ("Which number format", ""),
+            ("torch.compile?", "n"),
+        ],
+    )
+    assert (config["distributed_type"], config["num_processes"]) == ("DEEPSPEED", 1)
+    assert config["deepspeed_config"] == {
+        "zero_stage": 2,
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "none",
+        "gradient_accumulation_steps": 1,
+        "zero3_init_flag": False,
     }
 
 

@@ -36,6 +36,14 @@ def test_json_says_versions_machine_config_and_why(tmp_path: Path) -> None:
     assert "abc" not in done.stdout
 
 
+def test_deepspeed_is_shown(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config:\n  zero_stage: 3\n")
+    text = env("--config_file", str(config), DS_ACCELERATOR="cpu").stdout
+    assert "  deepspeed_config:\n    zero_stage: 3\n" in text
+    assert "  DS_ACCELERATOR: cpu\n" in text
+
+
 def test_text_without_a_config_and_with_a_bad_one(tmp_path: Path) -> None:
     text = env(HF_HOME=str(tmp_path)).stdout
     assert f"accelerate: {accelerate.__version__}" in text

@@ -234,6 +234,45 @@ def test_what_is_written_holds_no_empty_keys(tmp_path: Path) -> None:
     assert "gpu_ids" not in written
 
 
+def test_a_file_for_deepspeed_is_written_as_it_was_read(tmp_path: Path) -> None:
+    content = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "deepspeed_config": {
+            "deepspeed_exclusion_filter": "worker-2:1",
+            "deepspeed_hostfile": "hosts",
+            "deepspeed_moe_layer_cls_names": "MixtralSparseMoeBlock",
+            "deepspeed_multinode_launcher": "pdsh",
+            "gradient_accumulation_steps": "auto",
+            "gradient_clipping": 1.0,
+            "offload_optimizer_device": "nvme",
+            "offload_optimizer_nvme_path": "/nvme",
+            "offload_param_device": "cpu",
+            "zero3_init_flag": True,
+            "zero3_save_16bit_model": True,
+            "zero_stage": 3,
+        },
+        "distributed_type": "DEEPSPEED",
+        "downcast_bf16": False,
+        "enable_cpu_affinity": False,
+        "machine_rank": 0,
+        "main_process_ip": "10.0.0.1",
+        "main_process_port": 29500,
+        "main_training_function": "main",
+        "mixed_precision": "bf16",
+        "num_machines": 2,
+        "num_processes": 8,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "tpu_use_cluster": False,
+        "tpu_use_sudo": False,
+        "use_cpu": False,
+    }
+    config = load(write(tmp_path, content))
+    assert config.to_dict() == content
+    assert config.unknown_in_sections() == []
+
+
 def test_sagemaker(tmp_path: Path) -> None:
     content = {
         "compute_environment": "AMAZON_SAGEMAKER",

@@ -1,9 +1,11 @@
-"""Command lines and config files, each with the variables that its processes are told."""
+"""Command lines and config files, each with the variables that its processes are told.
+
+FOLDER stands for the folder in which the files of a case lie.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -22,10 +24,12 @@ NO_DEVICES = Accelerators("cpu", 0, "the tests say so")
 def outcome(case: dict[str, Any]) -> dict[str, Any]:
     """What this package would do: engine, command and variables, or the error."""
     with tempfile.TemporaryDirectory() as folder:
-        words = list(case["argv"])
+        words = [word.replace("FOLDER", folder) for word in case["argv"]]
+        for name, text in case.get("files", {}).items():
+            (Path(folder) / name).write_text(text)
         if "config" in case:
             path = Path(folder) / "config.json"
-            path.write_text(json.dumps(case["config"]))
+            path.write_text(json.dumps(case["config"]).replace("FOLDER", folder))
             words = ["--config_file", str(path), *words]
         environ = {"HF_HOME": folder, **case.get("environ", {})}
         try:
@@ -33,10 +37,10 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
             planned = plan(settings)
         except (ValueError, OSError) as error:
             return {"error": type(error).__name__, "says": str(error).replace(folder, "FOLDER")}
-    env = dict(planned.env)
+    env = {name: value.replace(folder, "FOLDER") for name, value in planned.env.items()}
     if settings.of["num_cpu_threads_per_process"].source != "flag":
         env.pop("OMP_NUM_THREADS", None)  # depends on the machine
-    command = [word.replace(sys.executable, "python").replace(os.sep, "/") for word in planned.argv]
+    command = [word.replace(sys.executable, "python").replace(folder, "FOLDER") for word in planned.argv]
     command = [Path(word).name if word.endswith(("/worker.py", "/program.py")) else word for word in command]
     if "--main_process_port" in case["argv"] and "0" in case["argv"]:
         command = [word.split("=")[0] if word.startswith("--master_port") else word for word in command]

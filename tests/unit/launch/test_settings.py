@@ -251,3 +251,44 @@ def test_ids_of_gpus_that_are_not_there_start_nothing_on_the_cpu() -> None:
     assert settings("--gpu_ids", "0,1").num_processes == 1
     assert settings("--gpu_ids", "0,1", devices=FOUR).num_processes == 2
     assert settings("--tee", "0:3,1:1").tee == "0:3,1:1"
+
+
+def hosts(folder: Path, text: str = "a slots=2\nb slots=2\n") -> str:
+    (folder / "hosts").write_text(text)
+    return str(folder / "hosts")
+
+
+def test_machines_and_processes_come_from_a_hostfile(tmp_path: Path) -> None:
+    found = settings("--use_deepspeed", "--deepspeed_hostfile", hosts(tmp_path, "a slots=2\nb slots=1\n"))
+    assert (found.num_machines, found.num_processes) == (2, 3)
+    assert found.of["num_processes"].source == "detected"
+    assert "--num_gpus" not in plan(found).argv
+
+
+def test_a_hostfile_with_this_machine_alone_starts_no_other(tmp_path: Path) -> None:
+    found = settings("--use_deepspeed", "--deepspeed_hostfile", hosts(tmp_path, "localhost slots=2\n"))
+    assert found.hosts is None and plan(found).becomes
+
+
+def test_a_filter_counts_more_than_numbers(tmp_path: Path) -> None:
+    words = ["--use_deepspeed", "--deepspeed_hostfile", hosts(tmp_path), "--deepspeed_inclusion_filter", "b"]
+    found = settings(*words, "--num_machines", "2", "--num_processes", "4")
+    assert (found.num_machines, found.num_processes) == (1, 2)
+    assert len(found.notes) == 2 and all("the filter leaves of" in note for note in found.notes)
+
+
+def test_filters_that_do_nothing_are_named() -> None:
+    found = settings("--use_deepspeed", "--num_processes", "2", "--deepspeed_exclusion_filter", "a")
+    assert ["does nothing" in note for note in found.notes] == [True]
+
+
+def test_the_port_of_another_machine_is_not_looked_at_here(tmp_path: Path) -> None:
+    words = ["--use_deepspeed", "--deepspeed_hostfile", hosts(tmp_path), "--main_process_port", "4321"]
+    assert settings(*words, busy=(4321,)).main_process_port == 4321
+
+
+@pytest.mark.parametrize("words", [["--deepspeed_multinode_launcher", "pbs"], ["--zero_stage", "4"]])
+def test_values_that_there_are_not(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        settings("--use_deepspeed", *words)
+    assert "should be " in capsys.readouterr().err

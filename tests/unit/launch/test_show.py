@@ -8,6 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from accelerate.available import is_deepspeed_available
+from accelerate.commands.launch import launch_command, launch_command_parser
 from tests.unit.commands.terminal import Terminal
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--dry_run"]
@@ -61,3 +65,29 @@ def test_what_cannot_be_started_is_shown_with_a_note(tmp_path: Path) -> None:
     lines = shown(tmp_path, "--tpu", "--num_processes", "8", "--mixed_precision", "bf16", "x.py")
     assert "  XLA_USE_BF16=1" in lines
     assert lines[-1].startswith("Note: starting a run on a TPU is not part of this version:")
+
+
+def test_a_launch_by_deepspeed(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=2\nb slots=2\n")
+    hosts = ["--deepspeed_hostfile", str(tmp_path / "hosts")]
+    lines = shown(tmp_path, "--use_deepspeed", "--zero_stage", "3", *hosts, "--num_processes", "4", "x.py", "--lr", "1")
+    assert lines[0] == "Plan: 4 processes on 2 machines, by DeepSpeed's pdsh launcher"
+    assert any("deepspeed.launcher.runner --hostfile" in line for line in lines)
+    assert "  ACCELERATE_DEEPSPEED_ZERO_STAGE=3" in lines
+    rows = {line.split()[0]: line.split()[1:] for line in lines[lines.index("Settings") + 1 :] if line.strip()}
+    assert rows["zero_stage"] == ["3", "flag"]
+    assert rows["num_machines"][:5] == ["2", "detected", "they", "are", "in"]
+
+
+@pytest.mark.skipif(is_deepspeed_available(), reason="deepspeed is installed")
+def test_without_deepspeed_nothing_is_started(tmp_path: Path) -> None:
+    said = "DeepSpeed is not installed for"
+    assert shown(tmp_path, "--use_deepspeed", "x.py")[-1].startswith(f"Note: {said}")
+    launch = [word for word in LAUNCH if word != "--dry_run"]
+    env = environment(tmp_path)
+    done = subprocess.run([*launch, "--use_deepspeed", "x.py"], capture_output=True, text=True, env=env)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"accelerate launch: {said}")
+    args = launch_command_parser().parse_args(["--use_deepspeed", "x.py"])
+    with pytest.raises(ImportError, match=said):
+        launch_command(args)

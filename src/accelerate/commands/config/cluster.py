@@ -58,6 +58,12 @@ ENGINES = {
     "MEGATRON_LM": "layers and stages are spread by Megatron-LM",
 }
 
+FILTERS = {
+    "all": "all of them",
+    "exclusion": "all but some, which you name",
+    "inclusion": "only those that you name",
+}
+
 
 def get_cluster_input() -> ClusterConfig:
     """Asks everything; what is asked depends on the answers so far."""
@@ -72,12 +78,14 @@ def get_cluster_input() -> ClusterConfig:
     )
     if several:
         answers |= _machines()
-    engine = "NONE"
-    if several and hardware != "MULTI_CPU":
-        engine = questions.choose("How is the model spread over the processes?", ENGINES, "NONE")
-        answers |= {"FSDP": _fsdp, "DEEPSPEED": _deepspeed, "MEGATRON_LM": _megatron, "NONE": dict}[engine]()
-    answers |= _processes(hardware, devices, int(answers.get("num_machines", 1)))
-    if hardware == "MULTI_CPU" and questions.confirm("Start the processes with mpirun?", False):
+    machines = int(answers.get("num_machines", 1))
+    engine = _engine(hardware, answers["use_cpu"])
+    if engine == "DEEPSPEED":
+        answers |= _deepspeed(machines)
+    else:
+        answers |= {"FSDP": _fsdp, "MEGATRON_LM": _megatron, "NONE": dict}[engine]()
+    answers |= _processes(hardware, devices, machines)
+    if hardware == "MULTI_CPU" and engine == "NONE" and questions.confirm("Start the processes with mpirun?", False):
         answers["mpirun_config"] = {"mpirun_hostfile": questions.ask(option("mpirun_hostfile"), "~/hostfile")}
     if hardware == "XLA":
         answers["main_training_function"] = questions.ask(option("main_training_function"), "main")
@@ -97,6 +105,16 @@ def _hardware(devices: machine.Accelerators) -> tuple[str, str]:
         label = f"MULTI_{'GPU' if devices.kind == 'cuda' else devices.kind.upper()}"
         return label, f"{devices.count} devices: {devices.reason}"
     return "NO", f"{'one device' if devices.count else 'no GPU'}: {devices.reason}"
+
+
+def _engine(hardware: str, cpu: bool) -> str:
+    if hardware.startswith("MULTI_"):
+        engines = {name: words for name, words in ENGINES.items() if not (cpu and name == "MEGATRON_LM")}
+        return questions.choose("How is the model spread over the processes?", engines, "NONE")
+    # On one GPU, DeepSpeed is for what does not fit there.
+    if hardware == "NO" and not cpu and questions.confirm("Use DeepSpeed, to keep a part of it off the GPU?", False):
+        return "DEEPSPEED"
+    return "NONE"
 
 
 def _machines() -> dict[str, Any]:
@@ -189,13 +207,22 @@ def _fsdp() -> dict[str, Any]:
     return found
 
 
-def _deepspeed() -> dict[str, Any]:
-    if questions.confirm("Is there a config file of DeepSpeed's own?", False):
-        answers = {"deepspeed_config_file": questions.ask(option("deepspeed_config_file"))}
-        answers["zero3_init_flag"] = questions.confirm(option("zero3_init_flag").question, False)
-        return {"deepspeed_config": answers}
+def _deepspeed(machines: int) -> dict[str, Any]:
+    answers = _deepspeed_file() if questions.confirm("Is there a config file of DeepSpeed's own?", False) else _zero()
+    if questions.confirm("Has the model layers of experts (MoE)?", False):
+        layers = questions.ask(option("deepspeed_moe_layer_cls_names"))
+        answers |= {"deepspeed_moe_layer_cls_names": layers} if layers else {}
+    return {"deepspeed_config": answers | (_deepspeed_machines() if machines > 1 else {})}
+
+
+def _deepspeed_file() -> dict[str, Any]:
+    path = questions.ask(option("deepspeed_config_file"), "none")
+    return {"deepspeed_config_file": path, "zero3_init_flag": _confirmed("zero3_init_flag")}
+
+
+def _zero() -> dict[str, Any]:
     stage = int(questions.ask(option("zero_stage"), "2", choices=STAGES))
-    answers = {"zero_stage": stage}
+    answers: dict[str, Any] = {"zero_stage": stage}
     if stage >= 2:
         places = OFFLOAD if stage == 3 else {place: OFFLOAD[place] for place in ("none", "cpu")}
         for what in ("optimizer", "param"):
@@ -208,9 +235,25 @@ def _deepspeed() -> dict[str, Any]:
     if clipping is not None:
         answers["gradient_clipping"] = clipping
     if stage == 3:
-        for name in ("zero3_init_flag", "zero3_save_16bit_model"):
-            answers[name] = questions.confirm(option(name).question, False)
-    return {"deepspeed_config": answers}
+        answers["zero3_save_16bit_model"] = _confirmed("zero3_save_16bit_model")
+    answers["zero3_init_flag"] = stage == 3 and _confirmed("zero3_init_flag")
+    return answers
+
+
+def _deepspeed_machines() -> dict[str, Any]:
+    launcher = questions.ask(option("deepspeed_multinode_launcher"), "pdsh")
+    answers: dict[str, Any] = {"deepspeed_multinode_launcher": launcher}
+    if launcher == "standard":
+        return answers
+    answers["deepspeed_hostfile"] = questions.ask(option("deepspeed_hostfile"), "hostfile")
+    which = questions.choose("Which machines and devices of it?", FILTERS, "all")
+    if which != "all":
+        answers[f"deepspeed_{which}_filter"] = questions.ask(option(f"deepspeed_{which}_filter"))
+    return answers
+
+
+def _confirmed(name: str) -> bool:
+    return questions.confirm(option(name).question, False)
 
 
 def _megatron() -> dict[str, Any]:

@@ -32,6 +32,17 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
+def _stage(value: Any) -> int:
+    stage = _whole(value)
+    if stage not in range(4):
+        raise ValueError
+    return stage
+
+
+def _or_auto(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: value if value == "auto" else read(value)
+
+
 def _port(value: Any) -> int:
     port = _whole(value)
     if not 0 <= port <= 65535:
@@ -70,6 +81,9 @@ WHOLE = Kind("a whole number", _whole, placeholder="N")
 PORT = Kind("a port from 0 to 65535", _port, placeholder="N")
 STREAMS = Kind("0, 1, 2 or 3, or one of them per process such as `0:3,1:1`", _streams, placeholder="N")
 NUMBER = Kind("a number", float, placeholder="X")
+STAGE = Kind("a stage from 0 to 3", _stage, placeholder="0|1|2|3")
+WHOLE_OR_AUTO = Kind("a whole number or `auto`", _or_auto(_whole), placeholder="N")
+NUMBER_OR_AUTO = Kind("a number or `auto`", _or_auto(float), placeholder="X")
 FLAG = Kind("yes or no", _yes_no)
 YES_NO = Kind("yes or no", _yes_no, placeholder="yes|no")
 # Carried as the words `true` and `false`, on the command line and in the variable.

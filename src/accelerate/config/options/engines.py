@@ -2,14 +2,36 @@
 
 from __future__ import annotations
 
-from accelerate.config.options.base import LOWER, NUMBER, TEXT, WHOLE, YES_NO, Family, Kind, Option
+from accelerate.config.options.base import (
+    NUMBER,
+    NUMBER_OR_AUTO,
+    STAGE,
+    TEXT,
+    WHOLE,
+    WHOLE_OR_AUTO,
+    YES_NO,
+    YES_NO_WORD,
+    Family,
+    Kind,
+    Option,
+)
 
 OFFLOAD = {"none": "keep it on the GPU", "cpu": "to the main memory", "nvme": "to a disk (stage 3)"}
+LAUNCHERS = {
+    "pdsh": "pdsh, over ssh",
+    "standard": "you: `accelerate launch` on each of them, with its rank",
+    "openmpi": "mpirun of Open MPI",
+    "mvapich": "mpirun of MVAPICH2-GDR",
+    "mpich": "mpirun of MPICH",
+    "nossh": "you: on each of them with its rank, and DeepSpeed's launcher there",
+    "slurm": "srun, inside a job",
+    "impi": "mpirun of Intel MPI",
+}
 STAGES = {
     "0": "shard nothing",
     "1": "shard optimizer states",
-    "2": "and gradients",
-    "3": "and parameters",
+    "2": "shard optimizer states and gradients",
+    "3": "shard optimizer states, gradients and parameters",
 }
 
 DEEPSPEED = Family(
@@ -24,22 +46,22 @@ DEEPSPEED = Family(
         ),
         Option(
             "zero_stage",
-            "what is sharded: 0 to 3",
-            WHOLE,
+            "what is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too",
+            STAGE,
             env="ACCELERATE_DEEPSPEED_ZERO_STAGE",
             question="What should be sharded?",
         ),
         Option(
             "offload_optimizer_device",
-            "where optimizer states live: none, cpu, nvme",
-            LOWER,
+            "where optimizer states live",
+            choices=OFFLOAD,
             env="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
             question="Where should optimizer states live?",
         ),
         Option(
             "offload_param_device",
-            "where parameters live: none, cpu, nvme",
-            LOWER,
+            "where parameters live",
+            choices=OFFLOAD,
             env="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
             question="Where should parameters live?",
         ),
@@ -57,41 +79,52 @@ DEEPSPEED = Family(
         ),
         Option(
             "gradient_accumulation_steps",
-            "micro-batches per step",
-            WHOLE,
+            "micro-batches per step; auto: as the script says",
+            WHOLE_OR_AUTO,
             env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
             question="How many micro-batches make a step?",
         ),
         Option(
             "gradient_clipping",
-            "the largest norm of the gradients",
-            NUMBER,
+            "the largest norm of the gradients; auto: as the script says",
+            NUMBER_OR_AUTO,
             env="ACCELERATE_GRADIENT_CLIPPING",
             question="What is the largest norm of the gradients?",
         ),
         Option(
             "zero3_init_flag",
             "shard models while they are built (stage 3)",
-            LOWER,
+            YES_NO_WORD,
             env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
             question="Shard models while they are built?",
         ),
         Option(
             "zero3_save_16bit_model",
             "save collected 16-bit weights (stage 3)",
-            LOWER,
+            YES_NO_WORD,
             env="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
             question="Save collected 16-bit weights?",
         ),
-        Option("deepspeed_hostfile", "the file that lists the machines", question="Which file lists the machines?"),
+        Option(
+            "deepspeed_hostfile",
+            "the file that lists the machines, a line each: `worker-1 slots=4`",
+            question="Which file lists the machines, a line each such as `worker-1 slots=4`?",
+        ),
         Option(
             "deepspeed_exclusion_filter",
-            "machines and GPUs to leave out",
-            question="Which machines and GPUs are left out?",
+            "machines and devices of that file to leave out: `worker-1@worker-2:0,2`",
+            question="Which of them, and which of their devices, are left out, such as worker-1@worker-2:0,2?",
         ),
-        Option("deepspeed_inclusion_filter", "machines and GPUs to use", question="Which machines and GPUs are used?"),
         Option(
-            "deepspeed_multinode_launcher", "what starts the other machines", question="What starts the other machines?"
+            "deepspeed_inclusion_filter",
+            "the ones to use, written so",
+            question="Which of them, and which of their devices, are used, such as worker-1@worker-2:0,2?",
+        ),
+        Option(
+            "deepspeed_multinode_launcher",
+            "what starts the other machines; default: pdsh",
+            choices=LAUNCHERS,
+            question="What starts the other machines?",
         ),
         Option(
             "deepspeed_moe_layer_cls_names",

@@ -24,9 +24,14 @@ def command(settings: Settings) -> list[str]:
 def through_worker(settings: Settings) -> list[str]:
     """The same by way of worker.py or program.py, which see to it that it ends with whatever starts it."""
     if settings.no_python:
-        return [sys.executable, "-I", "-S", PROGRAM, "0", settings.script, *settings.script_args]
+        return guarded([settings.script, *settings.script_args])
     kind = "module" if settings.module else "script"
     return [sys.executable, WORKER, "0", kind, settings.script, *settings.script_args]
+
+
+def guarded(words: list[str]) -> list[str]:
+    """A program that ends, with all that it has started, together with whatever starts it."""
+    return [sys.executable, "-I", "-S", PROGRAM, "0", *words]
 
 
 def environment(settings: Settings) -> dict[str, str]:
