@@ -17,6 +17,10 @@ PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 make_venv = $(PYTHON) -m venv $(1) || \
 	{ $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
 
+# The released package in a folder of an environment that has this one: first on the path, it takes this one's place.
+put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released \
+	$$(grep ^accelerate benchmarks/peer-requirements.txt)
+
 .PHONY: help quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients torch-oldest torch-middle peer-launch soak \
 	wheel wheel-test \
 	lint format file-map bench
@@ -62,10 +66,11 @@ $(PEER)/.ready: benchmarks/peer-requirements.txt constraints.txt
 	$(PEER)/bin/python $(PIP) -c constraints.txt -r benchmarks/peer-requirements.txt
 	@touch $@
 
-$(TRACKERS)/.ready: tests/trackers/requirements.txt pyproject.toml constraints.txt
+$(TRACKERS)/.ready: tests/trackers/requirements.txt benchmarks/peer-requirements.txt pyproject.toml constraints.txt
 	@echo "installing the tracking libraries into $(TRACKERS)"
 	test -x $(TRACKERS)/bin/python -a -x $(TRACKERS)/bin/pip || $(call make_venv,$(TRACKERS))
 	$(TRACKERS)/bin/python $(PIP) -c constraints.txt -r tests/trackers/requirements.txt -e '.[trackers]'
+	$(call put_released,$(TRACKERS))
 	@touch $@
 
 $(QUANTIZATION)/.ready: tests/quantization/requirements.txt pyproject.toml constraints.txt
@@ -74,12 +79,11 @@ $(QUANTIZATION)/.ready: tests/quantization/requirements.txt pyproject.toml const
 	$(QUANTIZATION)/bin/python $(PIP) -c constraints.txt -r tests/quantization/requirements.txt -e .
 	@touch $@
 
-# The released package lies in a folder of the same environment: first on the path, it takes this one's place.
 $(CLIENTS)/.ready: tests/clients/requirements.txt benchmarks/peer-requirements.txt pyproject.toml constraints.txt
 	@echo "installing the libraries built on accelerate into $(CLIENTS)"
 	test -x $(CLIENTS)/bin/python -a -x $(CLIENTS)/bin/pip || $(call make_venv,$(CLIENTS))
 	$(CLIENTS)/bin/python $(PIP) -c constraints.txt -r tests/clients/requirements.txt -e .
-	$(CLIENTS)/bin/python $(PIP) --no-deps --upgrade --target $(CLIENTS)/released $$(grep ^accelerate benchmarks/peer-requirements.txt)
+	$(call put_released,$(CLIENTS))
 	@touch $@
 
 # Older releases of torch come as CUDA builds: without what they depend on, and with stand-ins for the CUDA libraries.

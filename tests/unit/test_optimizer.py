@@ -180,6 +180,8 @@ def test_zero_grad_of_an_optimizer_that_takes_no_argument() -> None:
 
     accelerator, model, optimizer = make(kind=Old)
     accelerator.backward(model(X).sum())
+    with pytest.raises(ValueError, match=r"Old\.zero_grad takes no `set_to_none`"):
+        optimizer.zero_grad(set_to_none=True)
     optimizer.zero_grad()
     assert model.first.weight.grad is None
 

@@ -242,12 +242,20 @@ class Stepping(AcceleratorBase):
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """The backward of LOMO optimizers, which update the parameters during it."""
-        if not is_lomo_available():
-            raise ImportError("lomo_backward needs the LOMO optimizers: pip install lomo-optim")
         if learning_rate is None:
             raise ValueError("lomo_backward updates the parameters itself: pass the learning rate.")
+        found = self._lomo_optimizers()
+        if not found:
+            raise ValueError(
+                "lomo_backward needs a LOMO optimizer, and none is prepared: prepare one of those that "
+                "`pip install lomo-optim` brings."
+            )
+        for optimizer in found:
+            optimizer.fused_backward(loss, learning_rate)
+
+    def _lomo_optimizers(self) -> list[Any]:
+        if not is_lomo_available():
+            return []
         from lomo_optim import AdaLomo, Lomo
 
-        for optimizer in self._optimizers:
-            if isinstance(optimizer.optimizer, (Lomo, AdaLomo)):
-                optimizer.optimizer.fused_backward(loss, learning_rate)
+        return [item.optimizer for item in self._optimizers if isinstance(item.optimizer, (Lomo, AdaLomo))]

@@ -20,7 +20,8 @@ from accelerate.torch_internals.modules import metadata_of
 
 logger = logging.getLogger(__name__)
 
-_FORMATS = ("pt", "tf", "flax", "mlx")
+_FORMATS = ("pt", "mlx")
+_OF_OTHERS = ("tf", "flax")  # which keep the axes of a weight in another order
 
 
 class Source(Protocol):
@@ -142,6 +143,11 @@ def _open_safetensors(path: Path) -> dict[str, FileRange]:
 def _check_format(path: Path, metadata: dict[str, str] | None) -> None:
     if metadata is None:
         logger.warning(f"{path} does not say which library its weights are of: they are taken for those of torch.")
+    elif metadata.get("format") in _OF_OTHERS:
+        raise ValueError(
+            f"{path} says that its weights are of the format {metadata['format']!r}, and a model of torch needs 'pt': "
+            "convert them first."
+        )
     elif metadata.get("format") not in _FORMATS:
         raise OSError(
             f"{path} says that its weights are of the format {metadata.get('format')!r}: save them with "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.available import is_xpu_available
 from accelerate.big_modeling.parameters import is_packed, is_quantized, like, place_quantized
 from accelerate.big_modeling.placeholder import OffloadedParameter, OffloadedTensor
 from accelerate.memory import clear_device_cache
@@ -159,6 +160,8 @@ def set_module_tensor_to_device(
             return
 
     target = torch.device(device)
+    if target.type == "xpu" and not is_xpu_available():
+        raise ValueError(f"{tensor_name} cannot be put on {device}, since there is no XPU here: put it on 'cpu'.")
     # A tensor that lies elsewhere, with a hook that knows where, has a value: moving it brings that in.
     if value is None and old.is_meta and target.type != "meta" and not isinstance(old, STAND_INS):
         raise ValueError(f"{tensor_name} is on the meta device and holds no value: give one to put it on {device}.")

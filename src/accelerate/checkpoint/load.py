@@ -27,7 +27,7 @@ from accelerate.checkpoint.state import (
     read,
 )
 from accelerate.comm import current
-from accelerate.errors import CheckpointError
+from accelerate.errors import CheckpointError, MissingFile
 
 logger = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
         if passed_over
         else "there is none in it"
     )
-    raise CheckpointError(
+    raise MissingFile(
         f"No checkpoint to load in {parent}, {nothing}; give the path of one, or start from the beginning."
     )
 

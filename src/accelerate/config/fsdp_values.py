@@ -51,11 +51,11 @@ def member(kind: Any, asked: Any, argument: str) -> Any:
 def dtype_of(asked: Any) -> torch.dtype | None:
     import torch
 
-    if asked is None or isinstance(asked, torch.dtype):
-        return asked
+    if asked is None:
+        return None
     name = str(asked).removeprefix("torch.")
     dtype: Any = getattr(torch, DTYPES.get(name, name), None)
-    if not isinstance(dtype, torch.dtype):
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"The mixed precision is {asked!r}: choose one of {', '.join(DTYPES)}.")
     return dtype
 

@@ -77,8 +77,14 @@ class DeepSpeedSequenceParallelConfig:
             self.sp_attn_implementation = os.environ.get(PREFIX + "SP_ATTN_IMPLEMENTATION")
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise ValueError("sp_seq_length_is_variable=False needs the length of the sequences: pass sp_seq_length.")
-        if self.sp_attn_implementation in ("eager", "flex_attention"):
+        if self.sp_attn_implementation is not None and not _can_be_cut(self.sp_attn_implementation):
             raise ValueError(
                 f"sp_attn_implementation is {self.sp_attn_implementation!r}, which cannot be cut along the sequence: "
-                "choose 'flash_attention_2', 'flash_attention_3' or 'sdpa'."
+                "choose 'flash_attention_2', 'flash_attention_3', 'sdpa', or a flash-attn kernel of the Hub by its "
+                "repository."
             )
+
+
+def _can_be_cut(attention: str) -> bool:
+    of_the_hub = "/" in attention and "flash-attn" in attention
+    return of_the_hub or attention in ("flash_attention_2", "flash_attention_3", "sdpa")

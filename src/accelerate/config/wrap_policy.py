@@ -82,6 +82,8 @@ class SizeBased(WrapPolicy):
     def read_variables(self, plugin: Any) -> None:
         if plugin.min_num_params is None:
             plugin.min_num_params = min_num_params()
+        elif not isinstance(plugin.min_num_params, int):
+            raise ValueError(f"min_num_params is {plugin.min_num_params!r}: pass a number of parameters.")
 
     def of_model(self, plugin: Any, model: nn.Module) -> Any:
         if not plugin.min_num_params:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,14 @@ class Stepper:
         if set_to_none is None:
             self.optimizer.zero_grad()
         else:
-            self.optimizer.zero_grad(set_to_none=set_to_none)
+            try:
+                self.optimizer.zero_grad(set_to_none=set_to_none)
+            except TypeError:
+                if "set_to_none" in inspect.signature(self.optimizer.zero_grad).parameters:
+                    raise
+                raise ValueError(
+                    f"{type(self.optimizer).__name__}.zero_grad takes no `set_to_none`: leave it out."
+                ) from None
 
     @property
     def skipped(self) -> bool:

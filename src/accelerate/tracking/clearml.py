@@ -79,7 +79,7 @@ class ClearMLTracker(ShowsTables, LibraryTracker):
         if table.dataframe is not None:
             shown = table.dataframe
         else:
-            shown = table.data if table.columns is None else [table.columns, *table.data]
+            shown = [table.columns, *table.data] if table.columns else table.data
         title, series = _plot(table.name)
         self.task.get_logger().report_table(title=title, series=series, table_plot=shown, iteration=step, **kwargs)
 

@@ -43,6 +43,8 @@ class CometMLTracker(LibraryTracker):
             else:
                 self.writer.log_other(key, value, **kwargs)
 
+        if step is not None:
+            self.writer.set_step(step)  # also for text, and for what a script sends to the experiment itself
         one_by_one(values, add)
 
     @on_main_process

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from accelerate.config.environment import str_to_bool
-from accelerate.tracking.base import LibraryTracker, on_main_process, only_numbers
+from accelerate.tracking.base import LibraryTracker, logger, on_main_process, only_numbers
 
 
 class MLflowTracker(LibraryTracker):
@@ -89,7 +89,10 @@ class MLflowTracker(LibraryTracker):
         for first in range(0, len(parameters), batch):
             self._client.log_batch(self._id, params=parameters[first : first + batch])
         if too_long:
-            raise ValueError(f"left out, because MLflow takes {limit} characters at most: {', '.join(too_long)}")
+            names = ", ".join(too_long)
+            logger.warning(
+                f"Left out of the run's parameters, because MLflow takes {limit} characters at most: {names}."
+            )
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:

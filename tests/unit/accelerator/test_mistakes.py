@@ -251,3 +251,13 @@ def _tracked() -> None:
 
 def test_logging_by_the_rules_is_silent() -> None:
     run_world(_tracked, 2)
+
+
+def test_a_backward_of_lomo_without_lomo() -> None:
+    accelerator = Accelerator(cpu=True)
+    loss = torch.ones((), requires_grad=True)
+    with pytest.raises(ValueError, match="pass the learning rate"):
+        accelerator.lomo_backward(loss, None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs a LOMO optimizer, and none is prepared"):
+        accelerator.backward(loss, learning_rate=0.1)
+    assert loss.grad is None

@@ -323,6 +323,9 @@ def test_weights_of_one_file(model: Net, tmp_path: Path, caplog: pytest.LogCaptu
     save_file({"a": torch.ones(1)}, tmp_path / "odd.safetensors", metadata={"format": "odd"})
     with pytest.raises(OSError, match="the format 'odd'"):
         load_state_dict(tmp_path / "odd.safetensors")
+    save_file({"a": torch.ones(1)}, tmp_path / "tf.safetensors", metadata={"format": "tf"})
+    with pytest.raises(ValueError, match="the format 'tf', and a model of torch needs 'pt'"):
+        load_state_dict(tmp_path / "tf.safetensors")
 
 
 def test_all_dtypes_of_the_format(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate.utils import is_xpu_available
 from accelerate.utils.modeling import (
     check_device_same,
     get_non_persistent_buffers,
@@ -74,6 +75,12 @@ def test_wrong_names_and_shapes() -> None:
         set_module_tensor_to_device(model, "head.weight", "cpu", value=torch.ones(4, 8))
     with pytest.raises(ValueError, match=r"head\.bias of this Net is None"):
         set_module_tensor_to_device(model, "head.bias", "cpu", value=torch.ones(8))
+
+
+@pytest.mark.skipif(is_xpu_available(), reason="needs a machine without an XPU")
+def test_an_xpu_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match=r"head\.weight cannot be put on xpu:0, since there is no XPU here"):
+        set_module_tensor_to_device(Net(), "head.weight", "xpu:0", value=torch.ones(8, 4))
 
 
 def test_shared_tensors_are_placed_once() -> None:

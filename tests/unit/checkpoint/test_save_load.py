@@ -305,6 +305,13 @@ def test_damage_is_named_and_nothing_is_loaded(tmp_path: Path, kind: str) -> Non
         run.accelerator.load_state(tmp_path / "x")
 
 
+def test_a_project_without_a_checkpoint(tmp_path: Path) -> None:
+    run = Training(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
+    with pytest.raises(FileNotFoundError, match=r"No checkpoint to load in .*, there is none in it") as caught:
+        run.accelerator.load_state()
+    assert isinstance(caught.value, CheckpointError)
+
+
 def test_the_newest_complete_one_is_taken(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = Training(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
     states = []

@@ -79,6 +79,15 @@ def test_update_of_a_file_with_unknown_keys_changes_nothing(tmp_path: Path) -> N
     assert path.read_text() == "distributed_type: 'NO'\nnonsense: 1\n"
 
 
+def test_update_of_a_file_that_is_not_there(tmp_path: Path) -> None:
+    path = tmp_path / "none.yaml"
+    with pytest.raises(ValueError, match=r"There is no config file .*none\.yaml to be updated"):
+        update_config(argparse.Namespace(config_file=str(path)))
+    with pytest.raises(SystemExit, match="There is no config file"):
+        run("update", "--config_file", str(path))
+    assert not path.exists()
+
+
 def test_the_default_place_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import accelerate.commands.config as config
     from accelerate.commands.config import config_args

@@ -187,6 +187,8 @@ def test_variables_that_belong_together() -> None:
         ({"state_dict_type": "x"}, "state_dict_type is 'x'"),
         ({"fsdp_version": 2, "state_dict_type": "LOCAL_STATE_DICT"}, "LOCAL_STATE_DICT: FSDP version 2 knows"),
         ({"mixed_precision_policy": "x"}, "The mixed precision is 'x'"),
+        ({"mixed_precision_policy": {"param_dtype": torch.int8}}, "The mixed precision is torch.int8"),
+        ({"auto_wrap_policy": "size_based_wrap", "min_num_params": "x"}, "min_num_params is 'x'"),
         ({"mixed_precision_policy": {"output_dtype": "bf16"}}, "has output_dtype"),
         ({"mixed_precision_policy": fsdp.MixedPrecisionPolicy()}, "FSDP version 1 takes a name"),
         ({"activation_checkpointing_offload": True}, "nothing to keep on the host"),

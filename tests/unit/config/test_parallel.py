@@ -96,6 +96,7 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         (ParallelismConfig, {"sp_size": 2, "sp_backend": "x"}, "sp_backend is 'x'"),
         (TorchContextParallelConfig, {"cp_comm_strategy": "x"}, "cp_comm_strategy is 'x'"),
         (DeepSpeedSequenceParallelConfig, {"sp_attn_implementation": "eager"}, "cannot be cut along the sequence"),
+        (DeepSpeedSequenceParallelConfig, {"sp_attn_implementation": "x"}, "cannot be cut along the sequence"),
         (DeepSpeedSequenceParallelConfig, {"sp_seq_length_is_variable": False}, "pass sp_seq_length"),
     ],
 )
@@ -115,6 +116,8 @@ def test_small_ones() -> None:
     assert TorchTensorParallelPlugin() == TorchTensorParallelPlugin(tp_size=1, torch_device_mesh=None)
     with pytest.warns(UserWarning, match="enable_async_tp"):
         TorchTensorParallelConfig(enable_async_tp=True)
+    kernel = "kernels-community/flash-attn2"
+    assert DeepSpeedSequenceParallelConfig(sp_attn_implementation=kernel).sp_attn_implementation == kernel
 
 
 class Mesh:

@@ -18,6 +18,8 @@ DESCRIPTION = "Bring a config file up to date: rename what has a new name, add w
 def update_config(args: argparse.Namespace) -> str:
     """Rewrites a config file and returns its path."""
     path = _path(args)
+    if not path.is_file():
+        raise ValueError(f"There is no config file {path} to be updated: give the path of one with `--config_file`.")
     file.write(file.load_config_from_file(path).to_dict(), path)
     return str(path)
 
