@@ -106,7 +106,7 @@ _PLACES = {
     "accelerate.scheduler": "AcceleratedScheduler",
     "accelerate.state": "AcceleratorState GradientState PartialState",
     "accelerate.test_utils": "execute_subprocess_async path_in_accelerate_package",
-    "accelerate.tracking": "GeneralTracker filter_trackers",
+    "accelerate.tracking": "GeneralTracker LOGGER_TYPE_TO_CLASS filter_trackers",
     "accelerate.utils.modeling": "get_non_persistent_buffers get_state_dict_offloaded_model",
     "accelerate.utils.dataclasses": "get_module_class_from_name",
     "accelerate.utils.tqdm": "tqdm",

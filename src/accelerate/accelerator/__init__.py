@@ -19,13 +19,11 @@ from accelerate.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
 __all__ = [
     "DTENSOR_PYTORCH_VERSION",
     "FSDP2_PYTORCH_VERSION",
     "FSDP_PYTORCH_VERSION",
-    "LOGGER_TYPE_TO_CLASS",
     "MODEL_NAME",
     "PROFILE_PATTERN_NAME",
     "SAFE_WEIGHTS_INDEX_NAME",

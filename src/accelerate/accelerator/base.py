@@ -6,19 +6,17 @@ import os
 import weakref
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accelerate import precision, strategies
 from accelerate.accumulation import Accumulation, ItemWindows
-from accelerate.checkpoint.background import Background
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.data import DataLoaderConfiguration
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, RNGType
-from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import (
     AutocastKwargs,
@@ -38,8 +36,9 @@ from accelerate.precision import PrecisionSettings
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.state.processes import ProcessControl
-from accelerate.tracking import filter_trackers
-from accelerate.tracking.running import RunningTrackers
+
+if TYPE_CHECKING:
+    from accelerate.checkpoint.background import Background
 
 _NOT_GIVEN: Any = object()
 
@@ -51,8 +50,6 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
     AutocastKwargs: "autocast_handler",
     ProfileKwargs: "profile_handler",
 }
-
-_FP8_RECIPES = (AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs)
 
 
 class AcceleratorBase(ProcessControl):
@@ -107,8 +104,7 @@ class AcceleratorBase(ProcessControl):
             _from_accelerator=True,
             **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
         )
-        self.log_with = filter_trackers(log_with, self.logging_dir)
-        self._running = RunningTrackers()
+        self.log_with = self._asked_trackers(log_with)
         # Until the trackers are started, what is logged is lost. Scripts may start them on the main process alone.
         self._logs_are_lost = bool(self.log_with) and self.is_main_process
         self.device_placement = device_placement
@@ -149,25 +145,26 @@ class AcceleratorBase(ProcessControl):
         self._custom_objects: list[Any] = []
         self._save_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self._load_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
-        self._background = Background()
+        self._background: Background | None = None
         self._files_looked_at: set[str] = set()
         self._saves_in: Path | None = None  # the folder of a project in which this run has saved before
         self._joining = False
         self._watches_forwards = False
         self.flag_tensor: torch.Tensor | None = None
 
+    def _asked_trackers(self, log_with: Any) -> list[Any]:
+        if log_with is None:
+            return []
+        from accelerate.tracking import filter_trackers
+
+        return filter_trackers(log_with, self.logging_dir)
+
     def _take_handlers(self, handlers: list[KwargsHandler]) -> None:
         for attribute in _HANDLERS.values():
             setattr(self, attribute, None)
         for handler in handlers:
-            if isinstance(handler, _FP8_RECIPES):
-                name = type(handler).__name__
-                raise ValueError(
-                    f"{name} is for mixed_precision='fp8', which is not part of this version: leave it out."
-                )
             if type(handler) not in _HANDLERS:
-                known = ", ".join(kind.__name__ for kind in _HANDLERS)
-                raise WrongHandler(f"kwargs_handlers cannot contain a {type(handler).__name__}: pass any of {known}.")
+                raise _refused(handler)
             attribute = _HANDLERS[type(handler)]
             if getattr(self, attribute) is not None:
                 raise ValueError(f"kwargs_handlers contains two {type(handler).__name__}: pass one.")
@@ -398,3 +395,13 @@ def _accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) 
     if steps < 1:
         raise ValueError(f"gradient_accumulation_steps is {steps}: it must be at least 1.")
     return GradientAccumulationPlugin(num_steps=steps)
+
+
+def _refused(handler: KwargsHandler) -> Exception:
+    from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+
+    name = type(handler).__name__
+    if isinstance(handler, (AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs)):
+        return ValueError(f"{name} is for mixed_precision='fp8', which is not part of this version: leave it out.")
+    known = ", ".join(kind.__name__ for kind in _HANDLERS)
+    return WrongHandler(f"kwargs_handlers cannot contain a {name}: pass any of {known}.")

@@ -5,20 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.config.handlers import ProfileKwargs
 from accelerate.constants import PROFILE_PATTERN_NAME
 from accelerate.errors import warn
-from accelerate.step_timer import StepTimer
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
-from accelerate.tracking.base import check_attributes
+
+if TYPE_CHECKING:
+    from accelerate.step_timer import StepTimer
+    from accelerate.tracking import GeneralTracker
+    from accelerate.tracking.running import RunningTrackers
 
 
 class Reporting(AcceleratorBase):
     # --- trackers -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _running(self) -> RunningTrackers:
+        from accelerate.tracking.running import RunningTrackers
+
+        return RunningTrackers()
 
     def init_trackers(
         self,
@@ -32,6 +41,9 @@ class Reporting(AcceleratorBase):
         init_kwargs: by the name of a tracker, what else its library is started with.
         An error in starting a tracker is raised: training has not begun.
         """
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+        from accelerate.tracking.base import check_attributes
+
         self._logs_are_lost = False
         self._running.forget_ended()
         for asked in self.log_with:
@@ -70,6 +82,8 @@ class Reporting(AcceleratorBase):
 
         On processes where it was not started, a tracker that does nothing.
         """
+        from accelerate.tracking import GeneralTracker
+
         for tracker in self._running.all:
             if tracker.name == name:
                 self._running.in_order([tracker])
@@ -159,4 +173,6 @@ class Reporting(AcceleratorBase):
         At its end (on all processes together) the main process prints one table, and the trackers get the numbers.
         Enter it after `prepare`. warmup: how many steps to leave out at the start.
         """
+        from accelerate.step_timer import StepTimer
+
         return StepTimer(self, warmup=warmup)

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from accelerate.bundle import Bundle
-from accelerate.checkpoint import whole
-from accelerate.checkpoint.parts import Part, Put
-from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.state import Run
-from accelerate.checkpoint.weights import Fetch
 from accelerate.compilation import compile_regions
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel.mesh import SAME_DATA, axis_rank, shares_of_ranks
@@ -21,6 +16,12 @@ from accelerate.precision import Scaler
 from accelerate.precision.stepping import Stepper
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.unwrap import extract_model_from_parallel
+
+if TYPE_CHECKING:
+    from accelerate.checkpoint.parts import Part, Put
+    from accelerate.checkpoint.reading import Reader
+    from accelerate.checkpoint.state import Run
+    from accelerate.checkpoint.weights import Fetch
 
 
 class Outputs(NamedTuple):
@@ -204,6 +205,8 @@ class Strategy:
         something to choose. An engine whose processes write together gives parts that do so, on every process, before
         any other part, and failing on all processes alike.
         """
+        from accelerate.checkpoint import whole
+
         return whole.save(run, weights, safe=safe, main=main)
 
     def load(self, run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
@@ -213,4 +216,6 @@ class Strategy:
         engine reads in another way is compared afterwards, before anything is put in place.
         torch_load: arguments for `torch.load`. kwargs: those of `load_state`; here for a model's `load_state_dict`.
         """
+        from accelerate.checkpoint import whole
+
         return whole.load(run, reader, torch_load=torch_load, **kwargs)
