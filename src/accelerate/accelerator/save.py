@@ -27,7 +27,7 @@ from accelerate.data_loader.position import change, takes_over
 from accelerate.errors import WrongFolder
 from accelerate.files import save
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 Model = TypeVar("Model", bound=torch.nn.Module)  # declared as what it was, also when it is prepared
