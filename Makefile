@@ -5,6 +5,7 @@ PEER := .venv-peer
 TRACKERS := .venv-trackers
 QUANTIZATION := .venv-quantization
 CLIENTS := .venv-clients
+EDITORS := .venv-editors
 TORCH_OLDEST := .venv-torch-2.6
 TORCH_MIDDLE := .venv-torch-2.9
 BIN := $(VENV)/bin
@@ -22,7 +23,7 @@ put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released
 	$$(grep ^accelerate benchmarks/peer-requirements.txt)
 
 .PHONY: help quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients torch-oldest torch-middle peer-launch soak \
-	wheel wheel-test \
+	editors wheel wheel-test \
 	lint format file-map bench
 .DEFAULT_GOAL := help
 
@@ -39,6 +40,7 @@ help:
 	@echo "make clients      transformers, peft, diffusers and trl as released, on this package"
 	@echo "make torch-oldest the tests on the oldest release of torch that is supported"
 	@echo "make torch-middle the tests on a release of torch between the oldest and the current one"
+	@echo "make editors      what jedi, mypy and basedpyright know of every public name"
 	@echo "make wheel        a wheel of this package, in dist/"
 	@echo "make wheel-test   the wheel, installed into an environment that has nothing else"
 	@echo "make soak         kill saves at thousands of moments"
@@ -84,6 +86,12 @@ $(CLIENTS)/.ready: tests/clients/requirements.txt benchmarks/peer-requirements.t
 	test -x $(CLIENTS)/bin/python -a -x $(CLIENTS)/bin/pip || $(call make_venv,$(CLIENTS))
 	$(CLIENTS)/bin/python $(PIP) -c constraints.txt -r tests/clients/requirements.txt -e .
 	$(call put_released,$(CLIENTS))
+	@touch $@
+
+$(EDITORS)/.ready: tests/editors/requirements.txt
+	@echo "installing basedpyright into $(EDITORS)"
+	test -x $(EDITORS)/bin/python -a -x $(EDITORS)/bin/pip || $(call make_venv,$(EDITORS))
+	$(EDITORS)/bin/python $(PIP) -c constraints.txt -r tests/editors/requirements.txt
 	@touch $@
 
 # Older releases of torch come as CUDA builds: without what they depend on, and with stand-ins for the CUDA libraries.
@@ -148,6 +156,10 @@ torch-oldest: $(TORCH_OLDEST)/.ready
 
 torch-middle: $(TORCH_MIDDLE)/.ready
 	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(or $(ARGS),tests/world tests/contract tests/unit)
+
+# The packages that a checker sees are those of the tests; the environment of its own has the checker alone.
+editors: $(VENV)/.ready-test $(EDITORS)/.ready
+	BASEDPYRIGHT=$(EDITORS)/bin/basedpyright $(BIN)/python -m pytest tests/editors $(ARGS)
 
 # What an earlier build left would be packed again.
 wheel: | $(BIN)/python

@@ -26,7 +26,7 @@ class Accumulation:
         self.state = state
         self.strategy = strategy
         self.counts: dict[tuple[int, ...], int] = {}
-        self.step = 0
+        self.step: int = 0
 
     def reset(self) -> None:
         self.counts.clear()
@@ -95,7 +95,7 @@ class ItemWindow:
         self.begin()
 
     def begin(self) -> None:
-        self.items = 0.0
+        self.items: float = 0.0
         self.scale: float | None = None
         self.closed = False
 
@@ -124,8 +124,8 @@ class ItemWindows:
 
     def reset(self) -> None:
         self.windows: list[ItemWindow] = []
-        self.factor = 1.0
-        self.used = False
+        self.factor: float = 1.0
+        self.used: bool = False
         self._next_factor = 1.0
         self._before: list[list[Any]] = []
 

@@ -20,7 +20,7 @@ import torch
 from accelerate import arrays
 from accelerate.state import PartialState
 
-logger = logging.getLogger("accelerate.utils.other")  # where the public knows what is in this file
+logger: logging.Logger = logging.getLogger("accelerate.utils.other")  # where the public knows what is in this file
 
 _FORMAT = {"format": "pt"}
 

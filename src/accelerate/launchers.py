@@ -54,7 +54,7 @@ class PrepareForLaunch:
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
         self.launcher = launcher
-        self.distributed_type = DistributedType(distributed_type)
+        self.distributed_type: DistributedType = DistributedType(distributed_type)
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:

@@ -24,7 +24,7 @@ class LocalSGD:
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
-        self.num_steps = 0
+        self.num_steps: int = 0
         self._no_sync: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> LocalSGD:

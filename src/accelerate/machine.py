@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _OLDEST_KERNEL = (5, 5, 0)
 

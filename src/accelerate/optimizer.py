@@ -40,8 +40,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # Not Optimizer.__init__: groups, state and hooks are those of the wrapped optimizer.
         self._scaler = _enabled(scaler)
         self._stepper = stepper_for(optimizer, self._scaler) if stepper is None else stepper
-        self.accelerator_state = AcceleratorState()
-        self.gradient_state = GradientState()
+        self.accelerator_state: AcceleratorState = AcceleratorState()
+        self.gradient_state: GradientState = GradientState()
         self.device_placement = device_placement
         # Whether the engine counts micro-batches itself, and is stepped at each of them.
         self.every_micro_batch = False

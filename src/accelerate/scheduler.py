@@ -47,10 +47,12 @@ class AcceleratedScheduler:
         split_batches: bool = False,
     ) -> None:
         self.scheduler = scheduler
-        self.optimizers = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        self.optimizers: list[AcceleratedOptimizer] = (
+            optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
+        )
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
-        self.gradient_state = GradientState()
+        self.gradient_state: GradientState = GradientState()
         self._steps_each_time = 1 if split_batches else PartialState().num_processes
         self._total_steps = hasattr(scheduler, "total_steps")
         self._horizon = horizon(scheduler) if self._steps_each_time > 1 else None

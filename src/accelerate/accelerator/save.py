@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.accelerator.base import AcceleratorBase
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 Model = TypeVar("Model", bound=torch.nn.Module)  # declared as what it was, also when it is prepared

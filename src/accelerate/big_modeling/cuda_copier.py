@@ -24,7 +24,7 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)
 
     def enter(self) -> None:
         torch.cuda.set_device(self.device)
@@ -55,7 +55,9 @@ class CudaCopier:
     lookahead = 2
 
     def __init__(self, device: torch.device) -> None:
-        self.device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        self.device: torch.device = (
+            torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        )
         self._lane = CudaLane(self.device)
         self._stager_lane = CudaLane(self.device)
         self._stager = Stager(self._stager_lane)

@@ -26,7 +26,7 @@ from accelerate.big_modeling.ties import check_tied_parameters_on_same_device, t
 from accelerate.big_modeling.walk import Modules, all_modules, without_collecting_garbage
 from accelerate.torch_internals.modules import buffers_of, children_of, non_persistent_buffers, parameters_of
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Entry = tuple[str, Any]
 

@@ -24,7 +24,7 @@ from accelerate.hooks.attach import attach_align_device_hook_on_blocks
 
 Device = int | str | torch.device
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 # The methods of a module that move all of it.

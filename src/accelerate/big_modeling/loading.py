@@ -47,7 +47,7 @@ from accelerate.errors import CheckpointError
 from accelerate.modules import model_has_dtensor
 from accelerate.torch_internals.modules import buffers_of, parameters_of
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 

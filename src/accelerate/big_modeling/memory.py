@@ -16,7 +16,7 @@ from accelerate.big_modeling.sizes import Dtype, compute_module_sizes, get_modul
 from accelerate.devices import DEVICES
 from accelerate.text import convert_file_size_to_int
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 # The order in which devices are filled, after those with a number.
 _NAMED_DEVICES = ("mps", "cpu", "disk")

@@ -47,7 +47,7 @@ class Read:
         self.into = into
         self.result: torch.Tensor | None = into
         # On the CPU each piece is cast as it comes, elsewhere the whole when it is there.
-        self.casts = device.type == "cpu" and (dtype if into is None else into.dtype) != source.dtype
+        self.casts: bool = device.type == "cpu" and (dtype if into is None else into.dtype) != source.dtype
         self._lock = threading.Lock()
         self._memory: torch.Tensor | None = None
         self._parts: Sequence[torch.Tensor] = ()

@@ -47,8 +47,8 @@ class Slot:
         self.device = device
         self.home = device  # where the tensor was before it was offloaded
         # By device: tensors of others that are this one. Found now, since later something else may have its address.
-        self.shared = self._find_shared(tied)
-        self.is_parameter = attribute in parameters_of(holder)
+        self.shared: Mapping[Any, torch.Tensor] = self._find_shared(tied)
+        self.is_parameter: bool = attribute in parameters_of(holder)
         table: Any = parameters_of(holder) if self.is_parameter else buffers_of(holder)
         self.table: MutableMapping[str, Any] | _Scripted = (
             table if isinstance(table, MutableMapping) else _Scripted(table)
@@ -58,8 +58,8 @@ class Slot:
         self.kind: type[torch.Tensor] | None = _kind_of(tensor)
         self.placeholder = stand_in_for(tensor, self)
         self.stand_in: type[torch.Tensor] = type(self.placeholder)
-        self.strides = _unusual_strides(self.placeholder)
-        self.nbytes = self.placeholder.nbytes
+        self.strides: tuple[int, ...] | None = _unusual_strides(self.placeholder)
+        self.nbytes: Any = self.placeholder.nbytes
         self.table[attribute] = self.placeholder
         # What the copy that is on its way is made of, with its version then: see `take`.
         self._taken: torch.Tensor | None = None

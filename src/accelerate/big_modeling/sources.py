@@ -18,7 +18,7 @@ from accelerate.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.errors import CheckpointError, MissingFile, Unfit
 from accelerate.torch_internals.modules import metadata_of
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _FORMATS = ("pt", "mlx")
 _OF_OTHERS = ("tf", "flax")  # which keep the axes of a weight in another order

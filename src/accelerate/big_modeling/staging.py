@@ -79,7 +79,7 @@ class Job:
     """
 
     def __init__(self) -> None:
-        self.over = threading.Event()
+        self.over: threading.Event = threading.Event()
         self.mark: Any = None
         self.error: BaseException | None = None
         self.cancelled = False
@@ -127,10 +127,10 @@ class _Part(NamedTuple):
 
 class _Buffer:
     def __init__(self, lane: Lane, size: int) -> None:
-        self.bytes = lane.buffer(size)
+        self.bytes: torch.Tensor = lane.buffer(size)
         self.view = self.bytes.numpy().data
-        self.address = self.bytes.data_ptr()
-        self.left = lane.mark()  # behind the copy of what it held last
+        self.address: int = self.bytes.data_ptr()
+        self.left: Any = lane.mark()  # behind the copy of what it held last
 
 
 class Stager:

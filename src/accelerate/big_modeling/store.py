@@ -66,7 +66,7 @@ class KeptFile:
         if info.st_size:
             storage: Any = torch.UntypedStorage.from_file(path, False, info.st_size)
             mapped.set_(storage)
-        self.bytes = mapped.numpy()
+        self.bytes: Any = mapped.numpy()
 
     def open(self) -> int | None:
         """A handle to read from; None where its name leads elsewhere by now."""
@@ -185,7 +185,7 @@ class SafetensorsFile:
     """The table of contents of a safetensors file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = os.fspath(path)
+        self.path: str = os.fspath(path)
         self._file = KeptFile(self.path)
         try:
             self._entries, self._start = safetensors_header(self.path)
@@ -384,7 +384,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise ValueError("There is nothing to load weights from: give a state_dict, a save_folder or an index.")
-        self.state_dict = {} if state_dict is None else state_dict
+        self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
         self.save_folder = save_folder
         if index is None and save_folder is not None and not os.path.isfile(os.path.join(save_folder, INDEX)):
             raise FileNotFoundError(
@@ -394,7 +394,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
             index = {} if save_folder is None else load_offload_index(save_folder)
         self.index = index
         self._folder = None if save_folder is None else os.path.abspath(save_folder)
-        self.all_keys = [*self.state_dict, *(key for key in index if key not in self.state_dict)]
+        self.all_keys: list[str] = [*self.state_dict, *(key for key in index if key not in self.state_dict)]
         self.device = device
         self._files: dict[str, SafetensorsFile] = {}
         self._ranges: dict[str, tuple[Any, FileRange]] = {}

@@ -47,9 +47,11 @@ class Block:
 
     def __init__(self, slots: list[Slot]) -> None:
         self.slots = slots
-        self.nbytes = sum(slot.nbytes for slot in slots)
+        self.nbytes: int = sum(slot.nbytes for slot in slots)
         # Types of devices, of which there is one at most, for which there is autocast.
-        self.autocasts = {slot.device.type for slot in slots if torch.amp.is_autocast_available(slot.device.type)}
+        self.autocasts: set[str] = {
+            slot.device.type for slot in slots if torch.amp.is_autocast_available(slot.device.type)
+        }
         self.users = 0
         self._installed: list[tuple[Slot, torch.Tensor]] = []
 
@@ -93,7 +95,7 @@ class Streamer:
 
     def __init__(self, copier: Copier, weights: Any = None) -> None:
         self.copier = copier
-        self.weights = weights
+        self.weights: Any = weights
         self._guard = threading.Lock()  # a model may be called by several threads
         self._trains = False  # whether weights that require gradients have been there
         self._depth = 0  # how many forwards are going on, one inside of the other

@@ -15,7 +15,7 @@ from accelerate.big_modeling.check import closest_entry
 from accelerate.big_modeling.walk import Modules, all_modules
 from accelerate.torch_internals.modules import parameters_of
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:

@@ -95,13 +95,13 @@ def _store_of_attempt(attempt: tuple[str, int], world: World) -> dict[str, Any]:
 
 class TorchDistributed(Communicator):
     def __init__(self, device: torch.device) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
+        self.rank: int = dist.get_rank()
+        self.size: int = dist.get_world_size()
         self.device = device
         self._host_group = self._group_for_host()
         self._side_group: dist.ProcessGroup | None = None
         self._on_device = device.type != "cpu" and _has_backend(device)
-        self.fast_device = device if self._on_device else None
+        self.fast_device: torch.device | None = device if self._on_device else None
         self._eager = torch.zeros(_EAGER_BYTES, dtype=torch.uint8)
         self._eager_header = self._eager[:_HEADER_BYTES].view(torch.int64).numpy()
         self._kinds: dict[Any, int] = {}

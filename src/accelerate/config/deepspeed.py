@@ -371,7 +371,7 @@ class DeepSpeedPlugin:
 
         unset_hf_deepspeed_config()
         if not self.zero3_init_flag and self.hf_ds_config.is_zero3():
-            self.dschf = None
+            self.dschf: HfDeepSpeedConfig | None = None
             return
         config = copy.deepcopy(self.deepspeed_config)
         for key in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):

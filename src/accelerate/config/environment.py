@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-logger = logging.getLogger("accelerate.utils.environment")  # where the public knows this module
+logger: logging.Logger = logging.getLogger("accelerate.utils.environment")  # where the public knows this module
 
 T = TypeVar("T")
 
@@ -259,7 +259,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 
 # Once per process is enough.
-set_numa_affinity = functools.cache(override_numa_affinity)
+set_numa_affinity: Callable[..., None] = functools.cache(override_numa_affinity)
 
 
 def _cpus_near_gpu(uuid: str) -> set[int]:

@@ -165,7 +165,9 @@ class MegatronLMPlugin:
             name: setting.argument or name for name, setting in _SETTINGS.items() if setting.argument is not None
         }
         arguments |= {name: name for name in ("DDP_impl", *_PASSED_ON)}
-        self.megatron_lm_default_args = {argument: getattr(self, name) for name, argument in arguments.items()}
+        self.megatron_lm_default_args: dict[str, Any] = {
+            argument: getattr(self, name) for name, argument in arguments.items()
+        }
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
             if self.set_all_logging_options:

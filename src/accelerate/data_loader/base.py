@@ -29,16 +29,16 @@ class DataLoaderStateMixin:
     lengths_of_values: how many values `gather_for_metrics` was given for full batches.
     """
 
-    end_of_dataloader = False
-    ends_everywhere = False
-    remainder = -1
+    end_of_dataloader: bool = False
+    ends_everywhere: bool = False
+    remainder: int = -1
     real_samples: int | None = None
     batch_samples: int | None = None
     lengths_of_values: set[int]
 
     gradient_state: GradientState
     position: Position
-    iteration = 0
+    iteration: int = 0
     _continued: Any = None
     # Of the epoch, before the first batch of this loader: samples in batches of another size, then batches;
     # and in how many steps all of them were.
@@ -180,9 +180,9 @@ class DataLoaderAdapter:
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
         kind: Any = _stateful_loader() if use_stateful_dataloader else DataLoader
-        self.base_dataloader = kind(dataset, batch_sampler=batch_sampler, **kwargs)
+        self.base_dataloader: Any = kind(dataset, batch_sampler=batch_sampler, **kwargs)
         self.dl_state_dict: dict[str, Any] | None = None
-        self.position = Position()
+        self.position: Position = Position()
 
     def __getattr__(self, name: str) -> Any:
         if name == "base_dataloader":
@@ -211,7 +211,7 @@ class DataLoaderAdapter:
 
     def _join_process(self) -> None:
         """Find what belongs to the process that this loader has come to."""
-        self.gradient_state = GradientState()
+        self.gradient_state: GradientState = GradientState()
 
     def torch_loader(self, indices: Any, **changes: Any) -> DataLoader[Any]:
         """One more loader of torch that reads as the one inside does, but by other indices (or batches of them)."""

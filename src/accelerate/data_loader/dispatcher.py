@@ -55,13 +55,13 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self._join_process()
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
-        self.slice_fn = slice_tensors if slice_fn is None else slice_fn
+        self.slice_fn: Callable[..., Any] = slice_tensors if slice_fn is None else slice_fn
         self.iteration = iteration
         self.synchronized_generator: torch.Generator | None = None
 
     def _join_process(self) -> None:
         super()._join_process()
-        self.state = PartialState()
+        self.state: PartialState = PartialState()
         # Processes that share a layer or a sequence get the same part.
         self._share_of_rank = self.data_shares or shares_of_ranks(self.device_mesh, self.state.num_processes)
 

@@ -42,7 +42,7 @@ class IterableDatasetShard(IterableDataset):
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
-        self.epoch = 0
+        self.epoch: int = 0
         self.mark_repeats = False
 
     def set_epoch(self, epoch: int) -> None:
@@ -131,7 +131,7 @@ class Envelope:
     """A batch on its way from a worker to the loader."""
 
     def __init__(self, batch: Any) -> None:
-        self.batch = batch
+        self.batch: Any = batch
 
     def pin_memory(self) -> Envelope:
         self.batch = data_loader.pin_memory(self.batch)

@@ -66,7 +66,7 @@ class SkipBatchSampler(BatchSampler):
 
     def __init__(self, batch_sampler: BatchSampler, skip_batches: int = 0) -> None:
         self.batch_sampler = batch_sampler
-        self.sampler = getattr(batch_sampler, "sampler", None)  # type: ignore[assignment]
+        self.sampler: Any = getattr(batch_sampler, "sampler", None)
         self.skip_batches = skip_batches
 
     def __getattr__(self, name: str) -> Any:

@@ -32,7 +32,7 @@ class SeedableRandomSampler(RandomSampler):
         data_seed = kwargs.pop("data_seed", None)
         super().__init__(*args, **kwargs)
         self.initial_seed: int = torch.random.initial_seed() if data_seed is None else data_seed
-        self.epoch = 0
+        self.epoch: int = 0
 
     def __iter__(self) -> Iterator[int]:
         if self.generator is None:
@@ -84,8 +84,8 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.missed_steps = 0
-        self.uneven = False
+        self.missed_steps: int = 0
+        self.uneven: bool = False
         self._counts: dict[int, tuple[int, int]] = {}
         self._last = -1
 
@@ -223,9 +223,9 @@ class KeptShard(BatchSampler):
     def __init__(self, batch_sampler: Any, distributed: DistributedSampler[Any]) -> None:
         self.batch_sampler = batch_sampler
         self.sampler = distributed
-        self.batch_size = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
-        self.drop_last = getattr(batch_sampler, "drop_last", False)
-        self.num_processes = distributed.num_replicas
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
+        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
+        self.num_processes: int = distributed.num_replicas
         self._counts: dict[int, tuple[int, int]] = {}
         self._last = -1
 

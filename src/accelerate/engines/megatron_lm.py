@@ -20,7 +20,7 @@ class MegatronLMDummyDataLoader:
     """Stands for loaders that Megatron-LM makes of its own indexed datasets. dataset_kwargs: its data arguments."""
 
     def __init__(self, **dataset_kwargs: Any) -> None:
-        self.dataset_args = {**dataset_kwargs, "megatron_dataset_flag": True}
+        self.dataset_args: dict[str, Any] = {**dataset_kwargs, "megatron_dataset_flag": True}
 
     def set_megatron_data_args(self) -> None:
         """Tell Megatron-LM about the datasets."""

@@ -29,7 +29,9 @@ class CpuOffload(ModelHook):
         prev_module_hook: UserCpuOffloadHook | None = None,
     ) -> None:
         self.prev_module_hook = prev_module_hook
-        self.execution_device = execution_device if execution_device is not None else PartialState().default_device
+        self.execution_device: str | int | torch.device = (
+            execution_device if execution_device is not None else PartialState().default_device
+        )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         return module.to("cpu")

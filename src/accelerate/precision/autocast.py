@@ -20,7 +20,7 @@ from accelerate.torch_internals.compile import is_compiled, original_of
 
 class Autocast(Precision):
     mode = "bf16"
-    dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
 
     def check(self, device: Device) -> None:
         if not device.supports(self.mode):

@@ -30,8 +30,10 @@ class Precision:
     def __init__(self, device: Device, settings: PrecisionSettings) -> None:
         self.check(device)
         self.device = device
-        self.handler = settings.autocast
-        self.scaler = settings.scaler_kind(device.name, **settings.scaler.to_kwargs()) if self.scales else None
+        self.handler: AutocastKwargs = settings.autocast
+        self.scaler: Scaler | None = (
+            settings.scaler_kind(device.name, **settings.scaler.to_kwargs()) if self.scales else None
+        )
 
     def check(self, device: Device) -> None:
         """Refuse hardware that cannot compute like this."""

@@ -9,5 +9,5 @@ from accelerate.precision.autocast import Autocast
 
 class Scaled(Autocast):
     mode = "fp16"
-    dtype = torch.float16
+    dtype: torch.dtype = torch.float16
     scales = True

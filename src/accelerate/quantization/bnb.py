@@ -22,7 +22,7 @@ from accelerate.big_modeling.tensors import Device
 from accelerate.big_modeling.ties import find_tied_parameters
 from accelerate.config.quantization import BnbQuantizationConfig
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 _STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 _OFFLOADED = ("cpu", "disk")

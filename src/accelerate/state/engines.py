@@ -17,7 +17,7 @@ from accelerate.errors import NotYetSupported
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state.partial import PartialState
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def mesh_config(

@@ -135,13 +135,13 @@ class PartialState(ProcessControl):
         self.backend = backend
         self.device = device
         self.distributed_type = choice.device.label if distributed else DistributedType.NO
-        self.num_processes = communicator.size
-        self.process_index = communicator.rank
-        self.local_process_index = world.local_rank if distributed else 0
+        self.num_processes: int = communicator.size
+        self.process_index: int = communicator.rank
+        self.local_process_index: int = world.local_rank if distributed else 0
         self._fork_launched = fork_launched
         self.world = world
-        self.device_kind = choice.device
-        self.device_reason = choice.reason
+        self.device_kind: devices.Device = choice.device
+        self.device_reason: str = choice.reason
         set_current(Checked(communicator) if self.debug and distributed else communicator)  # type: ignore[arg-type]
         _share_the_cores(choice.device, world)
         if affinity:

@@ -32,9 +32,9 @@ class StepTimer:
     def __init__(self, accelerator: Any, warmup: int = 1) -> None:
         if warmup < 0:
             raise ValueError(f"warmup is {warmup}: give the number of steps to leave out, 0 or more.")
-        self.steps = 0
+        self.steps: int = 0
         self.seconds: list[dict[str, float]] = []
-        self.slowest = 0
+        self.slowest: int = 0
         self._accelerator = accelerator
         self._warmup = warmup
         self._clock = HostClock()

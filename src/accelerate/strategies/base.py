@@ -68,7 +68,7 @@ class Strategy:
 
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
         self.state = state
-        self.device = state.device
+        self.device: torch.device = state.device
         self.ddp = ddp
 
     def __getstate__(self) -> dict[str, Any]:

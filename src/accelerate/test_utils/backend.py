@@ -25,4 +25,7 @@ def get_backend() -> tuple[str, int, Callable[..., int]]:
     return "cpu", 1, lambda: 0
 
 
+torch_device: str
+device_count: int
+memory_allocated_func: Callable[..., int]
 torch_device, device_count, memory_allocated_func = get_backend()

@@ -33,9 +33,9 @@ class RegressionModel(torch.nn.Module):
 
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
         super().__init__()
-        self.a = torch.nn.Parameter(torch.tensor(a).float())
-        self.b = torch.nn.Parameter(torch.tensor(b).float())
-        self.first_batch = True
+        self.a: torch.nn.Parameter = torch.nn.Parameter(torch.tensor(a).float())
+        self.b: torch.nn.Parameter = torch.nn.Parameter(torch.tensor(b).float())
+        self.first_batch: bool = True
 
     def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the points of the line."""

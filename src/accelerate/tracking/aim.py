@@ -30,7 +30,7 @@ class AimTracker(LibraryTracker):
     @on_main_process
     def start(self) -> None:
         repo = None if self.aim_repo_path is None else os.fspath(self.aim_repo_path)
-        self.writer = self.library().Run(**{"repo": repo, **self.init_kwargs})
+        self.writer: Any = self.library().Run(**{"repo": repo, **self.init_kwargs})
         self.writer.name = self.run_name
 
     @property

@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.available import has_package
 from accelerate.state import PartialState
 
-logger = logging.getLogger("accelerate.tracking")
+logger: logging.Logger = logging.getLogger("accelerate.tracking")
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:

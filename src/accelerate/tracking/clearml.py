@@ -28,7 +28,7 @@ class ClearMLTracker(ShowsTables, LibraryTracker):
     @on_main_process
     def start(self) -> None:
         kind = self.library().Task
-        self.task = kind.current_task()
+        self.task: Any = kind.current_task()
         self._found_open = self.task is not None
         if not self._found_open:
             names = {

@@ -21,7 +21,7 @@ class CometMLTracker(LibraryTracker):
 
     @on_main_process
     def start(self) -> None:
-        self.writer = self.library().start(**{"project_name": self.run_name, **self.init_kwargs})
+        self.writer: Any = self.library().start(**{"project_name": self.run_name, **self.init_kwargs})
 
     @property
     def tracker(self) -> Any:

@@ -16,7 +16,7 @@ class DVCLiveTracker(LibraryTracker):
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
         super().__init__()
-        self.live = live
+        self.live: Any = live
         self.init_kwargs = kwargs
 
     @on_main_process

@@ -34,13 +34,13 @@ class MLflowTracker(LibraryTracker):
         description: str | None = None,
     ) -> None:
         super().__init__()
-        self.experiment_name = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
+        self.experiment_name: str | None = os.environ.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
-        self.run_id = os.environ.get("MLFLOW_RUN_ID", run_id)
+        self.run_id: str | None = os.environ.get("MLFLOW_RUN_ID", run_id)
         given = os.environ.get("MLFLOW_TAGS", tags)
-        self.tags = json.loads(given) if isinstance(given, str) else given
+        self.tags: Any = json.loads(given) if isinstance(given, str) else given
         nested = os.environ.get("MLFLOW_NESTED_RUN")
-        self.nested_run = bool(nested_run) if nested is None else bool(str_to_bool(nested))
+        self.nested_run: bool = bool(nested_run) if nested is None else bool(str_to_bool(nested))
         self.run_name = run_name
         self.description = description
 
@@ -53,7 +53,7 @@ class MLflowTracker(LibraryTracker):
         else:
             location = None if self.logging_dir is None else os.fspath(self.logging_dir)
             experiment = mlflow.create_experiment(self.experiment_name, artifact_location=location, tags=self.tags)
-        self.active_run = mlflow.start_run(
+        self.active_run: Any = mlflow.start_run(
             run_id=self.run_id,
             experiment_id=experiment,
             run_name=self.run_name,

@@ -62,8 +62,8 @@ class Outbox:
 
     def __init__(self, tracker: GeneralTracker) -> None:
         self.tracker = tracker
-        self.name = tracker.name
-        self.closed = False
+        self.name: str = tracker.name
+        self.closed: bool = False
         self._finishing = False  # whether the last call, the tracker's `finish`, is among those that wait
         self._background = tracker.in_background
         self._calls: deque[tuple[str, Callable[[], Any]]] = deque()

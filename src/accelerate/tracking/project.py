@@ -24,7 +24,7 @@ class ProjectTracker(LibraryTracker):
 
     @on_main_process
     def start(self) -> None:
-        self.run = self.library().init(**{"project": self.run_name, **self.init_kwargs})
+        self.run: Any = self.library().init(**{"project": self.run_name, **self.init_kwargs})
 
     @property
     def tracker(self) -> Any:

@@ -15,12 +15,13 @@ class TensorBoardTracker(LibraryTracker):
 
     name = "tensorboard"
     requires_logging_directory = True
-    package = install = "tensorboard"
+    package: str = "tensorboard"
+    install: str = "tensorboard"
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__()
         self.run_name = run_name
-        self.logging_dir = os.path.join(logging_dir, run_name)
+        self.logging_dir: str = os.path.join(logging_dir, run_name)
         self.init_kwargs = kwargs
 
     @classmethod
@@ -35,7 +36,7 @@ class TensorBoardTracker(LibraryTracker):
         except ImportError:
             self.package = "tensorboardX"  # its older stand-in
             module = self.package
-        self.writer = self.library(module).SummaryWriter(self.logging_dir, **self.init_kwargs)
+        self.writer: Any = self.library(module).SummaryWriter(self.logging_dir, **self.init_kwargs)
 
     @property
     def tracker(self) -> Any:
