@@ -14,7 +14,7 @@ from tests.clients.test_trainers import RELEASED, logs, pytestmark  # noqa: F401
 SHARDED = {"FSDP": {"fsdp_version": 1, "use_orig_params": True}, "FSDP2": {"fsdp_version": 2}}
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", SHARDED)
 def test_the_same_weights_are_saved(kind: str, tmp_path: Path) -> None:
     case: tuple[str, int, dict[str, Any]] = ("save_pretrained.py", 2, SHARDED[kind])
