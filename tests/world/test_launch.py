@@ -353,3 +353,25 @@ def test_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed.returncode == 1
     assert failed.stderr.rstrip().endswith("ValueError: no")
     assert f"Rank 1 on {socket.gethostname()} was the first to fail:" in failed.stderr
+
+
+def test_a_config_file_of_fsdp_shards_on_the_cpu(tmp_path: Path) -> None:
+    (tmp_path / "fsdp.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 2\n"
+        "fsdp_config:\n  fsdp_version: 2\n"
+    )
+    train = script(
+        tmp_path,
+        """
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator()
+model = torch.nn.Linear(4, 4)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+here = sum(parameter.to_local().numel() for parameter in model.parameters())
+print("RESULT", json.dumps([str(accelerator.distributed_type), here]), flush=True)
+accelerator.end_training()
+""",
+    )
+    done = launch(tmp_path, "--cpu", "--main_process_port", "0", "--config_file", str(tmp_path / "fsdp.yaml"), train)
+    assert results(done.stdout) == [["DistributedType.FSDP", 10]] * 2, done.stderr

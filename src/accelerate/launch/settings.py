@@ -152,10 +152,11 @@ def _known_key_near(unknown: str) -> str:
 
 
 def _read_distributed_type(settings: Settings, kind: str, written: bool) -> None:
-    flags = {name for group in _ONE_OF for name in group}
-    if any(settings.of[name].source == "flag" and settings.of[name].value for name in flags):
-        return
     name = _FILE_TYPES.get(kind, "multi_gpu" if kind.startswith("MULTI_") else "")
+    # What a flag excludes: `--cpu` says nothing against FSDP, which runs there, too.
+    others = {other for group in _ONE_OF if name in group for other in group}
+    if any(settings.of[other].source == "flag" and settings.of[other].value for other in others):
+        return
     # A file that only says how many processes there are does not ask for GPUs.
     if name and (written or name != "multi_gpu"):
         settings.put(name, True, "file", f"distributed_type is {kind}")

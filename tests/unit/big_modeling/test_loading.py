@@ -293,6 +293,15 @@ def test_loaded_and_dispatched(model: Net, tmp_path: Path, safe: bool) -> None:
     assert all(torch.equal(value, model.state_dict()[name]) for name, value in state.items())
 
 
+def test_the_state_dict_of_an_offloaded_model_does_not_pass_through_the_device_that_computes() -> None:
+    """The meta device stands for a GPU: what is brought there does not come back by itself."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    weights = {name: value.clone() for name, value in layers.state_dict().items()}
+    state = get_state_dict_offloaded_model(cpu_offload(layers, "meta"))
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in state.items())
+
+
 @pytest.mark.parametrize("safe", [True, False])
 @pytest.mark.parametrize("places", [{"": "disk"}, {"": "cpu", "embed": "disk"}, {"": "disk", "embed": "cpu"}], ids=str)
 def test_tied_weights_on_disk(model: Net, tmp_path: Path, safe: bool, places: dict[str, str]) -> None:
