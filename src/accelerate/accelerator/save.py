@@ -284,7 +284,7 @@ class Saving(AcceleratorBase):
             self.state.device_kind,
             models=list(self._models),
             optimizers=self._optimizers,
-            schedulers=self._schedulers,
+            schedulers=[scheduler for scheduler in self._schedulers if not scheduler.saved_by_engine],
             loaders=self._dataloaders,
             custom=self._custom_objects,
             scaler=self.scaler,
