@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
@@ -91,6 +92,13 @@ def deepspeed_plugins(given: Any, fsdp: FullyShardedDataParallelPlugin | None) -
 def set_up_deepspeed(state: PartialState) -> None:
     """Everything that DeepSpeed wants to find in a process, which it looks for when it is imported and started."""
     os.environ.setdefault("DS_ACCELERATOR", state.device.type)
+    try:
+        import_module("deepspeed.accelerator")
+    except Exception as error:
+        raise ImportError(
+            f"DeepSpeed is installed and cannot be imported ({type(error).__name__}: {error}): install it again, with "
+            "the torch that is here."
+        ) from error
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # libraries that load pretrained models look there
     os.environ.update({name: value for name, value in state.world.variables().items() if name not in os.environ})
     if state.backend is None:

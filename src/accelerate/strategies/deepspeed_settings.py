@@ -40,7 +40,8 @@ class Objects:
 
 def fill(plugin: DeepSpeedPlugin, objects: Objects) -> None:
     """Fill in all that the plugin's config leaves open. What is missing or cannot be is one error, before that."""
-    wrong = [*_roles(plugin, objects.optimizer, objects.scheduler)]
+    wrong = _roles(plugin, objects.optimizer, objects.scheduler)
+    skipped = ("optimizer", "scheduler") if wrong else ()
     values: dict[str, Any] = {"gradient_clipping": 1.0}
     values["zero_optimization.stage3_gather_16bit_weights_on_model_save"] = False
     steps = plugin.get_value(_STEPS)
@@ -52,7 +53,7 @@ def fill(plugin: DeepSpeedPlugin, objects: Objects) -> None:
         _check_total(plugin, values, objects.processes, wrong)
     values |= _by_width(plugin, objects.model, wrong)
     values |= _of_stand_ins(objects)
-    wrong += _unfilled(plugin, values)
+    wrong += _unfilled(plugin, values, skipped)
     if wrong:
         raise ValueError(
             "The DeepSpeed config and the objects given to `prepare` do not fit together:\n"
@@ -71,14 +72,10 @@ def _roles(plugin: DeepSpeedPlugin, optimizer: Any, scheduler: Any) -> list[str]
         wrong.append("the script has a DummyOptim, and the config no 'optimizer' that it stands for")
     if isinstance(optimizer, torch.optim.Optimizer) and "optimizer" in config:
         kind = type(optimizer).__name__
-        wrong.append(
-            f"'optimizer' is in the config, and the script has made an {kind}: make a DummyOptim, or remove it"
-        )
+        wrong.append(f"'optimizer' is in the config, and the script has made {kind}: make a DummyOptim, or remove it")
     if isinstance(scheduler, DummyScheduler):
         if "scheduler" not in config and scheduler.lr_scheduler_callable is None:
-            wrong.append(
-                "the script has a DummyScheduler without `lr_scheduler_callable`, and the config no 'scheduler'"
-            )
+            wrong.append("the script has a DummyScheduler, and the config no 'scheduler' it stands for")
     elif scheduler is not None:
         kind = type(scheduler).__name__
         if "scheduler" in config:
@@ -159,12 +156,15 @@ def _of_stand_ins(objects: Objects) -> dict[str, Any]:
     return values
 
 
-def _unfilled(plugin: DeepSpeedPlugin, values: dict[str, Any]) -> list[str]:
-    """What stays "auto", other than what was said to be wrong already."""
+def _unfilled(plugin: DeepSpeedPlugin, values: dict[str, Any], skipped: tuple[str, ...]) -> list[str]:
+    """What stays "auto", other than what was said to be wrong already. skipped: parts of the config that were."""
     said = {_MICRO, _TOTAL, *_BY_WIDTH}
+    config = dict(plugin.deepspeed_config)
+    for part in skipped:
+        config.pop(part, None)
     return [
         f"{key} is 'auto', and there is nothing to take it from: write a value"
-        for key in _autos(plugin.deepspeed_config)
+        for key in _autos(config)
         if key not in values and key not in said
     ]
 

@@ -27,5 +27,5 @@ def decides_on_the_device(optimizer: Any) -> bool:
 
 
 def call_stepped(optimizer: Any) -> None:
-    """Have a scheduler take an optimizer for one that has stepped; without torch's mark it says once that it has not."""
+    """Have a scheduler take an optimizer for one that has stepped; without torch's mark it warns once."""
     optimizer._opt_called = True
