@@ -322,10 +322,24 @@ class DeepSpeed(Strategy):
             _say_what_is_lost()
             run.progress.update(gradients=False, counts=[], windows=[], sync_gradients=True)
         for number, model in enumerate(run.models):
-            if isinstance(model, self.wrappers):
+            if self._is_trained(model):
                 yield from deepspeed_checkpoint.parts(model, number, **kwargs)
-            elif main:
-                yield File(layout.model(number, True), clean_state_dict_for_safetensors(self.state_dict(model)), True)
+                continue
+            weights = self._gathered(model, keep=main)
+            if main:
+                yield File(layout.model(number, True), clean_state_dict_for_safetensors(weights), True)
+
+    def _is_trained(self, model: nn.Module) -> bool:
+        """Whether a model has an engine with an optimizer: DeepSpeed saves no others."""
+        return any(stepper.engine is model for stepper in self.steppers)
+
+    def _gathered(self, model: nn.Module, *, keep: bool) -> dict[str, Any]:
+        """The whole weights of a model that is not trained, put together one after the other. keep: on this process."""
+        described = self.coming(model)
+        if described is None:
+            return self.state_dict(model)
+        names, fetch = described
+        return {name: value for each in names for name, value in fetch({each: None}, keep).items()}
 
     def load(self, run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
         numbers = {id(model): number for number, model in enumerate(run.models)}
@@ -344,10 +358,13 @@ class DeepSpeed(Strategy):
     def _read(
         self, model: nn.Module, number: int, reader: Reader, torch_load: dict[str, Any], kwargs: dict[str, Any]
     ) -> Callable[[], Any]:
-        if isinstance(model, self.wrappers):
+        if self._is_trained(model):
             return deepspeed_checkpoint.read(model, reader, number, torch_load, **kwargs)
         inner = self.unwrap(model, keep_torch_compile=False)
-        return functools.partial(inner.load_state_dict, reader.weights(layout.model(number, True), {}), **kwargs)
+        weights = reader.weights(layout.model(number, True), {})
+        if not _is_sharded(model):
+            return functools.partial(inner.load_state_dict, weights, **kwargs)
+        return functools.partial(_share_out, weights, inner)
 
 
 @cache
@@ -397,6 +414,14 @@ def _casting(dtype: torch.dtype) -> Callable[..., Any]:
 def _is_sharded(model: nn.Module) -> bool:
     """Whether the parameters of a model lie in pieces."""
     return isinstance(model, deepspeed.DeepSpeedEngine) and model.zero_optimization_partition_weights()
+
+
+def _share_out(weights: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """Put whole weights into a model in pieces, one after the other."""
+    own: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, value in weights.items():
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([own[name]], modifier_rank=0):
+            own[name].copy_(value)
 
 
 def _described(value: torch.Tensor) -> torch.Tensor:
