@@ -6,6 +6,7 @@ TRACKERS := .venv-trackers
 QUANTIZATION := .venv-quantization
 CLIENTS := .venv-clients
 EDITORS := .venv-editors
+DEEPSPEED := .venv-deepspeed
 TORCH_OLDEST := .venv-torch-2.6
 TORCH_MIDDLE := .venv-torch-2.9
 BIN := $(VENV)/bin
@@ -22,7 +23,7 @@ make_venv = $(PYTHON) -m venv $(1) || \
 put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released \
 	$$(grep ^accelerate benchmarks/peer-requirements.txt)
 
-.PHONY: help quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients torch-oldest torch-middle peer-launch soak \
+.PHONY: help quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients deepspeed torch-oldest torch-middle peer-launch soak \
 	editors wheel wheel-test \
 	lint format file-map bench
 .DEFAULT_GOAL := help
@@ -38,6 +39,7 @@ help:
 	@echo "make peer-behaviour  small things that scripts rely on, and classes of errors, as in the released package"
 	@echo "make quantization weights in 8 and 4 bits, with the real bitsandbytes"
 	@echo "make clients      transformers, peft, diffusers and trl as released, on this package"
+	@echo "make deepspeed    ZeRO with the real DeepSpeed, on CPU"
 	@echo "make torch-oldest the tests on the oldest release of torch that is supported"
 	@echo "make torch-middle the tests on a release of torch between the oldest and the current one"
 	@echo "make editors      what jedi, mypy and basedpyright know of every public name"
@@ -92,6 +94,16 @@ $(EDITORS)/.ready: tests/editors/requirements.txt
 	@echo "installing basedpyright into $(EDITORS)"
 	test -x $(EDITORS)/bin/python -a -x $(EDITORS)/bin/pip || $(call make_venv,$(EDITORS))
 	$(EDITORS)/bin/python $(PIP) -c constraints.txt -r tests/editors/requirements.txt
+	@touch $@
+
+# DeepSpeed's own build would fetch another torch, and it compiles what it needs at its first use: both are done here.
+$(DEEPSPEED)/.ready: tests/deepspeed/requirements.txt tests/deepspeed/build_ops.py pyproject.toml constraints.txt
+	@echo "installing DeepSpeed into $(DEEPSPEED)"
+	test -x $(DEEPSPEED)/bin/python -a -x $(DEEPSPEED)/bin/pip || $(call make_venv,$(DEEPSPEED))
+	$(DEEPSPEED)/bin/python $(PIP) -c constraints.txt wheel setuptools torch -e .
+	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python $(PIP) --no-build-isolation -c constraints.txt -r tests/deepspeed/requirements.txt
+	DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(abspath $(DEEPSPEED))/torch_extensions PATH=$(abspath $(DEEPSPEED))/bin:$$PATH \
+		$(DEEPSPEED)/bin/python tests/deepspeed/build_ops.py
 	@touch $@
 
 # Older releases of torch come as CUDA builds: without what they depend on, and with stand-ins for the CUDA libraries.
@@ -149,6 +161,9 @@ quantization: $(QUANTIZATION)/.ready
 
 clients: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+
+deepspeed: $(DEEPSPEED)/.ready
+	$(DEEPSPEED)/bin/python -m pytest tests/deepspeed $(ARGS)
 
 # Without the documents, which show what the current release of torch does.
 torch-oldest: $(TORCH_OLDEST)/.ready

@@ -12,7 +12,6 @@ import torch
 from accelerate.comm import current
 from accelerate.state import GradientState
 from accelerate.strategies import Strategy
-from accelerate.torch_internals.tensors import change_mark, multiply_
 
 
 class Accumulation:
@@ -99,10 +98,10 @@ class ItemWindow:
         self.scale: float | None = None
         self.closed = False
 
-    def rescale(self, gradients: list[torch.Tensor], scale: float) -> None:
+    def rescale(self, strategy: Strategy, parameters: list[torch.Tensor], scale: float) -> None:
         assert self.scale is not None
-        if gradients and scale != self.scale:
-            multiply_(gradients, scale / self.scale)
+        if scale != self.scale:
+            strategy.scale_gradients(parameters, scale / self.scale)
         self.scale = scale
 
 
@@ -119,7 +118,7 @@ class ItemWindows:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self._gradients = strategy.gradients
+        self._strategy = strategy
         self.reset()
 
     def reset(self) -> None:
@@ -150,13 +149,13 @@ class ItemWindows:
             self.windows.append(ItemWindow())
         for window, group in zip(self.windows, groups, strict=False):
             # Cleared by other hands: a script may update its parameters itself.
-            if window.scale is not None and not self._gradients(group):
+            if window.scale is not None and not self._strategy.has_gradients(group):
                 window.begin()
         if all(window.scale is None for window in self.windows):
             self.factor = self._next_factor
         for window, group in zip(self.windows, groups, strict=False):
             if window.closed:
-                window.rescale(self._gradients(group), self.factor)
+                window.rescale(self._strategy, group, self.factor)
         self._before = [self._marks(group) for group in groups] if len(groups) > 1 else []
         return self.factor
 
@@ -187,12 +186,12 @@ class ItemWindows:
             wanted = communicator.size / items
             if window.scale is None:  # its items are all on other ranks
                 window.scale = self.factor
-            window.rescale(self._gradients(group), wanted)
+            window.rescale(self._strategy, group, wanted)
             self._next_factor = 2.0 ** round(math.log2(wanted))
 
     def _marks(self, parameters: list[torch.Tensor]) -> list[Any]:
         """Something that changes with every gradient."""
-        return [(id(gradient), change_mark(gradient)) for gradient in self._gradients(parameters)]
+        return self._strategy.gradient_marks(parameters)
 
 
 def item_count(num_items: Any) -> float:

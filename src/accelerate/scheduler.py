@@ -38,6 +38,8 @@ class AcceleratedScheduler:
     """
 
     _accelerate_kind = "schedulers"
+    # Whether it is in the files of an engine, and has none of its own in a checkpoint.
+    saved_by_engine = False
 
     def __init__(
         self,

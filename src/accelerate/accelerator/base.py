@@ -92,13 +92,15 @@ class AcceleratorBase(ProcessControl):
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(project_dir)
         self._take_handlers(kwargs_handlers or [])
+        if deepspeed_plugin is not None and deepspeed_plugins is not None:
+            raise ValueError("Pass either `deepspeed_plugin` or `deepspeed_plugins`, not both: they mean the same.")
         if dynamo_plugin is not None and dynamo_backend is not None:
             raise ValueError("Pass either `dynamo_plugin` or `dynamo_backend`, not both.")
         self.state: AcceleratorState = AcceleratorState(
             mixed_precision=mixed_precision,
             cpu=cpu,
             dynamo_plugin=TorchDynamoPlugin(backend=dynamo_backend) if dynamo_backend is not None else dynamo_plugin,
-            deepspeed_plugin=deepspeed_plugin or deepspeed_plugins,
+            deepspeed_plugin=deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
@@ -132,6 +134,7 @@ class AcceleratorBase(ProcessControl):
         self.scaler: torch.amp.GradScaler | None = self._precision.scaler
 
         plugin = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
+        plugin = self._strategy.accumulation(plugin)
         self.gradient_state: GradientState = GradientState.owned_by(self, plugin)
         self._strategy.gradient_state = self.gradient_state
         self._strategy.accelerator = weakref.ref(self)
@@ -218,6 +221,11 @@ class AcceleratorBase(ProcessControl):
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
         """The settings of DeepSpeed; None where it is not the engine."""
         return self.state.deepspeed_plugin
+
+    @property
+    def deepspeed_engine_wrapped(self) -> Any:
+        """The engine of DeepSpeed that was made last, for scripts that call it directly; None where there is none."""
+        return self._strategy.engine_wrapped()
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """The loader that hands each process its part of a sequence, under the sequence axis of DeepSpeed."""

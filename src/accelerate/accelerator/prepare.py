@@ -183,7 +183,7 @@ class Preparing(AcceleratorBase):
 
     def _wrap_optimizer(self, entry: Entry) -> AcceleratedOptimizer:
         optimizer = entry.value
-        prepared = AcceleratedOptimizer(
+        prepared = self._strategy.optimizer_wrapper(
             optimizer,
             device_placement=self.device_placement if entry.placement is None else entry.placement,
             scaler=self.scaler,
@@ -195,9 +195,10 @@ class Preparing(AcceleratorBase):
         prepared.on_sync = functools.partial(self._items.begin, len(self._optimizers))
         if self._precision.acts_after_step:
             prepared.after_step = functools.partial(self._precision.after_step, self._models)
-        prepared._prepared_parameters = functools.partial(
-            _prepared_parameters, self._models, self._strategy, self.num_processes
-        )
+        if self._strategy.keeps_parameters:
+            prepared._prepared_parameters = functools.partial(
+                _prepared_parameters, self._models, self._strategy, self.num_processes
+            )
         if self._precision.scaler is not None:
             self._precision.scaler.optimizers.append(optimizer)
         _mark(prepared)
@@ -212,6 +213,11 @@ class Preparing(AcceleratorBase):
     def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
         wrapped = getattr(scheduler, "optimizer", None)
         own = [optimizer for optimizer in self._optimizers if wrapped in (optimizer, optimizer.optimizer)]
+        prepared = self._strategy.engine_scheduler(scheduler, self._optimizers)
+        if prepared is not None:
+            _mark(prepared)
+            self._schedulers.append(prepared)
+            return prepared
         prepared = AcceleratedScheduler(
             scheduler,
             own or self._optimizers,

@@ -215,7 +215,7 @@ def _run(
         accelerator.state.device_kind,
         models=list(accelerator._models),
         optimizers=accelerator._optimizers,
-        schedulers=accelerator._schedulers,
+        schedulers=[scheduler for scheduler in accelerator._schedulers if not scheduler.saved_by_engine],
         loaders=accelerator._dataloaders,
         custom=accelerator._custom_objects,
         scaler=accelerator.scaler,

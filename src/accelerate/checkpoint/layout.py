@@ -54,6 +54,11 @@ def optimizer_shards(number: int) -> str:
     return f"{OPTIMIZER_NAME}_{number}"
 
 
+def engine_folder(number: int) -> str:
+    """The folder of a model that an engine writes with its optimizer, in a layout of its own."""
+    return _numbered(MODEL_NAME, number, "")
+
+
 def gathered_model(number: int) -> str:
     """The file of a sharded model that is saved as a whole."""
     return _numbered(FSDP_MODEL_NAME, number, ".bin")

@@ -32,7 +32,9 @@ from accelerate.errors import CheckpointError, MissingFile
 logger = logging.getLogger(__name__)
 
 # What each rank has written by itself, also into folders that all of them write together.
-_OF_ONE_RANK = re.compile(r"(?:random_states_|progress_|gradients_|\w+/__)(\d+)(?:_\d+)?\.\w+")
+_OF_ONE_RANK = re.compile(
+    r"(?:random_states_|progress_|gradients_|\w+/__|\w+/(?:bf16_)?zero_pp_rank_)(\d+)(?:_\d+|_mp_rank_\w+)?\.\w+"
+)
 
 
 def verify_checkpoint(path: str | Any) -> dict[str, Any]:

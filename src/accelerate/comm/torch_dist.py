@@ -77,6 +77,14 @@ def join(world: World, kind: str, backend: str, options: dict[str, Any], attempt
     return Joined(world, str(asked or backend))
 
 
+def join_alone(kind: str, backend: str) -> str:
+    """Make a process group of this process alone, for an engine that does nothing without one; returns its backend."""
+    if not dist.is_initialized():
+        name = backend if kind == "cpu" or backend == "gloo" else f"cpu:gloo,{kind}:{backend}"
+        dist.init_process_group(name, store=dist.HashStore(), rank=0, world_size=1)
+    return backend
+
+
 def _world_of_group() -> World:
     """The world of a group that the script made by itself, taken for one machine where nothing says otherwise."""
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -316,6 +316,11 @@ class DeepSpeedPlugin:
             values: dict[str, Any] = {f"{mode}.enabled": mode == wanted}
             self.fill_match(f"{mode}.enabled", must_match=False, **values)
 
+    @property
+    def mixed_precision(self) -> str:
+        """The precision that the config has chosen: "no", "fp16" or "bf16"."""
+        return next((mode for mode in ("fp16", "bf16") if self.hf_ds_config.is_true(f"{mode}.enabled")), "no")
+
     # --- one of several plugins ---------------------------------------------------------------------------------
 
     @property
@@ -429,6 +434,8 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
 class DummyOptim:
     """Stands for the optimizer that a DeepSpeed config describes, and takes what the config leaves as "auto"."""
 
+    _accelerate_kind = "optimizers"
+
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
         self.params = params
         self.lr = lr
@@ -438,6 +445,8 @@ class DummyOptim:
 
 class DummyScheduler:
     """Stands for the scheduler that a DeepSpeed config describes, or that `lr_scheduler_callable` makes."""
+
+    _accelerate_kind = "schedulers"
 
     def __init__(
         self,

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from accelerate.engines.wrappers import OptimizerOfEngine, SchedulerOfEngine
+from accelerate.errors import NotYetSupported, warn
+from accelerate.precision.stepping import Stepper
+from accelerate.torch_internals.tensors import multiply_
 
 
 class DeepSpeedEngineWrapper:
-    """Backward and step of a DeepSpeed engine, which does both, and clips and clears gradients, by itself."""
+    """Backward and step of a DeepSpeed engine in one, for scripts that call it without the Accelerator."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -29,13 +34,182 @@ class DeepSpeedEngineWrapper:
 
 
 class DeepSpeedOptimizerWrapper(OptimizerOfEngine):
-    """The optimizer of an engine: it was stepped and cleared when `backward` returns."""
+    """The optimizer of an engine."""
 
     skipped_attribute = "overflow"
 
 
 class DeepSpeedSchedulerWrapper(SchedulerOfEngine):
-    """The scheduler of an engine: it was stepped when `backward` returns."""
+    """The scheduler of an engine, which steps it with its optimizer."""
+
+
+class EngineStepper(Stepper):
+    """The gradients of one engine between its backwards, and its steps.
+
+    fixed_clip: the norm that the config of the engine says to clip at, None where it leaves that to the script.
+    """
+
+    def __init__(self, engine: Any, fixed_clip: float | None) -> None:
+        super().__init__(engine.optimizer)
+        self.engine = engine
+        self.fixed_clip = fixed_clip
+        self.usual_clip: float = engine.gradient_clipping()
+        # Without ZeRO each process has whole gradients, where torch has them.
+        self.whole = not engine.zero_optimization()
+        # How many contexts are open that keep gradients to this process.
+        self.kept_back = 0
+        # How many backwards this engine has seen.
+        self.backwards = 0
+        self._warned = False
+        self._begin()
+
+    def _begin(self) -> None:
+        # Whether gradients wait, whether they are those of a whole window, and what they are to be multiplied with.
+        self.waiting = self.complete = False
+        self.factor = 1.0
+
+    def backward(self, loss: torch.Tensor, *, last: bool, **kwargs: Any) -> None:
+        """The backward of a loss that is divided already. last: whether it completes the gradients of a step."""
+        last = last and not self.kept_back
+        if self.complete and not self.whole and self.engine.zero_optimization_stage() < 3:
+            raise RuntimeError(
+                "DeepSpeed would lose the gradients of the backward before this one, since no step came between: add "
+                "the losses and call `backward` once, or call all but the last inside of `accelerator.no_sync(model)`."
+            )
+        self.expect(last)
+        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+
+    def expect(self, last: bool) -> None:
+        """Be told of a backward that is about to come through this engine."""
+        self.engine.set_gradient_accumulation_boundary(is_boundary=last)
+        self.backwards += 1
+        self.waiting, self.complete = True, last
+
+    def step(self, closure: Callable[[], Any] | None = None, *, last: bool = True) -> Any:
+        if closure is not None:
+            raise ValueError("DeepSpeed's optimizers take no closure: compute the loss before `step()`.")
+        if not self.waiting:
+            return None
+        if not self.complete:
+            raise RuntimeError(
+                "The gradients of this DeepSpeed engine are not complete, since its last backward ran inside of "
+                "`no_sync`: call the last backward before `optimizer.step()` outside of it."
+            )
+        scaled = self.factor != 1.0
+        if scaled:
+            self.optimizer.override_loss_scale(self.optimizer.loss_scale / self.factor)
+        try:
+            self.engine.step()
+        finally:
+            if scaled:
+                self.optimizer.custom_loss_scaler = False
+            self._clip_at(self.usual_clip)
+            self._begin()
+        return None
+
+    def zero_grad(self, set_to_none: bool | None = None, *, last: bool = True) -> None:
+        # After a step there is nothing to clear; what was not stepped with is dropped, wherever the engine keeps it.
+        if not self.waiting:
+            return
+        self.engine.zero_grad()
+        if not self.whole:
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.engine.zero_optimization_stage() < 3:
+                self._forget_partitions()
+        self._begin()
+
+    def _forget_partitions(self) -> None:
+        optimizer: Any = self.optimizer
+        optimizer.micro_step_id = -1
+        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            for group in kept:
+                kept[group] = None
+        if optimizer.cpu_offload:
+            optimizer.reset_cpu_buffers()
+
+    @property
+    def skipped(self) -> bool:
+        return bool(getattr(self.optimizer, "overflow", False))
+
+    def for_other(self, optimizer: Any) -> Stepper:
+        raise ValueError(
+            "The optimizer of a DeepSpeed engine cannot be replaced: prepare the model again with another."
+        )
+
+    # --- gradients ----------------------------------------------------------------------------------------------
+
+    def scale(self, factor: float) -> None:
+        """Multiply the gradients that wait for the next step."""
+        if self.whole:
+            multiply_([p.grad for p in self.engine.module.parameters() if p.grad is not None], factor)
+        elif hasattr(self.optimizer, "override_loss_scale"):
+            self.factor *= factor  # where the optimizer divides by the scale of losses anyway
+        else:
+            name = type(self.optimizer).__name__
+            raise NotYetSupported(f"`num_items` with DeepSpeed's {name}", "leave out `grad_accum_dtype` in its config.")
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Have the next step clip at a norm; returns what the norm is."""
+        norm = self.norm()
+        if self.fixed_clip is None:
+            self._clip_at(max_norm)
+        elif self.fixed_clip != max_norm and math.isfinite(max_norm) and not self._warned:
+            self._warned = True
+            warn(
+                f"clip_grad_norm_ was asked for a norm of {max_norm}, but the DeepSpeed config clips at "
+                f"{self.fixed_clip}, which is what counts: write 'auto' there, or make them the same."
+            )
+        return norm
+
+    def _clip_at(self, norm: float) -> None:
+        norm = norm if math.isfinite(norm) else 0.0
+        if hasattr(self.optimizer, "clip_grad"):
+            self.optimizer.clip_grad = norm
+        else:
+            self.engine._config.gradient_clipping = norm
+
+    def norm(self) -> torch.Tensor:
+        """The norm of all gradients of the engine, over all processes."""
+        return self._scaled_norm() * self.factor
+
+    def _scaled_norm(self) -> torch.Tensor:
+        optimizer: Any = self.optimizer
+        if self.whole:
+            gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
+            scale = getattr(getattr(optimizer, "loss_scale_config", None), "cur_scale", 1.0)
+            return torch.nn.utils.get_total_norm(gradients) / scale
+        if hasattr(optimizer, "scaled_global_norm"):
+            return _unscaled(optimizer.scaled_global_norm(), optimizer.loss_scale)
+        if hasattr(optimizer, "_get_norm_groups"):
+            norms = [torch.as_tensor(norm).float() for norm in optimizer._get_norm_groups()]
+            if any(norm < 0 for norm in norms):
+                return torch.tensor(math.inf)
+            return _unscaled(torch.stack(norms).norm(), optimizer.loss_scale)
+        from deepspeed.utils import safe_get_full_grad
+
+        found = map(safe_get_full_grad, self.engine.module.parameters())
+        return torch.nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])
+
+
+def undo_first_step(engine: Any, *, had_state: bool) -> None:
+    """In 16 bits without ZeRO, DeepSpeed makes the states of an optimizer by a step with gradients of zero.
+
+    That step decays weights, and counts. had_state: whether the optimizer has had states before.
+    """
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "fp32_groups") or engine.zero_optimization():
+        return
+    for small, large in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+        for source, target in zip(small, large, strict=True):
+            target.data.copy_(source.data)
+    if not had_state:
+        optimizer.optimizer.state.clear()
+
+
+def _unscaled(norm: Any, scale: float) -> torch.Tensor:
+    """DeepSpeed says -1 for a norm that is not finite."""
+    norm = torch.as_tensor(norm)
+    return torch.where(norm < 0, math.inf, norm / scale)
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:

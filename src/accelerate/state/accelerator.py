@@ -46,7 +46,7 @@ class AcceleratorState(PartialState):
         self.__dict__ = self._shared_state
         mixed_precision = _checked_precision(mixed_precision)
         if _from_accelerator:
-            _refuse_engines(deepspeed_plugin=deepspeed_plugin, megatron_lm_plugin=megatron_lm_plugin)
+            _refuse_megatron(megatron_lm_plugin)
         if _from_accelerator and self._group_ended:
             # A second training after `end_training`: all processes come here, and meet again.
             self._reset_state(reset_partial_state=True)
@@ -60,13 +60,17 @@ class AcceleratorState(PartialState):
         if self.initialized:
             self._check_unchanged(mixed_precision, cpu)
             self._check_plugins(plugins)
+            self._check_deepspeed(deepspeed_plugin)
             return
         if not _from_accelerator:
             raise ValueError("There is no AcceleratorState yet: create an `Accelerator()` first, then read its state.")
         # Everything that may fail comes first: a half-made state would pass for a finished one.
-        mixed_precision = mixed_precision or _checked_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+        mixed_precision = str(mixed_precision or _checked_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no")))
         parallelism_config = engines.mesh_config(parallelism_config, torch_tp_plugin)
         fsdp_plugin = engines.fsdp_plugin(fsdp_plugin, parallelism_config)
+        deepspeed = engines.deepspeed_plugins(deepspeed_plugin, fsdp_plugin)
+        for plugin in deepspeed.values():
+            plugin.set_mixed_precision(mixed_precision)
         dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
         plugins |= {
             "fsdp_plugin": fsdp_plugin,
@@ -78,6 +82,8 @@ class AcceleratorState(PartialState):
         if fsdp_plugin is not None and mixed_precision != "no":
             fsdp_plugin.set_mixed_precision(mixed_precision)
         partial = PartialState(cpu, **kwargs)
+        if deepspeed:
+            engines.set_up_deepspeed(partial)
         mesh = engines.mesh(parallelism_config, fsdp_plugin, partial)
         self.__dict__.update(partial.__dict__)
         self.parallelism_config = parallelism_config
@@ -85,6 +91,10 @@ class AcceleratorState(PartialState):
         if engines.fsdp_is_on(fsdp_plugin, partial):
             self.fsdp_plugin = fsdp_plugin
             self.distributed_type = DistributedType.FSDP
+        if deepspeed:
+            self.deepspeed_plugins = deepspeed
+            self.distributed_type = DistributedType.DEEPSPEED
+            self.select_deepspeed_plugin(next(iter(deepspeed)))
         self._mixed_precision = mixed_precision
         self.dynamo_plugin = dynamo_plugin
         self._asked = asked
@@ -101,8 +111,9 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """How numbers are cast: "no", "fp16" or "bf16"."""
-        return str(self._mixed_precision)
+        """How numbers are cast: "no", "fp16" or "bf16"; under DeepSpeed, as the plugin in use says."""
+        plugin = self.deepspeed_plugin
+        return str(self._mixed_precision) if plugin is None else plugin.mixed_precision
 
     @property
     def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
@@ -157,6 +168,16 @@ class AcceleratorState(PartialState):
             elif different := engines.differences(plugin, first, settings):
                 self._refuse(f"{name} with {', '.join(different)}")
 
+    def _check_deepspeed(self, given: Any) -> None:
+        """A second Accelerator has the plugins of the first, with what has been filled in since."""
+        known = list((self.deepspeed_plugins or {}).values())
+        asked = [] if given is None else list(given.values()) if isinstance(given, dict) else [given]
+        if not all(any(plugin is one for one in known) for plugin in asked):
+            raise NotImplementedError(
+                "This process has its DeepSpeed plugins, or trains without DeepSpeed, since its first `Accelerator()`: "
+                "give that one all of them, by name, and choose with `state.select_deepspeed_plugin(name)`."
+            )
+
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(
             f"The state of this process is already set up and cannot be changed to {what}: pass it to the first "
@@ -176,17 +197,10 @@ def _checked_precision(mode: str | None) -> str | None:
     return mode
 
 
-_ENGINES = {
-    "deepspeed_plugin": ("DeepSpeed", "ACCELERATE_USE_DEEPSPEED"),
-    "megatron_lm_plugin": ("Megatron-LM", "ACCELERATE_USE_MEGATRON_LM"),
-}
-
-
-def _refuse_engines(**plugins: Any) -> None:
+def _refuse_megatron(plugin: Any) -> None:
     """Training a model that was meant to be sharded as if it were not would be a silent surprise."""
-    for name, plugin in plugins.items():
-        engine, variable = _ENGINES[name]
-        if plugin is not None:
-            raise NotYetSupported(f"{engine} (the argument `{name}`)", "leave it out to train with DDP.")
-        if variable is not None and parse_flag_from_env(variable):
-            raise NotYetSupported(f"{engine} ({variable})", "unset the variable to train with DDP.")
+    if plugin is not None:
+        raise NotYetSupported("Megatron-LM (the argument `megatron_lm_plugin`)", "leave it out to train with DDP.")
+    variable = "ACCELERATE_USE_MEGATRON_LM"
+    if parse_flag_from_env(variable):
+        raise NotYetSupported(f"Megatron-LM ({variable})", "unset the variable to train with DDP.")

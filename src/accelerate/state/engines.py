@@ -6,9 +6,13 @@ import dataclasses
 import functools
 import logging
 import os
+from importlib import import_module
 from types import FunctionType
 from typing import Any
 
+from accelerate.available import is_deepspeed_available
+from accelerate.comm.torch_dist import join_alone
+from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
@@ -16,8 +20,11 @@ from accelerate.config.parallel import TorchTensorParallelPlugin
 from accelerate.errors import NotYetSupported
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state.partial import PartialState
+from accelerate.versions import compare_versions
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+OLDEST_DEEPSPEED = "0.16.4"
 
 
 def mesh_config(
@@ -55,6 +62,47 @@ def fsdp_plugin(
             "pass FullyShardedDataParallelPlugin(fsdp_version=2), or set FSDP_VERSION=2."
         )
     return plugin
+
+
+def deepspeed_plugins(given: Any, fsdp: FullyShardedDataParallelPlugin | None) -> dict[str, DeepSpeedPlugin]:
+    """The settings of DeepSpeed by name, where it was asked for; none where it was not."""
+    if given is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        given = DeepSpeedPlugin()
+    if given is None:
+        return {}
+    plugins: dict[str, Any] = given if isinstance(given, dict) else {"default": given}
+    for name, plugin in plugins.items():
+        if not isinstance(plugin, DeepSpeedPlugin):
+            which = f"deepspeed_plugins[{name!r}]" if isinstance(given, dict) else "deepspeed_plugin"
+            raise TypeError(f"{which} is a {type(plugin).__name__}: pass a DeepSpeedPlugin.")
+    if not plugins:
+        raise ValueError("deepspeed_plugins is an empty dict: give each DeepSpeedPlugin a name in it.")
+    if fsdp is not None:
+        raise ValueError("A model is spread either by DeepSpeed or by FSDP: leave out one of the two plugins.")
+    if not is_deepspeed_available():
+        raise ImportError("DeepSpeed was asked for and is not installed: pip install deepspeed")
+    if compare_versions("deepspeed", "<", OLDEST_DEEPSPEED):
+        raise ImportError(
+            f"The installed DeepSpeed is older than {OLDEST_DEEPSPEED}, the first one for the releases of torch that "
+            "this package supports: pip install --upgrade deepspeed"
+        )
+    return plugins
+
+
+def set_up_deepspeed(state: PartialState) -> None:
+    """Everything that DeepSpeed wants to find in a process, which it looks for when it is imported and started."""
+    os.environ.setdefault("DS_ACCELERATOR", state.device.type)
+    try:
+        import_module("deepspeed.accelerator")
+    except Exception as error:
+        raise ImportError(
+            f"DeepSpeed is installed and cannot be imported ({type(error).__name__}: {error}): install it again, with "
+            "the torch that is here."
+        ) from error
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # libraries that load pretrained models look there
+    os.environ.update({name: value for name, value in state.world.variables().items() if name not in os.environ})
+    if state.backend is None:
+        state.backend = join_alone(state.device_kind.name, state.device_kind.backend)
 
 
 def check_dynamo_plugin(plugin: Any) -> None:

@@ -10,11 +10,15 @@ import torch
 
 from accelerate.bundle import Bundle
 from accelerate.compilation import compile_regions
+from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.handlers import DistributedDataParallelKwargs
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.mesh import SAME_DATA, axis_rank, shares_of_ranks
 from accelerate.precision import Scaler
 from accelerate.precision.stepping import Stepper
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.torch_internals.tensors import change_mark, multiply_
 from accelerate.unwrap import extract_model_from_parallel
 
 if TYPE_CHECKING:
@@ -57,6 +61,10 @@ class Strategy:
     can_snapshot = True
     # Whether a load that fails half-way leaves models and optimizers as they were.
     can_roll_back = True
+    # Whether optimizers have the parameters of the prepared models, and not others that the engine puts in their place.
+    keeps_parameters = True
+    # What a script gets for its optimizer.
+    optimizer_wrapper: type[AcceleratedOptimizer] = AcceleratedOptimizer
     # The scaler of fp16 training.
     scaler_kind: type[Scaler] = Scaler
     # The engine's own classes around a model, which have it as `module`: models are found in them everywhere.
@@ -115,6 +123,18 @@ class Strategy:
     def free_memory(self) -> None:
         """Let go of everything that was prepared."""
 
+    def accumulation(self, plugin: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        """How gradients are accumulated, where settings of the engine have a say in it."""
+        return plugin
+
+    def engine_scheduler(self, scheduler: Any, optimizers: list[Any]) -> AcceleratedScheduler | None:
+        """What a script gets for a scheduler that the engine steps itself; None where its optimizer's steps do that."""
+        return None
+
+    def engine_wrapped(self) -> Any:
+        """The engine of the model that was prepared last, where one stands behind it."""
+        return None
+
     # --- who gets which data ------------------------------------------------------------------------------------
 
     def data_shares(self) -> list[int]:
@@ -170,6 +190,19 @@ class Strategy:
     def gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """What this process holds of the gradients of these parameters, as plain tensors to be changed in place."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def scale_gradients(self, parameters: list[torch.Tensor], factor: float) -> None:
+        """Multiply the gradients that these parameters have so far."""
+        if gradients := self.gradients(parameters):
+            multiply_(gradients, factor)
+
+    def has_gradients(self, parameters: list[torch.Tensor]) -> bool:
+        """Whether any of these parameters has a gradient that waits for a step."""
+        return bool(self.gradients(parameters))
+
+    def gradient_marks(self, parameters: list[torch.Tensor]) -> list[Any]:
+        """Something that changes with every gradient of these parameters; nothing where they have none."""
+        return [(id(gradient), change_mark(gradient)) for gradient in self.gradients(parameters)]
 
     def clip_grad_value_(self, parameters: list[torch.Tensor], clip_value: float) -> None:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)

@@ -1,4 +1,4 @@
-"""torch.optim: whether an optimizer has hooks for loading, and whether it unscales gradients itself."""
+"""torch.optim: whether an optimizer has hooks for loading, whether it unscales gradients itself, whether it stepped."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def decides_on_the_device(optimizer: Any) -> bool:
     if hasattr(optimizer, "_step_supports_amp_scaling"):
         return True
     return any(group.get("fused") for group in optimizer.param_groups)
+
+
+def call_stepped(optimizer: Any) -> None:
+    """Have a scheduler take an optimizer for one that has stepped; without torch's mark it warns once."""
+    optimizer._opt_called = True

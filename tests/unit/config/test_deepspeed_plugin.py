@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.errors import NotYetSupported
+from accelerate.state import engines
 from accelerate.utils import DistributedType, DummyOptim, DummyScheduler
 from accelerate.utils.deepspeed import HfDeepSpeedConfig, get_active_deepspeed_plugin
 
@@ -131,9 +131,23 @@ def test_a_plugin_is_selected_by_the_state() -> None:
     assert state.deepspeed_plugin is state.get_deepspeed_plugin("one") is plugin
 
 
-def test_the_engine_is_refused_in_one_sentence() -> None:
-    with pytest.raises(NotYetSupported, match=r"DeepSpeed .* is not part of this version"):
+def test_what_is_missing_or_wrong_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(TypeError, match="deepspeed_plugin is a object: pass a DeepSpeedPlugin"):
+        Accelerator(deepspeed_plugin=object())
+    with pytest.raises(TypeError, match=r"deepspeed_plugins\['one'\] is a int: pass a DeepSpeedPlugin"):
+        Accelerator(deepspeed_plugins={"one": 1})
+    with pytest.raises(ValueError, match="either `deepspeed_plugin` or `deepspeed_plugins`"):
+        Accelerator(deepspeed_plugin=DeepSpeedPlugin(), deepspeed_plugins={"one": DeepSpeedPlugin()})
+    monkeypatch.setattr(engines, "is_deepspeed_available", lambda: False)
+    with pytest.raises(ImportError, match=r"^DeepSpeed was asked for and is not installed: pip install deepspeed$"):
         Accelerator(deepspeed_plugin=DeepSpeedPlugin())
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(ImportError, match="not installed"):
+        Accelerator()
+    monkeypatch.setattr(engines, "is_deepspeed_available", lambda: True)
+    monkeypatch.setattr(engines, "compare_versions", lambda *args: True)
+    with pytest.raises(ImportError, match=r"older than 0\.16\.4"):
+        Accelerator()
 
 
 def test_stand_ins_keep_what_they_are_given() -> None:

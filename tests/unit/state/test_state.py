@@ -113,9 +113,7 @@ def test_mixed_precision_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     [
         ({"mixed_precision": "fp8"}, {}),
         ({}, {"ACCELERATE_MIXED_PRECISION": "fp8"}),
-        ({"deepspeed_plugin": object()}, {}),
         ({"megatron_lm_plugin": object()}, {}),
-        ({}, {"ACCELERATE_USE_DEEPSPEED": "true"}),
         ({}, {"ACCELERATE_USE_MEGATRON_LM": "True"}),
     ],
 )

@@ -1,0 +1,428 @@
+"""DeepSpeed: model, optimizer and scheduler become one engine, which shards what its stage of ZeRO says."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+from deepspeed.runtime import lr_schedules
+from torch import nn
+
+from accelerate.bundle import Bundle, Entry
+from accelerate.checkpoint import layout
+from accelerate.checkpoint.parts import File, Part, Put
+from accelerate.checkpoint.reading import Reader
+from accelerate.checkpoint.state import Run
+from accelerate.checkpoint.weights import Fetch
+from accelerate.compilation import compile_regions_deepspeed
+from accelerate.config.accumulation import GradientAccumulationPlugin
+from accelerate.config.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accelerate.config.handlers import DistributedDataParallelKwargs
+from accelerate.engines.deepspeed import (
+    DeepSpeedEngineWrapper,
+    DeepSpeedOptimizerWrapper,
+    DeepSpeedSchedulerWrapper,
+    EngineStepper,
+    map_pytorch_optim_to_deepspeed,
+    undo_first_step,
+)
+from accelerate.errors import warn
+from accelerate.files import clean_state_dict_for_safetensors
+from accelerate.precision.stepping import Stepper
+from accelerate.state import AcceleratorState
+from accelerate.strategies import deepspeed_checkpoint
+from accelerate.strategies.base import Strategy
+from accelerate.strategies.deepspeed_settings import Objects, fill
+from accelerate.torch_internals.optimizers import call_stepped
+from accelerate.unwrap import extract_model_from_parallel
+
+logger = logging.getLogger(__name__)
+
+# DeepSpeed's own schedulers are of no class of torch's.
+for _name in lr_schedules.VALID_LR_SCHEDULES:
+    getattr(lr_schedules, _name)._accelerate_kind = "schedulers"
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class DeepSpeed(Strategy):
+    places_models = True
+    owns_precision = True
+    divides_loss = True
+    needs_even_batches = True
+    saves_alone = False
+    can_roll_back = False
+    keeps_parameters = False
+    optimizer_wrapper = DeepSpeedOptimizerWrapper
+    wrappers = (deepspeed.DeepSpeedEngine,)
+
+    def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
+        super().__init__(state, ddp)
+        used = get_accelerator().device_name()
+        if used != self.device.type:
+            raise RuntimeError(
+                f"DeepSpeed has chosen the device {used!r}, and this process is on {self.device.type!r}: set "
+                f"DS_ACCELERATOR={self.device.type} before anything imports deepspeed."
+            )
+        if state.mixed_precision == "fp16" and not get_accelerator().is_fp16_supported():
+            raise ValueError(f"DeepSpeed has no fp16 on this {self.device.type}: use mixed_precision='bf16', or 'no'.")
+        # Those with an optimizer.
+        self.steppers: list[EngineStepper] = []
+        # By the identities of parameters, those of models and those that optimizers have in their place.
+        self.owners: dict[int, EngineStepper] = {}
+        # The batch sizes of the script's loaders.
+        self.batch_sizes: list[int | None] = []
+        self.last_engine: Any = None
+        # The optimizers that a script has made, whose groups its schedulers know, with their engines.
+        self.replaced: list[tuple[torch.optim.Optimizer, Any]] = []
+
+    @property
+    def plugin(self) -> DeepSpeedPlugin:
+        """The plugin in use."""
+        plugin = self.state.deepspeed_plugin
+        assert plugin is not None
+        return plugin
+
+    def accumulation(self, plugin: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        steps = self.plugin.get_value("gradient_accumulation_steps")
+        if steps in (None, "auto", plugin.num_steps):
+            return plugin
+        if plugin.num_steps not in (None, 1):
+            warn(
+                f"The DeepSpeed config says gradient_accumulation_steps={steps}, and the Accelerator was given "
+                f"{plugin.num_steps}: the config counts; write 'auto' there to have the Accelerator's."
+            )
+        return dataclasses.replace(plugin, num_steps=steps)
+
+    # --- preparing ----------------------------------------------------------------------------------------------
+
+    def loader(self, loader: Any, prepare: Callable[[Any], Any]) -> Any:
+        size = getattr(loader, "batch_size", None)
+        self.batch_sizes.append(getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or size)
+        return prepare(loader)
+
+    def prepare(self, bundle: Bundle) -> None:
+        sizes = self.batch_sizes[-len(bundle.loaders) :] if bundle.loaders else self.batch_sizes
+        models = [model for model in bundle.models if not model.evaluation]
+        left = list(bundle.optimizers)
+        for model in models:
+            own = left if len(models) == 1 else [entry for entry in left if _trains(entry.value, model.value)]
+            if len(own) > 1:
+                raise ValueError(
+                    f"This {type(model.value).__name__} has {len(own)} optimizers, and DeepSpeed steps one for each "
+                    "model: give one optimizer several groups of parameters."
+                )
+            optimizer = own[0] if own else None
+            left = [entry for entry in left if entry is not optimizer]
+            scheduler = None if optimizer is None else _scheduler_of(optimizer, bundle)
+            self._make_engine(model, optimizer, scheduler, sizes)
+        if left:
+            raise ValueError(
+                f"DeepSpeed makes one engine of a model and its optimizer, and {type(left[0].value).__name__} came "
+                "without its model: pass both to one call of `prepare`."
+            )
+
+    def _make_engine(
+        self, model: Entry, optimizer: Entry | None, scheduler: Entry | None, sizes: list[int | None]
+    ) -> None:
+        plugin, accelerator = self.plugin, self.accelerator()
+        stage = plugin.get_value("zero_optimization.stage")
+        if optimizer is None and stage != 3:
+            # Nothing of it would be sharded.
+            model.value = model.value.to(self.device, _DTYPES.get(self.state.mixed_precision))
+            self._cast_inputs(model.value)
+            return
+        given = None if optimizer is None else optimizer.value
+        schedule = None if scheduler is None else scheduler.value
+        steps = accelerator.gradient_accumulation_steps
+        shares = len(set(self.data_shares()))
+        fixed_clip = None if plugin.is_auto("gradient_clipping") else plugin.get_value("gradient_clipping") or None
+        fill(plugin, Objects(model.value, given, schedule, sizes, shares, accelerator.split_batches, steps))
+        plugin.set_moe_leaf_modules(model.value)
+        arguments: dict[str, Any] = {"model": model.value, "config": copy.deepcopy(plugin.deepspeed_config)}
+        if isinstance(given, DummyOptim):
+            arguments["model_parameters"] = given.params
+        elif given is not None:
+            offloaded = plugin.get_value("zero_optimization.offload_optimizer.device", "none") not in (None, "none")
+            if offloaded and plugin.get_value("zero_force_ds_cpu_optimizer", True):
+                arguments["optimizer"] = map_pytorch_optim_to_deepspeed(given)
+                call_stepped(given)
+            else:
+                arguments["optimizer"] = given
+        if isinstance(schedule, DummyScheduler):
+            if schedule.lr_scheduler_callable is not None:
+                arguments["lr_scheduler"] = schedule.lr_scheduler_callable
+        elif type(schedule).__name__ in lr_schedules.VALID_LR_SCHEDULES:
+            arguments["lr_scheduler"] = schedule
+        had_state = bool(getattr(given, "state", None))
+        engine, made, _, stepped = deepspeed.initialize(**arguments)
+        self._cast_inputs(engine.module)
+        self.last_engine = model.value = engine
+        if optimizer is not None:
+            optimizer.value = made
+            undo_first_step(engine, had_state=had_state)
+            if isinstance(given, torch.optim.Optimizer):
+                self.replaced.append((given, engine))
+            self._take_over(EngineStepper(engine, fixed_clip))
+        if scheduler is not None and stepped is not None:
+            scheduler.value = stepped
+
+    def _take_over(self, stepper: EngineStepper) -> None:
+        self.steppers.append(stepper)
+        inside = [p for group in stepper.optimizer.param_groups for p in group["params"]]
+        for parameter in (*stepper.engine.module.parameters(), *inside):
+            self.owners[id(parameter)] = stepper
+
+    def _cast_inputs(self, model: nn.Module) -> None:
+        """Let a model whose parameters are small take the batches that it took before."""
+        dtype = _DTYPES.get(self.state.mixed_precision)
+        if dtype is not None:
+            model.register_forward_pre_hook(_casting(dtype), with_kwargs=True, prepend=True)
+
+    def stepper(self, optimizer: Any, scaler: torch.amp.GradScaler | None) -> Stepper | None:
+        return next(stepper for stepper in self.steppers if stepper.optimizer is optimizer)
+
+    def engine_scheduler(self, scheduler: Any, optimizers: list[Any]) -> DeepSpeedSchedulerWrapper | None:
+        engine = next((s.engine for s in self.steppers if s.engine.lr_scheduler is scheduler), None)
+        if engine is None:
+            return None
+        return DeepSpeedSchedulerWrapper(scheduler, [o for o in optimizers if o.optimizer is engine.optimizer])
+
+    def engine_wrapped(self) -> Any:
+        return None if self.last_engine is None else DeepSpeedEngineWrapper(self.last_engine)
+
+    def compile(self, model: nn.Module, *, regional: bool, **kwargs: Any) -> nn.Module:
+        if not isinstance(model, self.wrappers):
+            return super().compile(model, regional=regional, **kwargs)
+        if regional:
+            compile_regions_deepspeed(model.module, **kwargs)
+        else:
+            model.compile(backend=kwargs.pop("backend"), compile_kwargs=kwargs)
+        return model
+
+    def free_memory(self) -> None:
+        for stepper in self.steppers:
+            stepper.engine.destroy()
+        self.steppers.clear()
+        self.owners.clear()
+        self.replaced.clear()
+        self.last_engine = None
+
+    # --- one step -----------------------------------------------------------------------------------------------
+
+    def micro_batch(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
+        stepper = next((stepper for stepper in self.steppers if stepper.engine is model), None)
+        return None if sync or stepper is None else _kept_back(stepper)
+
+    def backward(self, loss: torch.Tensor, *, divide: bool = True, scale_wrt_gas: bool = True, **kwargs: Any) -> None:
+        """scale_wrt_gas: DeepSpeed's word for dividing by the accumulation steps."""
+        steps = self.gradient_state.num_steps
+        share = loss / steps if divide and scale_wrt_gas and steps > 1 else loss
+        reached = self.steppers if len(self.steppers) == 1 else self._reached_by(share)
+        if not reached:
+            share.backward(**kwargs)
+            return
+        last = self.gradient_state.sync_gradients
+        for other in reached[1:]:
+            other.expect(last and not other.kept_back)  # it sees this backward in its own parameters
+        reached[0].backward(share, last=last, **kwargs)
+
+    def _reached_by(self, loss: torch.Tensor) -> list[EngineStepper]:
+        """The engines whose parameters a loss depends on."""
+        found: list[EngineStepper] = []
+        seen: set[Any] = set()
+        waiting = [loss.grad_fn]
+        while waiting and len(found) < len(self.steppers):
+            node: Any = waiting.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            stepper = self.owners.get(id(getattr(node, "variable", None)))
+            if stepper is not None and stepper not in found:
+                found.append(stepper)
+            waiting += [inner for inner, _ in node.next_functions]
+        return found
+
+    def _of(self, parameters: list[torch.Tensor]) -> list[EngineStepper]:
+        found = {id(stepper): stepper for p in parameters if (stepper := self.owners.get(id(p))) is not None}
+        return list(found.values())
+
+    def scale_gradients(self, parameters: list[torch.Tensor], factor: float) -> None:
+        for stepper in self._of(parameters):
+            stepper.scale(factor)
+
+    def has_gradients(self, parameters: list[torch.Tensor]) -> bool:
+        return any(stepper.waiting for stepper in self._of(parameters))
+
+    def gradient_marks(self, parameters: list[torch.Tensor]) -> list[Any]:
+        return [stepper.backwards for stepper in self._of(parameters)]
+
+    def clip_grad_value_(self, parameters: list[torch.Tensor], clip_value: float) -> None:
+        raise ValueError("DeepSpeed clips gradients by their norm alone: call `clip_grad_norm_`.")
+
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        steppers = self._of(parameters)
+        if not steppers:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if norm_type != 2:
+            raise ValueError(
+                f"DeepSpeed clips gradients by their norm of type 2, not {norm_type}: leave `norm_type` out."
+            )
+        norms = [stepper.clip(max_norm) for stepper in steppers]
+        return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
+        engine: Any = model
+        if not _is_sharded(model):
+            whole: dict[str, Any] = clone_tensors_for_torch_save(super().state_dict(model, unwrap=unwrap))
+            return whole
+        if not engine.zero_gather_16bit_weights_on_model_save():
+            raise ValueError(
+                "The weights of this model lie in pieces, and its DeepSpeed config has "
+                "stage3_gather_16bit_weights_on_model_save=False: set it (`zero3_save_16bit_model` of the plugin), "
+                "or call `save_model`, which puts a few of them together at a time."
+            )
+        gathered: dict[str, Any] | None = engine._consolidated_16bit_state_dict()
+        return gathered or {}  # on other processes than the first
+
+    def coming(self, model: nn.Module) -> tuple[dict[str, Any], Fetch] | None:
+        if not _is_sharded(model):
+            return None
+        inner = extract_model_from_parallel(model, keep_torch_compile=False)
+        own: dict[str, Any] = inner.state_dict(keep_vars=True)
+        first: dict[int, str] = {}
+        own = {name: value for name, value in own.items() if first.setdefault(id(value), name) == name}
+
+        def fetch(part: dict[str, Any], keep: bool) -> dict[str, Any]:
+            pieces = [own[name] for name in part if hasattr(own[name], "ds_id")]
+            with deepspeed.zero.GatheredParameters(pieces):
+                return {name: own[name].detach().cpu().clone() for name in part} if keep else {}
+
+        return {name: _described(value) for name, value in own.items()}, fetch
+
+    # --- checkpoints --------------------------------------------------------------------------------------------
+
+    def weights(self, models: list[nn.Module]) -> list[dict[str, Any]]:
+        return []  # the engines write them themselves
+
+    def save(self, run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool, **kwargs: Any) -> Iterator[Part]:
+        if run.gradients is not None and run.progress is not None:
+            _say_what_is_lost()
+            run.progress.update(gradients=False, counts=[], windows=[], sync_gradients=True)
+        for number, model in enumerate(run.models):
+            if self._is_trained(model):
+                yield from deepspeed_checkpoint.parts(model, number, **kwargs)
+                continue
+            weights = self._gathered(model, keep=main)
+            if main:
+                yield File(layout.model(number, True), clean_state_dict_for_safetensors(weights), True)
+
+    def _is_trained(self, model: nn.Module) -> bool:
+        """Whether a model has an engine with an optimizer: DeepSpeed saves no others."""
+        return any(stepper.engine is model for stepper in self.steppers)
+
+    def _gathered(self, model: nn.Module, *, keep: bool) -> dict[str, Any]:
+        """The whole weights of a model that is not trained, put together one after the other. keep: on this process."""
+        described = self.coming(model)
+        if described is None:
+            return self.state_dict(model)
+        names, fetch = described
+        return {name: value for each in names for name, value in fetch({each: None}, keep).items()}
+
+    def load(self, run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
+        numbers = {id(model): number for number, model in enumerate(run.models)}
+        puts = [self._read(model, numbers[id(model)], reader, torch_load, kwargs) for model in run.without_hooks]
+
+        def rest() -> None:
+            for stepper in self.steppers:
+                stepper.zero_grad()
+            for put in puts:
+                put()
+            for optimizer, engine in self.replaced:
+                optimizer.param_groups = engine.basic_optimizer.param_groups
+
+        return Put(rest)
+
+    def _read(
+        self, model: nn.Module, number: int, reader: Reader, torch_load: dict[str, Any], kwargs: dict[str, Any]
+    ) -> Callable[[], Any]:
+        if self._is_trained(model):
+            return deepspeed_checkpoint.read(model, reader, number, torch_load, **kwargs)
+        inner = self.unwrap(model, keep_torch_compile=False)
+        weights = reader.weights(layout.model(number, True), {})
+        if not _is_sharded(model):
+            return functools.partial(inner.load_state_dict, weights, **kwargs)
+        return functools.partial(_share_out, weights, inner)
+
+
+@cache
+def _say_what_is_lost() -> None:
+    logger.warning(
+        "save_state was called while gradients were being accumulated, which DeepSpeed's checkpoints do not hold: "
+        "after a load that window begins anew; save when `accelerator.sync_gradients`, after `optimizer.step()`."
+    )
+
+
+@contextmanager
+def _kept_back(stepper: EngineStepper) -> Iterator[None]:
+    stepper.kept_back += 1
+    try:
+        yield
+    finally:
+        stepper.kept_back -= 1
+
+
+def _scheduler_of(optimizer: Entry, bundle: Bundle) -> Entry | None:
+    """The scheduler of an optimizer, before the engine has changed both."""
+    if len(bundle.optimizers) == 1:
+        return bundle.schedulers[0] if bundle.schedulers else None
+    return next((entry for entry in bundle.schedulers if entry.value.optimizer is optimizer.value), None)
+
+
+def _trains(optimizer: Any, model: nn.Module) -> bool:
+    """Whether an optimizer, or what stands for one, has parameters of a model."""
+    own = set(map(id, model.parameters()))
+    given = list(optimizer.params if isinstance(optimizer, DummyOptim) else optimizer.param_groups)
+    tensors = [p for group in given for p in (group["params"] if isinstance(group, dict) else [group])]
+    return any(id(p) in own for p in tensors)
+
+
+def _casting(dtype: torch.dtype) -> Callable[..., Any]:
+    from accelerate.comm.tree import recursively_apply
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return recursively_apply(cast, args), recursively_apply(cast, kwargs)
+
+    return hook
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    """Whether the parameters of a model lie in pieces."""
+    return isinstance(model, deepspeed.DeepSpeedEngine) and model.zero_optimization_partition_weights()
+
+
+def _share_out(weights: dict[str, torch.Tensor], model: nn.Module) -> None:
+    """Put whole weights into a model in pieces, one after the other."""
+    own: dict[str, Any] = model.state_dict(keep_vars=True)
+    for name, value in weights.items():
+        with torch.no_grad(), deepspeed.zero.GatheredParameters([own[name]], modifier_rank=0):
+            own[name].copy_(value)
+
+
+def _described(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty(getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta")

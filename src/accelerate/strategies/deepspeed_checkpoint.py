@@ -1,0 +1,179 @@
+"""What DeepSpeed puts into a checkpoint, file by file: its own layout, by this package's writers and readers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
+
+from accelerate.checkpoint import layout, stream
+from accelerate.checkpoint.disk import Entry
+from accelerate.checkpoint.files import read_torch, write_torch
+from accelerate.checkpoint.host import HostMemory
+from accelerate.checkpoint.parts import File, Part
+from accelerate.checkpoint.reading import Reader
+from accelerate.errors import CheckpointError
+
+# What DeepSpeed's files hold beside tensors and plain values.
+_CLASSES = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+
+
+class _Collecting(CheckpointEngine):
+    """Takes what an engine would write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.files: dict[str, Any] = {}
+
+    def create(self, info: Any) -> None: ...
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None: ...
+
+    def save(self, state_dict: Any, path: str) -> None:
+        self.files[path] = state_dict
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        raise NotImplementedError
+
+    def commit(self, info: Any) -> bool:
+        return True
+
+
+class _HandingOut(_Collecting):
+    """Gives an engine what was read already."""
+
+    def __init__(self, files: dict[str, Any]) -> None:
+        super().__init__()
+        self.files = files
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        return self.files[path]
+
+
+@contextmanager
+def _instead(engine: Any, other: CheckpointEngine) -> Iterator[None]:
+    own, engine.checkpoint_engine = engine.checkpoint_engine, other
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = own
+
+
+@dataclass
+class _InFolder(File):
+    """A file that `torch.load` reads, in a folder of the checkpoint."""
+
+    def copied(self, memory: HostMemory) -> File:
+        return _InFolder(self.name, super().copied(memory).content)
+
+    def write(self, folder: Path, group: Any = None) -> dict[str, Entry]:
+        path = folder / self.name
+        path.parent.mkdir(exist_ok=True)
+        return {self.name: write_torch(self.content, path)}
+
+
+@dataclass
+class _Left:
+    """A file that the engine has written by itself. folder: where, for as long as anybody needs it."""
+
+    folder: TemporaryDirectory[str]
+    name: str
+
+    def copied(self, memory: HostMemory) -> _Left:
+        return self
+
+    def write(self, folder: Path, group: Any) -> dict[str, Entry]:
+        source, path = Path(self.folder.name, self.name), folder / self.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        entry = stream.write_file(path, [stream.mapped(source)])
+        path.chmod(source.stat().st_mode)
+        return {self.name: entry}
+
+
+def parts(engine: Any, number: int, **kwargs: Any) -> Iterator[Part]:
+    """What this process writes of an engine. kwargs: for its `save_checkpoint`. Called on all processes."""
+    collected = _Collecting()
+    # Small files that help people, and what lies on a disk already, are written all the same.
+    folder = TemporaryDirectory(prefix="accelerate-deepspeed-")
+    with _instead(engine, collected):
+        engine.save_checkpoint(folder.name, tag=layout.engine_folder(number), **kwargs)
+    for path, content in collected.files.items():
+        yield _InFolder(os.path.relpath(path, folder.name), content)
+    for path in sorted(Path(folder.name).rglob("*")):
+        if path.is_file():
+            yield _Left(folder, str(path.relative_to(folder.name)))
+
+
+def read(engine: Any, reader: Reader, number: int, torch_load: dict[str, Any], **kwargs: Any) -> Callable[[], None]:
+    """Read what `parts` has written and see that it fits; returns what puts it into the engine."""
+    tag = layout.engine_folder(number)
+    names: list[str] = engine._get_all_ckpt_names(str(reader.folder), tag)
+    if not names:
+        raise CheckpointError(
+            f"{reader.folder} has no model number {number} of DeepSpeed (no {tag}/*_model_states.pt for rank "
+            f"{engine.global_rank}): load a checkpoint that was saved with it, on as many processes."
+        )
+    files = {path: _read(path, torch_load) for path in names}
+    first = files[names[0]]
+    _check(engine, first, reader.folder / tag)
+    if engine.zero_optimization():
+        path = engine._get_zero_ckpt_name(str(reader.folder), tag)
+        files[path] = _read(path, torch_load)
+    arguments: dict[str, Any] = {"load_module_strict": kwargs.pop("strict", True), **kwargs}
+
+    def put() -> None:
+        with _instead(engine, _HandingOut(files)):
+            found, _ = engine.load_checkpoint(str(reader.folder), tag, **arguments)
+        if found is None:
+            raise CheckpointError(f"DeepSpeed has found nothing to load in {reader.folder / tag}.")
+
+    return put
+
+
+def _read(path: str, torch_load: dict[str, Any]) -> Any:
+    with torch.serialization.safe_globals(list(_CLASSES)):
+        return read_torch(Path(path), **torch_load)
+
+
+def _check(engine: Any, content: dict[str, Any], folder: Path) -> None:
+    saved, here = content["dp_world_size"], engine.seq_dp_world_size
+    if engine.zero_optimization() and saved != here:
+        raise CheckpointError(
+            f"{folder} was saved on {saved} processes, and there are {here}: DeepSpeed's pieces fit as many processes "
+            "as have written them; start as many, or make whole weights of it with its zero_to_fp32.py."
+        )
+    if bool(content["param_shapes"]) != engine.zero_optimization():
+        ways = "a stage of ZeRO from 1 on" if content["param_shapes"] else "stage 0"
+        raise CheckpointError(f"{folder} was saved with {ways}, and the other is used here: set the stage as it was.")
+    if content["param_shapes"]:
+        wanted, found = _flat(engine._get_zero_param_shapes()), _flat(content["param_shapes"])
+    else:
+        wanted, found = (
+            {name: value.shape for name, value in weights.items()}
+            for weights in (engine.module.state_dict(), content["module"])
+        )
+    if wanted != found:
+        different = sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
+        shapes = [f"{name} {_shown(found.get(name))} for {_shown(wanted.get(name))}" for name in different[:5]]
+        raise CheckpointError(
+            f"The weights in {folder} are not those of this {type(engine.module).__name__}: {', '.join(shapes)}; "
+            "create the model as it was when the checkpoint was saved."
+        )
+
+
+def _flat(groups: list[dict[str, torch.Size]]) -> dict[str, torch.Size]:
+    return {name: shape for group in groups for name, shape in group.items()}
+
+
+def _shown(shape: torch.Size | None) -> str:
+    return "nothing" if shape is None else str(tuple(shape))
