@@ -6,12 +6,16 @@ import gc
 import os
 import subprocess
 import sys
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
+from accelerate.state import ending
 from tests.harness import run_world
 
 
@@ -88,3 +92,20 @@ def test_a_script_may_end_right_after_a_collective_without_ending_the_run(tmp_pa
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=100, env=env)
     assert done.returncode == 0, done.stderr
+
+
+def taken_down_by_the_script() -> list[bool]:
+    accelerator = Accelerator(cpu=True)
+    accelerator.gather(torch.ones(2))
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    naps: list[float] = []
+    ending.time = SimpleNamespace(sleep=naps.append)  # type: ignore[attr-defined]
+    ending._free_groups()  # as at the end of the program
+    gc.collect()
+    return [group() is None, bool(naps)]
+
+
+def test_nothing_holds_a_group_at_the_end_that_the_script_has_taken_down_itself() -> None:
+    """It would outlive the interpreter, and its threads, which ask for Python's lock, would abort the process."""
+    assert run_world(taken_down_by_the_script, 2) == [[True, True]] * 2

@@ -223,6 +223,23 @@ def test_restarts_and_files_of_output(tmp_path: Path) -> None:
     assert sorted(written) == ["attempt 0\n"] * 2 + ["attempt 1\n"] * 2
 
 
+def test_restarts_and_files_of_output_of_one_process(tmp_path: Path) -> None:
+    text = """
+attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+print("attempt", attempt)
+sys.exit(3 if attempt < 2 else 0)
+"""
+    words = ["--num_processes", "1", "--main_process_port", "0", "--max_restarts", "2", "--tee", "3"]
+    done = launch(tmp_path, "--cpu", *words, "--log_dir", str(tmp_path / "logs"), script(tmp_path, text))
+    assert done.returncode == 0, done.stderr
+    assert [path.read_text() for path in sorted((tmp_path / "logs").rglob("stdout.log"))] == [
+        f"attempt {number}\n" for number in range(3)
+    ]
+    failed = launch(tmp_path, "--cpu", *words[:4], "--max_restarts", "1", script(tmp_path, text))
+    assert failed.returncode == 3 and failed.stdout.count("attempt") == 2
+
+
+
 @pytest.mark.parametrize(("backend", "asked"), [("static", False), ("c10d", False), ("static", True)])
 def test_a_port_that_is_taken_after_it_was_chosen(tmp_path: Path, backend: str, asked: bool) -> None:
     """Of two launches that start together, both find 29500 free; here the other one is already there."""

@@ -84,7 +84,9 @@ class Settings:
         if self.world is not None or self.mpirun_hostfile is not None or self.tpu:
             return False
         engine = self.multi_gpu or self.use_fsdp or self.use_megatron_lm or self.use_deepspeed
-        return bool(engine or self.num_processes > 1)
+        # What nobody else can do, for one process either.
+        service = self.max_restarts or self.tee != "0" or self.log_dir is not None
+        return bool(engine or service or self.num_processes > 1)
 
     def namespace(self) -> argparse.Namespace:
         """The values as attributes, for functions that take parsed arguments."""

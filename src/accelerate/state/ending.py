@@ -4,7 +4,8 @@ Such a thread may hold the last reference to a tensor that Python knows, and nee
 - freeing a group waits for its threads while it holds that lock: both would wait for ever;
 - at the end of the program a thread that asks for the lock is killed, and aborts the process (torch up to 2.13);
 - a fork just when a thread begins to ask leaves the child waiting for it for ever (Python up to 3.11).
-So groups that were taken down are kept for a while, and before an end or a fork all threads get the lock.
+So groups that were taken down are kept for a while, and before an end or a fork all threads get the lock. A script may
+take them down by a call of torch's own function, of which nobody tells: then what still holds them is let go at the end.
 """
 
 from __future__ import annotations
@@ -14,11 +15,20 @@ import time
 
 import torch.distributed as dist
 
+from accelerate.comm import set_current
 from accelerate.torch_internals.process_groups import all_groups
 
 _taken_down: list[dist.ProcessGroup] = []
 # Those of the last world and before. When the next one is taken down, their threads have been idle for long.
 _earlier: list[dist.ProcessGroup] = []
+# Whether this process was ever in a group.
+_joined = False
+
+
+def joined() -> None:
+    """This process is in a group: from now on there may be such threads, whoever takes the group down."""
+    global _joined
+    _joined = True
 
 
 def take_down(group: dist.ProcessGroup | None) -> None:
@@ -37,7 +47,7 @@ def let_threads_finish(naps: int) -> None:
 
     Short naps, not a long one: on a busy machine, each time this thread gets a core again, others had theirs.
     """
-    if _taken_down or _earlier or (dist.is_available() and dist.is_initialized()):
+    if _joined or (dist.is_available() and dist.is_initialized()):
         for _ in range(naps):
             time.sleep(0.001)
 
@@ -45,6 +55,8 @@ def let_threads_finish(naps: int) -> None:
 @atexit.register
 def _free_groups() -> None:
     let_threads_finish(naps=40)
-    # Not later than this: groups that outlive the interpreter abort the process, too.
+    # Not later than this: groups that outlive the interpreter abort the process, too. Those that torch still knows are
+    # torch's to end.
     _taken_down.clear()
     _earlier.clear()
+    set_current(None)

@@ -125,6 +125,8 @@ class PartialState(ProcessControl):
             joined = choice.device.join(world, options, PartialState._groups_ended)
         world, backend = (world, None) if joined is None else joined
         distributed = joined is not None
+        if distributed:
+            ending.joined()
         device = _select(choice, world) if distributed else _single(choice)
         communicator = choice.device.communicator(device) if distributed else Communicator()
         if distributed and world.local_size < world.size:
