@@ -116,11 +116,13 @@ def test_a_local_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     weights = 4 * sum(p.numel() for p in transformers.GPT2Model(config).parameters())
     assert f"{weights / 2**10:.2f} KB"[:4] in text
     assert "GPT2LMHeadModel, 3 x 128 tokens each" in text and "on 4 ranks" in text
-    assert [line.split("│")[1].strip() for line in text.splitlines() if "yes" in line] == [
-        "DDP",
-        "FSDP",
-        "FSDP with CPU offload",
+    ways = [line.split("│")[1].strip() for line in text.splitlines() if line.count("│") == 10]
+    assert ways == [
+        *("Per rank", "DDP", "FSDP", "FSDP with CPU offload"),
+        *("Per rank", "ZeRO 0", "ZeRO 1", "ZeRO 1, optimizer on the CPU", "ZeRO 2", "ZeRO 2, optimizer on the CPU"),
+        *("ZeRO 3", "ZeRO 3, optimizer on the CPU", "ZeRO 3, all on the CPU"),
     ]
+    assert all("yes" in line for line in text.splitlines() if "│" in line and ("DDP" in line or "FSDP" in line))
     with pytest.raises(ValueError, match="at most 128 tokens"):
         estimate.estimate_command(arguments(str(tmp_path / "config.json"), "--sequence_length", "500"))  # type: ignore[arg-type]
 
