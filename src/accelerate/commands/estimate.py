@@ -37,7 +37,8 @@ __all__ = [
 ]
 
 DESCRIPTION = """Say how much memory a model takes: to load it in several formats, and to train it, per rank, under DDP,
-FSDP and the stages of DeepSpeed's ZeRO, also with offload to the CPU. Nothing of it is allocated, and no weights are downloaded.
+FSDP and the stages of DeepSpeed's ZeRO, also with offload to the CPU. Nothing of it is allocated, and no weights are
+downloaded.
 
 The model is one of the Hub (transformers or timm), or a local folder or config file, for which no network is needed."""
 

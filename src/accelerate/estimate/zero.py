@@ -14,23 +14,26 @@ def zero_usage(task: Task, processes: int, bucket: int = BUCKET) -> dict[str, Us
     task: weights and gradients have `compute_bytes` each; beside them DeepSpeed keeps weights in float32 to step with.
     bucket: gradients are sent from a buffer of so many numbers, which is there whatever the size of the model.
     """
+    half = task.compute_bytes < MASTER
     weights, gradients = task.parameters * task.compute_bytes, task.trained * task.compute_bytes
-    copies = task.trained * MASTER
-    states = copies + task.trained * task.state_bytes
+    copies, states = task.trained * MASTER, task.trained * task.state_bytes
     # A step is taken with gradients in float32, too.
-    stepped = copies if task.compute_bytes < MASTER else 0
-    buffer = bucket * task.compute_bytes if processes > 1 else 0
-    # The layer at work and the next one, fetched ahead.
-    gathered = 2 * task.largest_layer * task.compute_bytes
+    stepped = copies if half else 0
+    # Stage 0 steps the weights themselves, where they are in float32.
+    whole = states + (copies if half else 0)
     share, kept = processes, task.activations
-    on_host = (copies + states) // share  # gradients lie there in float32
+    optimizer = (copies + states) // share
+    buffer = bucket * task.compute_bytes
+    # The layer at work and the next one, fetched ahead.
+    gathered = 2 * task.largest_layer * task.compute_bytes + buffer
+    on_host = optimizer + copies // share  # and the gradients, in float32
     return {
-        "ZeRO 0": Usage(weights, gradients + stepped, states, activations=kept),
-        "ZeRO 1": Usage(weights, gradients + stepped // share, states // share, buffer, kept),
+        "ZeRO 0": Usage(weights, gradients + stepped, whole, activations=kept),
+        "ZeRO 1": Usage(weights, gradients + stepped // share, optimizer, buffer, kept),
         "ZeRO 1, optimizer on the CPU": Usage(weights, gradients, 0, buffer, kept, on_host),
-        "ZeRO 2": Usage(weights, (gradients + stepped) // share, states // share, buffer, kept),
+        "ZeRO 2": Usage(weights, (gradients + stepped) // share, optimizer, buffer, kept),
         "ZeRO 2, optimizer on the CPU": Usage(weights, 0, 0, buffer, kept, on_host),
-        "ZeRO 3": Usage(weights // share, (gradients + stepped) // share, states // share, gathered + buffer, kept),
-        "ZeRO 3, optimizer on the CPU": Usage(weights // share, 0, 0, gathered + buffer, kept, on_host),
-        "ZeRO 3, all on the CPU": Usage(0, 0, 0, gathered + buffer, kept, on_host + weights // share),
+        "ZeRO 3": Usage(weights // share, (gradients + stepped) // share, optimizer, gathered, kept),
+        "ZeRO 3, optimizer on the CPU": Usage(weights // share, 0, 0, gathered, kept, on_host),
+        "ZeRO 3, all on the CPU": Usage(0, 0, 0, gathered, kept, on_host + weights // share),
     }
