@@ -181,8 +181,8 @@ def _usage_table(ways: dict[str, Usage], fits: Callable[[Usage], bool], title: s
         parts = [used.parameters, used.gradients, used.optimizer, used.at_work, used.activations]
         sizes = [*parts, used.device, used.host]
         rows.append([name, *(convert_bytes(size) if size else "-" for size in sizes), "yes" if fits(used) else "no"])
-    parts = ["Parameters", "Gradients", "Optimizer", "At work", "Activations"]
-    return create_ascii_table(["Per rank", *parts, "Device", "Host", "Fits"], rows, title)
+    headers = ["Per rank", "Parameters", "Gradients", "Optimizer", "At work", "Activations", "Device", "Host", "Fits"]
+    return create_ascii_table(headers, rows, title)
 
 
 def _task(args: argparse.Namespace) -> tuple[Any, str]:
