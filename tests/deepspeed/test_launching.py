@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.harness import netns
@@ -24,7 +26,7 @@ LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", 
 
 # Says who it is, once all have met; each machine has an interface of its own.
 SCRIPT = """
-import json, os, pathlib, socket, sys
+import json, os, pathlib, socket, sys, time
 os.environ["GLOO_SOCKET_IFNAME"] = next(name for _, name in socket.if_nameindex() if name != "lo")
 from accelerate import PartialState
 from accelerate.utils import gather_object
@@ -37,6 +39,9 @@ if state.is_main_process:
     pathlib.Path(sys.argv[1]).write_text(json.dumps(everyone))
 if "fails" in sys.argv and state.process_index == 3:
     raise ValueError("the third batch is empty")
+if "waits" in sys.argv:
+    pathlib.Path(f"running-{state.process_index}").write_text(str(os.getpid()))
+    time.sleep(1000)
 state.destroy_process_group()
 """
 
@@ -129,3 +134,40 @@ def test_all_from_one(
         assert (told["MINE"], told["MINE_TOO"]) == ("also", "1")
     # The files of the user are as they were, and none was left.
     assert (tmp_path / ".deepspeed_env").read_text() == "MINE_TOO=1\nACCELERATE_MIXED_PRECISION=no\n"
+
+
+@pytest.fixture
+def by_mpirun(machines: tuple[Machine, Machine]) -> list[str]:
+    if shutil.which("mpirun") is None:
+        pytest.skip("needs mpirun")
+    words = ["--deepspeed_hostfile", "hosts", "--deepspeed_multinode_launcher", "openmpi"]
+    return [*words, "--main_process_ip", machines[0].address, "script.py", "said"]
+
+
+def test_a_failure_on_the_other_machine(
+    machines: tuple[Machine, Machine], environ: dict[str, str], tmp_path: Path, by_mpirun: list[str]
+) -> None:
+    process = start(machines[0], environ, tmp_path, *by_mpirun, "fails")
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 1, output
+    assert "ValueError: the third batch is empty" in output
+
+
+def test_a_launcher_that_is_killed_leaves_nothing(
+    machines: tuple[Machine, Machine], environ: dict[str, str], tmp_path: Path, by_mpirun: list[str]
+) -> None:
+    process = start(machines[0], environ, tmp_path, *by_mpirun, "waits")
+    files = [tmp_path / f"running-{rank}" for rank in range(4)]
+    until(lambda: all(file.exists() and file.read_text() for file in files) or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[0]
+    workers = [int(file.read_text()) for file in files]
+    process.kill()
+    process.communicate()
+    until(lambda: not any(psutil.pid_exists(worker) for worker in workers))
+
+
+def until(done: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 150
+    while not done():
+        assert time.monotonic() < limit
+        time.sleep(0.05)

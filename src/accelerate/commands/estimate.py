@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from accelerate.commands.utils import CustomArgumentParser, one_sentence
 from accelerate.errors import CommandFailed
@@ -18,6 +19,9 @@ from accelerate.estimate.models import (
     verify_on_hub,
 )
 from accelerate.text import convert_bytes
+
+if TYPE_CHECKING:
+    from accelerate.estimate.usage import Usage
 
 __all__ = [
     "add_timm_hub_prefix",
@@ -33,7 +37,8 @@ __all__ = [
 ]
 
 DESCRIPTION = """Say how much memory a model takes: to load it in several formats, and to train it, per rank, under DDP,
-FSDP and FSDP with offload to the CPU. Nothing of it is allocated, and no weights are downloaded.
+FSDP and the stages of DeepSpeed's ZeRO, also with offload to the CPU. Nothing of it is allocated, and no weights are
+downloaded.
 
 The model is one of the Hub (transformers or timm), or a local folder or config file, for which no network is needed."""
 
@@ -130,23 +135,24 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Print both tables."""
+    """Print what loading takes, and what training does."""
     rows = [
         [dtype, convert_bytes(layer), convert_bytes(total), _or_none(max(training.values()))]
         for dtype, layer, total, training in gather_data(args)
     ]
     headers = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
     print(create_ascii_table(headers, rows, f"Memory to load `{args.model_name}`"))
-    print(_training_table(args))
+    print(_training_tables(args))
 
 
 def _or_none(size: int) -> str:
     return "N/A" if size < 0 else convert_bytes(size)
 
 
-def _training_table(args: argparse.Namespace) -> str:
+def _training_tables(args: argparse.Namespace) -> str:
     from accelerate import devices
     from accelerate.estimate.usage import usage
+    from accelerate.estimate.zero import zero_usage
 
     choice = devices.choose(os.environ)
     on_cpu = choice.device.name == "cpu"
@@ -155,36 +161,28 @@ def _training_table(args: argparse.Namespace) -> str:
     memory, host = choice.device.memory(0).total, devices.CPU().memory(0).total
     # Ranks on the CPU share its memory, also with what they offload.
     room = memory // processes if on_cpu else memory
-    rows = []
-    for name, used in usage(task, processes).items():
-        fits = used.device + (used.host if on_cpu else 0) <= room and used.host * processes <= host
-        sizes = [
-            used.parameters,
-            used.gradients,
-            used.optimizer,
-            used.at_work,
-            used.activations,
-            used.device,
-            used.host,
-        ]
-        rows.append([name, *(convert_bytes(size) if size else "-" for size in sizes), "yes" if fits else "no"])
-    headers = [
-        "Per rank",
-        "Parameters",
-        "Gradients",
-        "Optimizer",
-        "At work",
-        "Activations",
-        "Device",
-        "Host",
-        "Fits",
-    ]
-    table = create_ascii_table(headers, rows, f"Memory to train on {processes} ranks, {words}")
+
+    def fits(used: Usage) -> bool:
+        return used.device + (used.host if on_cpu else 0) <= room and used.host * processes <= host
+
+    title = f"Memory to train on {processes} ranks, {words}"
     where = "for all ranks together" if on_cpu else f"on each {choice.device.name} device"
     return (
-        f"{table}\nFits: whether this machine has it, with {convert_bytes(memory)} {where}. Not counted: what the "
+        f"{_usage_table(usage(task, processes), fits, title)}\n"
+        f"{_usage_table(zero_usage(task, processes), fits, 'The same with DeepSpeed')}\n"
+        f"Fits: whether this machine has it, with {convert_bytes(memory)} {where}. Not counted: what the "
         "allocator keeps in reserve and what kernels use for a moment."
     )
+
+
+def _usage_table(ways: dict[str, Usage], fits: Callable[[Usage], bool], title: str) -> str:
+    rows = []
+    for name, used in ways.items():
+        parts = [used.parameters, used.gradients, used.optimizer, used.at_work, used.activations]
+        sizes = [*parts, used.device, used.host]
+        rows.append([name, *(convert_bytes(size) if size else "-" for size in sizes), "yes" if fits(used) else "no"])
+    headers = ["Per rank", "Parameters", "Gradients", "Optimizer", "At work", "Activations", "Device", "Host", "Fits"]
+    return create_ascii_table(headers, rows, title)
 
 
 def _task(args: argparse.Namespace) -> tuple[Any, str]:

@@ -16,7 +16,7 @@ from accelerate.torch_internals.modules import parameters_of
 OPTIMIZERS = {"adam": 8, "sgd": 0}
 
 # Weights, gradients and states stay in float32 under mixed precision; only the computing is in another format.
-_MASTER = 4
+MASTER = 4
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Usage:
 
 def usage(task: Task, processes: int) -> dict[str, Usage]:
     """What one rank of `processes` needs, by the way the model is spread."""
-    weights, gradients = task.parameters * _MASTER, task.trained * _MASTER
+    weights, gradients = task.parameters * MASTER, task.trained * MASTER
     states = task.trained * task.state_bytes
     # The layer at work and the next one, fetched ahead; and the gradients of the one at work.
     gathered = 3 * task.largest_layer * task.compute_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from accelerate.available import has_package
 from accelerate.commands import estimate
 from accelerate.estimate import models
 from accelerate.estimate.usage import Task, measure, usage
+from accelerate.estimate.zero import zero_usage
 
 needs_transformers = pytest.mark.skipif(not has_package("transformers"), reason="needs transformers")
 
@@ -56,6 +58,27 @@ def test_what_each_rank_keeps() -> None:
     assert fsdp.device == 1000 + 800 + 1600 + 600 + 50
     assert offloaded.device == 650 and offloaded.host == 1000 + 800 + 1600
     assert usage(task, 1)["one process"].gradients == 3200
+
+
+def test_what_each_stage_of_zero_keeps() -> None:
+    task = Task(parameters=1000, trained=800, largest_layer=100, activations=50, compute_bytes=2)
+    stages = zero_usage(task, 4, bucket=10)
+    parts = {name: (used.parameters, used.gradients, used.optimizer) for name, used in stages.items()}
+    assert parts["ZeRO 0"] == (2000, 1600 + 3200, 3200 + 6400)
+    assert parts["ZeRO 1"] == (2000, 1600 + 800, 800 + 1600)
+    assert parts["ZeRO 2"] == (2000, 400 + 800, 800 + 1600)
+    assert parts["ZeRO 3"] == (500, 400 + 800, 800 + 1600)
+    assert [used.at_work for used in stages.values()] == [0, *[20] * 4, *[420] * 3]
+    host = {name: used.host for name, used in stages.items() if "CPU" in name}
+    assert host == {
+        "ZeRO 1, optimizer on the CPU": 3200,
+        "ZeRO 2, optimizer on the CPU": 3200,
+        "ZeRO 3, optimizer on the CPU": 3200,
+        "ZeRO 3, all on the CPU": 3700,
+    }
+    assert stages["ZeRO 3, all on the CPU"].device == 420 + 50
+    # In float32, stage 0 steps the weights themselves.
+    assert zero_usage(dataclasses.replace(task, compute_bytes=4), 4)["ZeRO 0"].optimizer == 6400
 
 
 class Block(nn.Module):
@@ -116,11 +139,13 @@ def test_a_local_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     weights = 4 * sum(p.numel() for p in transformers.GPT2Model(config).parameters())
     assert f"{weights / 2**10:.2f} KB"[:4] in text
     assert "GPT2LMHeadModel, 3 x 128 tokens each" in text and "on 4 ranks" in text
-    assert [line.split("│")[1].strip() for line in text.splitlines() if "yes" in line] == [
-        "DDP",
-        "FSDP",
-        "FSDP with CPU offload",
+    ways = [line.split("│")[1].strip() for line in text.splitlines() if line.count("│") == 10]
+    assert ways == [
+        *("Per rank", "DDP", "FSDP", "FSDP with CPU offload"),
+        *("Per rank", "ZeRO 0", "ZeRO 1", "ZeRO 1, optimizer on the CPU", "ZeRO 2", "ZeRO 2, optimizer on the CPU"),
+        *("ZeRO 3", "ZeRO 3, optimizer on the CPU", "ZeRO 3, all on the CPU"),
     ]
+    assert all("yes" in line for line in text.splitlines() if "│" in line and ("DDP" in line or "FSDP" in line))
     with pytest.raises(ValueError, match="at most 128 tokens"):
         estimate.estimate_command(arguments(str(tmp_path / "config.json"), "--sequence_length", "500"))  # type: ignore[arg-type]
 
