@@ -59,11 +59,10 @@ def test_an_engine_named_by_a_flag_beats_the_type_in_the_file(tmp_path: Path) ->
     assert not found.multi_gpu
 
 
-def test_the_cpu_as_a_flag_leaves_the_engine_of_the_file(tmp_path: Path) -> None:
-    found = settings("--cpu", file={"distributed_type": "FSDP", "num_processes": 2}, folder=tmp_path)
-    assert found.cpu and found.use_fsdp
-    found = settings("--cpu", file={"distributed_type": "MULTI_GPU", "num_processes": 2}, folder=tmp_path)
-    assert found.cpu and not found.multi_gpu
+@pytest.mark.parametrize(("kind", "engine"), [("FSDP", True), ("MULTI_GPU", False)])
+def test_the_cpu_as_a_flag_leaves_the_engine_of_the_file(kind: str, engine: bool, tmp_path: Path) -> None:
+    found = settings("--cpu", file={"distributed_type": kind, "num_processes": 2}, folder=tmp_path)
+    assert found.cpu and found.use_fsdp is engine and not found.multi_gpu
 
 
 def test_devices_are_counted_when_nothing_says_how_many() -> None:
