@@ -139,7 +139,7 @@ test: lint
 
 # These libraries are heavy, so they have an environment of their own. One that is missing there is a failure.
 trackers: $(TRACKERS)/.ready
-	REQUIRE_TRACKERS=1 $(TRACKERS)/bin/python -m pytest tests/trackers $(ARGS)
+	REQUIRE_TRACKERS=1 $(TRACKERS)/bin/python -m pytest -n 2 tests/trackers $(ARGS)
 
 peer-checkpoints: $(VENV)/.ready-test $(PEER)/.ready
 	$(BIN)/python tests/peer/checkpoints.py $(PEER)/bin/python
