@@ -16,7 +16,7 @@ USUAL = ".deepspeed_env"
 # What belongs to this machine, this login or this shell, and would be wrong elsewhere.
 _HERE = re.compile(
     r"_|DISPLAY|HOSTNAME|LOGNAME|MAIL|OLDPWD|PWD|SHLVL|TERM|TMPDIR|(CUDA|HIP)_VISIBLE_DEVICES|"
-    r"(DBUS|LC|LS|PMIX|PRTE|SSH|SUDO|TMUX|XDG)_.*|\W"
+    r"(DBUS|LC|LS|PMIX|PRTE|SSH|SUDO|TMUX|XDG)_.*"
 )
 
 

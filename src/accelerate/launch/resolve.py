@@ -131,7 +131,8 @@ def _processes(settings: Settings, environ: Mapping[str, str]) -> None:
     elif count < 1:
         raise ValueError(f"`--num_processes` is {count}: at least one is needed.")
     here, found = settings.num_processes // settings.num_machines, _chosen_devices(settings)
-    if 0 < found < here and not settings.cpu and settings.world is None:
+    starts_here = settings.world is None and settings.hosts is None
+    if 0 < found < here and not settings.cpu and starts_here:
         settings.notes.append(
             f"{here} processes share {found} {settings.devices.kind} device(s): {settings.devices.reason}."
         )

@@ -283,6 +283,11 @@ def test_a_filter_counts_more_than_numbers(tmp_path: Path) -> None:
     assert len(found.notes) == 2 and all("the filter leaves of" in note for note in found.notes)
 
 
+def test_devices_of_this_machine_say_nothing_of_others(tmp_path: Path) -> None:
+    words = ["--use_deepspeed", "--deepspeed_hostfile", hosts(tmp_path, "a slots=8\nb slots=8\n")]
+    assert settings(*words, devices=FOUR).notes == []
+
+
 def test_filters_that_do_nothing_are_named() -> None:
     found = settings("--use_deepspeed", "--num_processes", "2", "--deepspeed_exclusion_filter", "a")
     assert ["does nothing" in note for note in found.notes] == [True]
