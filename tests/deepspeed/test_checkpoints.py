@@ -11,8 +11,10 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.checkpointing import verify_checkpoint
+from accelerate.errors import CheckpointError
 from tests.deepspeed import training
-from tests.harness import run_world
+from tests.harness import run_world, world_outcomes
+from tests.world.crashing import kill_at
 
 SETTINGS: list[dict[str, Any]] = [
     {"stage": 0},
@@ -79,3 +81,128 @@ def resume(folder: str, asynchronous: bool) -> None:
 @pytest.mark.parametrize(("processes", "asynchronous"), [(1, True), (2, False)])
 def test_training_goes_on_as_it_was(processes: int, asynchronous: bool, tmp_path: Path) -> None:
     run_world(resume, processes, str(tmp_path), asynchronous, timeout=200)
+
+
+def by_deepspeed_itself(folder: str) -> None:
+    """What the released package does: `save_checkpoint` and `load_checkpoint` of the engine, with tag and folder."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    for stage in (2, 3):
+        ours, theirs = Path(folder, f"ours_{stage}"), Path(folder, f"theirs_{stage}")
+        acc, net, optimizer, scheduler, loader = prepared({"stage": stage})
+        batches = [batch for batch, _ in zip(loader, range(3), strict=False)]
+        steps(acc, net, optimizer, scheduler, batches)
+        saved = training.weights(acc, net)
+        acc.save_state(ours)
+        net.save_checkpoint(str(theirs), tag="pytorch_model")
+        if acc.is_main_process:
+            whole = get_fp32_state_dict_from_zero_checkpoint(str(ours), tag="pytorch_model")
+            torch.testing.assert_close(dict(whole), saved)
+            for path in ours.iterdir():
+                if path.name.startswith(("random_states", "scheduler")):
+                    (theirs / path.name).write_bytes(path.read_bytes())
+        acc.wait_for_everyone()
+        expected = steps(acc, net, optimizer, scheduler, batches)
+        acc.load_state(theirs)
+        torch.testing.assert_close(training.weights(acc, net), saved, rtol=0, atol=0)
+        assert steps(acc, net, optimizer, scheduler, batches) == expected
+        end(acc)
+        acc, net, optimizer, scheduler, _ = prepared({"stage": stage}, seed=5)
+        net.load_checkpoint(str(ours), tag="pytorch_model")
+        torch.testing.assert_close(training.weights(acc, net), saved, rtol=0, atol=0)
+        end(acc)
+
+
+def test_each_reads_what_the_other_has_written(tmp_path: Path) -> None:
+    run_world(by_deepspeed_itself, 2, str(tmp_path), timeout=120)
+
+
+def refusals(folder: str) -> list[str]:
+    """What cannot be loaded is said before anything has changed."""
+    acc, net, optimizer, scheduler, loader = prepared({"stage": 2, "accumulate": 2})
+    before = training.weights(acc, net)
+    found = []
+
+    def attempt(where: Path) -> None:
+        try:
+            acc.load_state(where)
+        except CheckpointError as error:
+            found.append(str(error))
+        torch.testing.assert_close(training.weights(acc, net), before, rtol=0, atol=0)
+
+    attempt(Path(folder, "two"))
+    own = Path(folder, "own")
+    inputs, targets = next(iter(loader))
+    with acc.accumulate(net):
+        acc.backward(training.loss_of(net(inputs), targets))
+        acc.save_state(own)  # in the middle of a window, which begins anew after a load
+    acc.load_state(own)
+    for _ in range(2):
+        with acc.accumulate(net):
+            acc.backward(training.loss_of(net(inputs), targets))
+            optimizer.step()
+    assert acc.sync_gradients
+    before = training.weights(acc, net)
+    states = next(own.glob("pytorch_model/*optim_states.pt"))
+    content = bytearray(states.read_bytes())
+    content[len(content) // 2] ^= 1
+    states.write_bytes(content)
+    attempt(own)
+    end(acc)
+    acc = training.accelerator(2)
+    net = torch.nn.Linear(6, 3)
+    net, optimizer, _ = acc.prepare(net, torch.optim.AdamW(net.parameters()), DataLoader(training.data(), batch_size=4))
+    before = training.weights(acc, net)
+    acc._schedulers.append(scheduler)
+    attempt(Path(folder, "one"))
+    return found
+
+
+def save_one(folder: str, name: str) -> None:
+    acc, *_ = prepared({"stage": 2})
+    acc.save_state(Path(folder, name))
+
+
+def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
+    run_world(save_one, 1, str(tmp_path), "one", timeout=60)
+    run_world(save_one, 2, str(tmp_path), "two", timeout=60)
+    size, damage, shapes = run_world(refusals, 1, str(tmp_path), timeout=60)[0]
+    assert "was saved on 2 processes, and there are 1" in size
+    assert "is damaged, its checksum is not the one it was written with" in damage
+    assert "are not those of this Linear: 0.bias (24,) for nothing" in shapes
+
+
+def killed(folder: str, rank: int, moment: int) -> None:
+    acc, net, optimizer, scheduler, loader = prepared({"stage": 3})
+    batches = [batch for batch, _ in zip(loader, range(2), strict=False)]
+    for number in range(2):
+        steps(acc, net, optimizer, scheduler, batches[number : number + 1])
+        weights = training.weights(acc, net)
+        if acc.is_main_process:
+            torch.save(weights, Path(folder, f"weights_{number}.pt"))
+        acc.wait_for_everyone()
+        if number == 1 and acc.process_index == rank:
+            kill_at(moment)
+        acc.save_state(Path(folder, "same"))
+
+
+def is_old_or_new(folders: list[str]) -> list[bool]:
+    acc, net, *_ = prepared({"stage": 3}, seed=9)
+    found = []
+    for folder in folders:
+        acc.load_state(Path(folder, "same"))
+        now = training.weights(acc, net)
+        known = [torch.load(Path(folder, f"weights_{number}.pt")) for number in range(2)]
+        found.append(any(all(torch.equal(now[name], one[name]) for name in now) for one in known))
+    return found
+
+
+def test_killed_during_a_save(tmp_path: Path) -> None:
+    folders = []
+    for rank, moment in ((0, 5), (0, 22), (1, 2)):
+        folder = tmp_path / f"{rank}_{moment}"
+        folder.mkdir()
+        folders.append(str(folder))
+        outcomes = world_outcomes(killed, 2, str(folder), rank, moment, timeout=60, grace=1.0)
+        assert outcomes[rank].signal == "SIGKILL", outcomes[rank]
+    assert run_world(is_old_or_new, 2, folders, timeout=60)[0] == [True, True, True]

@@ -37,6 +37,7 @@ PRELOAD_IF_THERE = (
     "accelerate.strategies.fsdp1",
     "accelerate.strategies.fsdp2",
     "accelerate.strategies.tensor",
+    "accelerate.strategies.deepspeed",
 )
 POLL_SECONDS = 0.005
 STACK_DUMP_SECONDS = 1.0
