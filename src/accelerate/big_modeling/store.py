@@ -178,7 +178,7 @@ class SafetensorsFile:
     """The table of contents of a safetensors file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path: str = os.fspath(path)
+        self.path = os.fspath(path)
         with open(self.path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             self._entries: dict[str, Any] = json.loads(file.read(length))
