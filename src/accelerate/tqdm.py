@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.available import is_tqdm_available
-
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """Makes a `tqdm.auto` progress bar, on the first process of each machine only unless told otherwise."""
+    from accelerate.available import is_tqdm_available  # here, since `accelerate.utils` imports this file at once
+
     if not is_tqdm_available():
         raise ImportError("`accelerate.utils.tqdm` needs the package tqdm: `pip install tqdm`.")
     if args and isinstance(args[0], bool):

@@ -55,6 +55,12 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
 class AcceleratorBase(ProcessControl):
     """Settings and parts. The methods of the Accelerator are in the files beside this one, by what a user is doing."""
 
+    state: AcceleratorState
+    gradient_state: GradientState
+    project_configuration: ProjectConfiguration
+    dataloader_config: DataLoaderConfiguration
+    log_with: list[Any]
+    native_amp: bool
     ddp_handler: DistributedDataParallelKwargs | None
     scaler_handler: GradScalerKwargs | None
     init_handler: InitProcessGroupKwargs | None
@@ -86,9 +92,7 @@ class AcceleratorBase(ProcessControl):
         parallelism_config: ParallelismConfig | None = None,
     ) -> None:
         _check_settings(kwargs_handlers, project_config, rng_types)
-        self.project_configuration: ProjectConfiguration = project_config or ProjectConfiguration(
-            project_dir=project_dir
-        )
+        self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(project_dir)
         self._take_handlers(kwargs_handlers or [])
@@ -96,7 +100,7 @@ class AcceleratorBase(ProcessControl):
             raise ValueError("Pass either `deepspeed_plugin` or `deepspeed_plugins`, not both: they mean the same.")
         if dynamo_plugin is not None and dynamo_backend is not None:
             raise ValueError("Pass either `dynamo_plugin` or `dynamo_backend`, not both.")
-        self.state: AcceleratorState = AcceleratorState(
+        self.state = AcceleratorState(
             mixed_precision=mixed_precision,
             cpu=cpu,
             dynamo_plugin=TorchDynamoPlugin(backend=dynamo_backend) if dynamo_backend is not None else dynamo_plugin,
@@ -108,11 +112,11 @@ class AcceleratorBase(ProcessControl):
             _from_accelerator=True,
             **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
         )
-        self.log_with: list[Any] = self._asked_trackers(log_with)
+        self.log_with = self._asked_trackers(log_with)
         # Until the trackers are started, what is logged is lost. Scripts may start them on the main process alone.
         self._logs_are_lost = bool(self.log_with) and self.is_main_process
         self.device_placement = device_placement
-        self.dataloader_config: DataLoaderConfiguration = dataloader_config or DataLoaderConfiguration()
+        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         if split_batches is not _NOT_GIVEN:
             self.dataloader_config.split_batches = split_batches
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
@@ -130,12 +134,12 @@ class AcceleratorBase(ProcessControl):
         )
         # Whether several processes have outputs for the same samples, so that some of them do not count.
         self._outputs_repeat = len(set(self._strategy.data_shares())) < self.num_processes
-        self.native_amp: bool = self._precision.casts
+        self.native_amp = self._precision.casts
         self.scaler: torch.amp.GradScaler | None = self._precision.scaler
 
         plugin = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         plugin = self._strategy.accumulation(plugin)
-        self.gradient_state: GradientState = GradientState.owned_by(self, plugin)
+        self.gradient_state = GradientState.owned_by(self, plugin)
         self._strategy.gradient_state = self.gradient_state
         self._strategy.accelerator = weakref.ref(self)
         self._accumulation = Accumulation(self.gradient_state, self._strategy)
