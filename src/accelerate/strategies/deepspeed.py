@@ -325,9 +325,9 @@ class DeepSpeed(Strategy):
             if self._is_trained(model):
                 yield from deepspeed_checkpoint.parts(model, number, **kwargs)
                 continue
-            weights = self._gathered(model, keep=main)
+            own = self._gathered(model, keep=main)
             if main:
-                yield File(layout.model(number, True), clean_state_dict_for_safetensors(weights), True)
+                yield File(layout.model(number, True), clean_state_dict_for_safetensors(own), True)
 
     def _is_trained(self, model: nn.Module) -> bool:
         """Whether a model has an engine with an optimizer: DeepSpeed saves no others."""

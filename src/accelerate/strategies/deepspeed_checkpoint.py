@@ -109,9 +109,9 @@ def parts(engine: Any, number: int, **kwargs: Any) -> Iterator[Part]:
         engine.save_checkpoint(folder.name, tag=layout.engine_folder(number), **kwargs)
     for path, content in collected.files.items():
         yield _InFolder(os.path.relpath(path, folder.name), content)
-    for path in sorted(Path(folder.name).rglob("*")):
-        if path.is_file():
-            yield _Left(folder, str(path.relative_to(folder.name)))
+    for left in sorted(Path(folder.name).rglob("*")):
+        if left.is_file():
+            yield _Left(folder, str(left.relative_to(folder.name)))
 
 
 def read(engine: Any, reader: Reader, number: int, torch_load: dict[str, Any], **kwargs: Any) -> Callable[[], None]:
