@@ -105,6 +105,7 @@ class Saving(AcceleratorBase):
         save_model_func_kwargs: for engines that have something to choose here; one device and DDP have not.
         """
         config = self.project_configuration
+        self._communicator.verify("save_state", None)
         self.wait_for_checkpoint()
         if async_save and not self._strategy.can_snapshot:
             _say_that_it_waits(type(self._strategy).__name__)
@@ -207,6 +208,7 @@ class Saving(AcceleratorBase):
         """
         config = self.project_configuration
         load.check_map_location(load_model_func_kwargs.pop("map_location", None))
+        self._communicator.verify("load_state", None)
         self.wait_for_checkpoint()
         folder, verified = self._agreed_source(input_dir)
         loaded = load.load(

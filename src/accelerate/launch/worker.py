@@ -139,6 +139,8 @@ def main() -> None:
     except SystemExit as end:
         if end.code:
             record(end, None)
+            if (watch := sys.modules.get("accelerate.diagnosis.watch")) is not None and watch.current() is not None:
+                watch.current().exits(end.code)  # those who wait for this process are told
         raise
     except KeyboardInterrupt:
         sys.exit(130)

@@ -5,7 +5,7 @@ Such a thread may hold the last reference to a tensor that Python knows, and nee
 - at the end of the program a thread that asks for the lock is killed, and aborts the process (torch up to 2.13);
 - a fork just when a thread begins to ask leaves the child waiting for it for ever (Python up to 3.11).
 So groups that were taken down are kept for a while, and before an end or a fork all threads get the lock. A script may
-take them down by a call of torch's own function, of which nobody tells: then what still holds them is let go at the end.
+take them down by a call of torch's own function, of which nobody tells: what still holds them is let go at the end.
 """
 
 from __future__ import annotations
