@@ -174,3 +174,65 @@ def test_a_rank_that_is_gone_is_named_on_the_others(tmp_path: Path, text: str, s
     done = launch(tmp_path, *TWO, path)
     assert done.returncode == 1
     assert re.search(rf"Rank 0 on .* {sentence}", done.stderr), done.stderr
+
+
+def one_fails_while_the_others_wait(rank: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == rank:
+        raise ValueError("I am the first")
+    accelerator.gather(torch.ones(1))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_notebook_shows_the_error_that_came_first(tmp_path: Path, rank: int) -> None:
+    text = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from accelerate import notebook_launcher\n"
+        "from tests.world.test_hang import one_fails_while_the_others_wait as function\n"
+        f"notebook_launcher(function, ({rank},), num_processes=3, use_port='0')\n"
+    )
+    env = {**environment(tmp_path), "ACCELERATE_USE_CPU": "1"}
+    words = [sys.executable, "-c", text]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path)
+    assert f"Rank {rank} of one_fails_while_the_others_wait failed" in done.stderr, done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: I am the first"), done.stderr
+
+
+def disagree(kind: str, folder: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_main_process:
+        if kind == "gather":
+            accelerator.gather(torch.ones(1))
+        if kind == "save_state":
+            accelerator.save_state(folder)
+        if kind == "load_state":
+            accelerator.load_state(folder)
+        if kind == "prepare":
+            accelerator.prepare(torch.nn.Linear(1, 1))
+        if kind == "check_trigger":
+            accelerator.check_trigger()
+    accelerator.wait_for_everyone()
+
+
+@pytest.mark.parametrize("kind", ["gather", "save_state", "load_state", "prepare", "check_trigger"])
+def test_debug_mode_shows_both_lines(tmp_path: Path, kind: str) -> None:
+    outcomes = world_outcomes(disagree, 2, kind, str(tmp_path), env={"ACCELERATE_DEBUG_MODE": "1"})
+    for outcome in outcomes:
+        assert outcome.error == "DistributedOperationException", outcome
+        assert re.search(rf"rank 0: {kind}.* \(test_hang.py:\d+\)", outcome.message), outcome.message
+        assert re.search(r"rank 1: wait_for_everyone \(test_hang.py:\d+\)", outcome.message), outcome.message
+
+
+def gathers_on_two_lines() -> None:
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_main_process:
+        accelerator.gather(torch.ones(1))
+    accelerator.gather(torch.ones(1))
+
+
+def test_debug_mode_compares_lines_where_the_calls_are_alike() -> None:
+    for outcome in world_outcomes(gathers_on_two_lines, 2, env={"ACCELERATE_DEBUG_MODE": "1"}):
+        assert outcome.error == "DistributedOperationException"
+        first, second = re.findall(r"gather of float32\[1\] \(test_hang.py:(\d+)\)", outcome.message)
+        assert int(second) == int(first) + 1

@@ -369,3 +369,14 @@ def test_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert failed.returncode == 1
     assert failed.stderr.rstrip().endswith("ValueError: no")
     assert f"Rank 1 on {socket.gethostname()} was the first to fail:" in failed.stderr
+
+
+def test_an_error_that_all_ranks_share_is_on_the_screen_once(tmp_path: Path) -> None:
+    train = script(tmp_path, "open(f'{rank}-there', 'w').close()\nwhile not os.path.exists(f'{1 - rank}-there'): pass\n")
+    with open(train, "a") as file:
+        file.write("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nraise ValueError('for all of us')\n")
+    done = launch(tmp_path, *TWO, train)
+    assert done.returncode == 1
+    # By the first rank as it happens, and by the launcher with all ranks as the last thing.
+    assert done.stderr.count("ValueError: for all of us") == 2, done.stderr
+    assert "Ranks 0, 1 on " in done.stderr and "failed alike:" in done.stderr

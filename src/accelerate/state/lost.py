@@ -111,14 +111,14 @@ def told(error: BaseException, trace: TracebackType | None) -> str | None:
     return line
 
 
-def is_about_others(error: type[BaseException], text: str) -> bool:
-    """Whether an error is what is left of one on another rank."""
-    return issubclass(error, RuntimeError) and any(sign in text for sign in _SIGNS)
+def is_about_others(text: str) -> bool:
+    """Whether the text of an error is what is left of one on another rank."""
+    return any(sign in text for sign in _SIGNS)
 
 
 def explain(watch: Watch, error: BaseException, trace: TracebackType | None = None) -> str | None:
     """Tell the others of this error; if it is about the connection to them, one sentence about who broke it."""
-    about_others = is_about_others(type(error), str(error))
+    about_others = isinstance(error, RuntimeError) and is_about_others(str(error))
     watching = hang.current()
     if watching is not None and not about_others:
         watching.failed(error, trace)
