@@ -372,7 +372,9 @@ def test_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_error_that_all_ranks_share_is_on_the_screen_once(tmp_path: Path) -> None:
-    train = script(tmp_path, "open(f'{rank}-there', 'w').close()\nwhile not os.path.exists(f'{1 - rank}-there'): pass\n")
+    train = script(
+        tmp_path, "open(f'{rank}-there', 'w').close()\nwhile not os.path.exists(f'{1 - rank}-there'): pass\n"
+    )
     with open(train, "a") as file:
         file.write("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nraise ValueError('for all of us')\n")
     done = launch(tmp_path, *TWO, train)

@@ -71,11 +71,10 @@ class Notes:
 
     def can_be_written(self) -> bool:
         """Whether the store is still there."""
-        address = getattr(self._store, "host", None), getattr(self._store, "port", None)
-        if address[0] is None:
+        if not hasattr(self._store, "port"):
             return True  # a file
         try:
-            socket.create_connection(address, timeout=1.0).close()
+            socket.create_connection((self._store.host, self._store.port), timeout=1.0).close()
         except OSError:
             return False
         return True
