@@ -24,7 +24,7 @@ from accelerate.config.environment import parse_flag_from_env, patch_environment
 from accelerate.devices import CUDA, cuda_start
 from accelerate.launch.meeting import meeting_point
 from accelerate.machine import get_free_port
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState, lost
 
 ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
 
@@ -40,9 +40,16 @@ cuda_start.remember()
 class LaunchFailed(ChildFailedError):
     """A process of `notebook_launcher` failed; the message ends with its traceback."""
 
+    def get_first_failure(self) -> tuple[int, ProcessFailure]:
+        """The rank whose failure came first: others may have been written down in the same second."""
+        return min(self.failures.items(), key=lambda item: _order(item[1]))
+
     def format_msg(self, *args: Any, **kwargs: Any) -> str:
-        rank, failure = self.get_first_failure()
-        return f"Rank {rank} of {self.name} {_how_it_ended(failure)}"
+        rank, first = self.get_first_failure()
+        how = _how_it_ended(first)
+        alike = [other for other, failure in sorted(self.failures.items()) if _how_it_ended(failure) == how]
+        who = f"Rank {rank}" if len(alike) == 1 else f"Ranks {', '.join(map(str, alike))}"
+        return f"{who} of {self.name} {how}"
 
 
 class PrepareForLaunch:
@@ -76,7 +83,11 @@ class _Entry:
     def __call__(self, *args: Any) -> Any:
         if self.forked:
             _forget_parent()
-        return self.function(*args)
+        try:
+            return self.function(*args)
+        except Exception as error:
+            lost.told(error, error.__traceback__)  # torch catches it before any hook could
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not _is_of_notebook(self.function):
@@ -355,6 +366,13 @@ def _without_echoes() -> Iterator[None]:
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", function))
+
+
+def _order(failure: ProcessFailure) -> tuple[bool, bool, int]:
+    """For sorting: those that were ended because of others last, and before them those that have lost contact."""
+    message: Any = failure.message
+    text = str(message.get("message", "")) if isinstance(message, dict) else ""
+    return failure.exitcode == -signal.SIGTERM, lost.is_about_others(text), failure.timestamp
 
 
 def _how_it_ended(failure: ProcessFailure) -> str:

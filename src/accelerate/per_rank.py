@@ -17,6 +17,10 @@ def ranks_are_threads(yes: bool = True) -> None:
     _ranks_are_threads = yes
 
 
+def are_ranks_threads() -> bool:
+    return _ranks_are_threads
+
+
 class PerRank(Generic[T]):
     """A value of this rank, made when it is first asked for.
 

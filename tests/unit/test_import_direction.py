@@ -23,6 +23,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("config",),
     ("available", "parallelism_config"),
     ("environments",),
+    ("diagnosis",),
     ("comm",),
     ("devices",),
     ("state", "machine"),

@@ -31,7 +31,7 @@ from tests.unit.torch_names import (
 
 # Private names that are not torch's, by whose they are.
 OF_OTHERS = {
-    "Python": "_exit _getframe _run_module_as_main _register_atexit _asdict _fields",
+    "Python": "_exit _getframe _current_frames _run_module_as_main _register_atexit _asdict _fields",
     "argparse": "_AppendAction _ArgumentGroup _StoreAction _StoreFalseAction _StoreTrueAction _SubParsersAction "
     "_action_groups _actions _current_section _format_args _get_default_metavar_for_optional _option_string_actions",
     "mlflow": "_active_run_stack _last_active_run_id",

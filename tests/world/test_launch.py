@@ -239,7 +239,6 @@ sys.exit(3 if attempt < 2 else 0)
     assert failed.returncode == 3 and failed.stdout.count("attempt") == 2
 
 
-
 @pytest.mark.parametrize(("backend", "asked"), [("static", False), ("c10d", False), ("static", True)])
 def test_a_port_that_is_taken_after_it_was_chosen(tmp_path: Path, backend: str, asked: bool) -> None:
     """Of two launches that start together, both find 29500 free; here the other one is already there."""
@@ -392,3 +391,16 @@ accelerator.end_training()
     )
     done = launch(tmp_path, "--cpu", "--main_process_port", "0", "--config_file", str(tmp_path / "fsdp.yaml"), train)
     assert results(done.stdout) == [["DistributedType.FSDP", 10]] * 2, done.stderr
+
+
+def test_an_error_that_all_ranks_share_is_on_the_screen_once(tmp_path: Path) -> None:
+    train = script(
+        tmp_path, "open(f'{rank}-there', 'w').close()\nwhile not os.path.exists(f'{1 - rank}-there'): pass\n"
+    )
+    with open(train, "a") as file:
+        file.write("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nraise ValueError('for all of us')\n")
+    done = launch(tmp_path, *TWO, train)
+    assert done.returncode == 1
+    # By the first rank as it happens, and by the launcher with all ranks as the last thing.
+    assert done.stderr.count("ValueError: for all of us") == 2, done.stderr
+    assert "Ranks 0, 1 on " in done.stderr and "failed alike:" in done.stderr

@@ -71,6 +71,7 @@ class Collecting(AcceleratorBase):
     def check_trigger(self) -> bool:
         """Whether any process has called `set_trigger` since the last check. To be called by all of them."""
         flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
+        self._communicator.verify("check_trigger", flag)
         raised = bool(self._communicator.all_reduce(flag.clone(), "max").item())
         if raised:
             self.flag_tensor = None

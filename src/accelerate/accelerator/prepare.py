@@ -71,6 +71,7 @@ class Preparing(AcceleratorBase):
             raise ValueError(
                 f"device_placement has {len(device_placement)} entries for {len(args)} objects: give one for each."
             )
+        self._communicator.verify("prepare", None)
         bundle = Bundle()
         entries = [bundle.add(item, placement) for item, placement in zip(args, device_placement, strict=True)]
         for item in args:

@@ -101,6 +101,7 @@ class Saving(AcceleratorBase):
         """
         from accelerate.accelerator import whole_run
 
+        self._communicator.verify("save_state", None)
         self.wait_for_checkpoint()
         return whole_run.save_state(self, output_dir, safe_serialization, async_save, save_model_func_kwargs)
 
@@ -134,6 +135,7 @@ class Saving(AcceleratorBase):
         """
         from accelerate.accelerator import whole_run
 
+        self._communicator.verify("load_state", None)
         self.wait_for_checkpoint()
         whole_run.load_state(self, input_dir, load_kwargs, load_model_func_kwargs)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from accelerate.comm.base import Communicator
 from accelerate.comm.tree import leaves
+from accelerate.diagnosis.place import line_of_script
 from accelerate.errors import DistributedOperationException
 
 
@@ -23,7 +24,7 @@ _OBJECTS = frozenset({"gather_object", "broadcast_object_list"})
 
 
 class Checked:
-    """Any communicator, with a check of operation, shapes and dtypes on all ranks before each collective."""
+    """Any communicator, with a check of operation, line, shapes and dtypes on all ranks before each collective."""
 
     def __init__(self, inner: Communicator) -> None:
         self._inner = inner
@@ -31,10 +32,15 @@ class Checked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def barrier(self) -> None:
+        self.verify("wait_for_everyone", None)
+        self._inner.barrier()
+
     def verify(self, operation: str, data: Any) -> None:
         tensors = [] if operation in _OBJECTS else leaves(data)
         mine = (
             operation,
+            line_of_script(),
             [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors],
         )
         everyone = self._inner.gather_objects(mine)
@@ -43,19 +49,21 @@ class Checked:
             return
         usual = max(compared, key=compared.count)
         differing = [str(rank) for rank, entry in enumerate(compared) if entry != usual]
-        lines = [f"  rank {rank}: {name} of {_describe(shapes)}" for rank, (name, shapes) in enumerate(everyone)]
+        lines = [
+            f"  rank {rank}: {name}{_describe(shapes)} ({line})" for rank, (name, line, shapes) in enumerate(everyone)
+        ]
         raise DistributedOperationException(
             f"The ranks disagree about a collective; rank {', '.join(differing)} differs from the others:\n"
             + "\n".join(lines)
-            + "\nMake every rank call the same operation with tensors of fitting shapes and dtypes"
-            + " (`pad_across_processes` evens out lengths)."
+            + "\nMake every rank call the same operation, on the same line, with tensors of fitting shapes and dtypes"
+            + " (`pad_across_processes` evens out lengths); under `if is_main_process` there is one rank alone."
         )
 
     @staticmethod
-    def _compared(operation: str, shapes: list[tuple[list[int], str]]) -> Any:
+    def _compared(operation: str, line: str, shapes: list[tuple[list[int], str]]) -> Any:
         relevant = _COMPARED.get(operation, _as_it_is)
-        return operation, [(relevant(shape), dtype) for shape, dtype in shapes]
+        return operation, line, [(relevant(shape), dtype) for shape, dtype in shapes]
 
 
 def _describe(shapes: list[tuple[list[int], str]]) -> str:
-    return ", ".join(f"{dtype}{shape}" for shape, dtype in shapes) or "no tensor"
+    return " of " + ", ".join(f"{dtype}{shape}" for shape, dtype in shapes) if shapes else ""

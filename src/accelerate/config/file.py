@@ -124,6 +124,8 @@ class ClusterConfig(BaseConfig):
     same_network: bool | None = False
     main_training_function: str = "main"
     enable_cpu_affinity: bool = False
+    hang_timeout: float | None = None
+    hang_timeout_action: str | None = None
 
     fp8_config: dict[str, Any] | None = None
     deepspeed_config: dict[str, Any] | None = None

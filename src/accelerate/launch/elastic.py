@@ -111,10 +111,12 @@ def _report(failure: Any, quiet: bool, memory_kills: int) -> int:
         _say(f"{who} {processes.signal_in_words(-first.exitcode, memory_kills)}.")
         return code
     traceback = details(first.error_file_data).get("py_callstack")
-    others = sum(other.exitcode != -signal.SIGTERM for other in failure.failures.values()) - 1
-    also = f" (and {others} more after it)" if others else ""
+    failed = {number: other for number, other in failure.failures.items() if other.exitcode != -signal.SIGTERM}
+    alike = [n for n, other in failed.items() if details(other.error_file_data).get("py_callstack") == traceback]
+    others = len(failed) - (len(alike) if traceback and len(alike) > 1 else 1)
+    also = f" (and {others} more after it)" if others > 0 else ""
     if traceback:
-        say(rank, _host(), traceback, also)
+        say(rank, _host(), traceback, also, alike)
     else:
         _say(f"{who} was the first to fail{also}, with exit code {first.exitcode}.")
     return code

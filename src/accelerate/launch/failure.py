@@ -29,7 +29,10 @@ def first_in(folder: str) -> dict[str, Any] | None:
     return min(found, key=lambda record: float(record.get("time", 0)), default=None)
 
 
-def say(rank: Any, host: Any, traceback: str, also: str = "") -> None:
-    """The traceback as the last thing on the screen, under the name of its rank."""
+def say(rank: Any, host: Any, traceback: str, also: str = "", alike: list[int] | None = None) -> None:
+    """The traceback as the last thing on the screen, under the name of its rank, or of all that failed in this way."""
     sys.stdout.flush()
-    print(f"\nRank {rank} on {host} was the first to fail{also}:\n{traceback.rstrip()}", file=sys.stderr, flush=True)
+    who = f"Rank {rank} on {host} was the first to fail{also}"
+    if alike and len(alike) > 1:
+        who = f"Ranks {', '.join(map(str, sorted(alike)))} on {host} failed alike{also}"
+    print(f"\n{who}:\n{traceback.rstrip()}", file=sys.stderr, flush=True)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
@@ -108,6 +110,41 @@ def record(error: BaseException, traceback: TracebackType | None) -> None:
         pass  # the traceback is on the screen, too
 
 
+@contextmanager
+def _once_on_the_screen() -> Iterator[None]:
+    """What is written to the screen in here is not, if another process of this run has written the same."""
+    folder = os.path.dirname(os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", "")))
+    if not folder or not _shares_the_screen():
+        yield
+        return
+    import re
+    from hashlib import sha256
+
+    screen, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        yield
+        text = sys.stderr.getvalue()
+    finally:
+        sys.stderr = screen
+    # Torch writes which rank it is in front of each line.
+    digest = sha256(re.sub(r"(?m)^\[rank\d+\]:", "", text).encode()).hexdigest()
+    try:
+        os.close(os.open(os.path.join(folder, f"said-{digest}"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return  # the launcher says which ranks have failed like this
+    except OSError:
+        pass
+    print(text, end="", file=screen, flush=True)
+
+
+def _shares_the_screen() -> bool:
+    """Whether errors go where those of the launcher go, and not to a file of this process alone."""
+    try:
+        return os.path.samestat(os.fstat(2), os.stat(f"/proc/{os.getppid()}/fd/2"))
+    except OSError:
+        return False
+
+
 def _record_path() -> str | None:
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         return os.environ["TORCHELASTIC_ERROR_FILE"]
@@ -139,13 +176,16 @@ def main() -> None:
     except SystemExit as end:
         if end.code:
             record(end, None)
+            if (watch := sys.modules.get("accelerate.diagnosis.watch")) is not None and watch.current() is not None:
+                watch.current().exits(end.code)  # those who wait for this process are told
         raise
     except KeyboardInterrupt:
         sys.exit(130)
     except BaseException as error:
         traceback = _inside(error.__traceback__)
         # First on the screen: whoever shows an error may add to it, as which machine was lost.
-        sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        with _once_on_the_screen():
+            sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         record(error, traceback)
         failed = True
     else:

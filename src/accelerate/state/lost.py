@@ -1,8 +1,9 @@
-"""When a run over several machines breaks, say which machine is missing and which rank failed first.
+"""When a run of several processes breaks, say who is missing, who had ended, and which rank failed first.
 
 What torch raises then is about the connection ("timed out", "connection reset"), on every rank that is still there. So
 each rank that ends with an error leaves a note in the store through which the ranks met, and one whose error is about
-the connection reads the notes of the others and adds a line to its traceback.
+the connection reads the notes of the others and adds a line to its traceback. Those who have ended without an error are
+known to the watch.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from types import TracebackType
 from typing import Any
 
 from accelerate.comm import Communicator
+from accelerate.diagnosis import watch as hang
+from accelerate.diagnosis.place import at_line
 from accelerate.environments import World
 from accelerate.torch_internals.process_groups import default_store
 
@@ -50,7 +53,7 @@ class Watch:
         """Collect the notes of the others, until all are there or time is up."""
         limit = time.monotonic() + ROLL_CALL_SECONDS
         waiting = [rank for rank in range(len(self.machines)) if rank != self.rank]
-        while waiting and time.monotonic() < limit:
+        while waiting and not self._is_explained() and time.monotonic() < limit:
             for rank in list(waiting):
                 self.asking = True
                 if self.store.check([f"accelerate/note/{rank}"]):
@@ -59,6 +62,16 @@ class Watch:
                 self.asking = False
             time.sleep(0.1)
 
+    def _is_explained(self) -> bool:
+        """Whether somebody has said why: what the others will say is that they have lost contact, too."""
+        return any(json.loads(note)[1] for note in self.notes.values()) or bool(self.ended())
+
+    def ended(self) -> list[int]:
+        """Ranks whose program has come to its end."""
+        watching = hang.current()
+        notes = [] if watching is None else watching.everybody()
+        return [rank for rank, note in enumerate(notes) if note.kind in ("ended", "left")]
+
 
 _watch: Watch | None = None
 
@@ -66,7 +79,9 @@ _watch: Watch | None = None
 def watch(world: World, communicator: Communicator) -> None:
     """Have an error that ends this process say who is missing. Called on all ranks at once."""
     global _watch
-    machines = communicator.gather_objects(_name_of_this_machine(world))
+    machine = _name_of_this_machine(world)
+    alone = world.local_size == world.size
+    machines = [machine] * communicator.size if alone else communicator.gather_objects(machine)
     store = default_store()
     if store is None:
         return
@@ -78,9 +93,7 @@ def watch(world: World, communicator: Communicator) -> None:
 def _chain(previous: Any) -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         interrupted = issubclass(kind, KeyboardInterrupt)
-        line = explain(_watch, error) if _watch is not None and not interrupted else None
-        if line and sys.version_info >= (3, 11):
-            error.add_note(line)  # wherever the traceback is shown or written, the line is its last
+        line = None if interrupted else told(error, trace)
         previous(kind, error, trace)
         if line and sys.version_info < (3, 11):
             print(line, file=sys.stderr, flush=True)
@@ -88,12 +101,31 @@ def _chain(previous: Any) -> None:
     sys.excepthook = hook
 
 
-def explain(watch: Watch, error: BaseException) -> str | None:
+def told(error: BaseException, trace: TracebackType | None) -> str | None:
+    """Tell the others of an error that ends this process; if they have caused it, the line that is added to it."""
+    if _watch is None:
+        return None
+    line = explain(_watch, error, trace)
+    if line and sys.version_info >= (3, 11):
+        error.add_note(line)  # wherever the traceback is shown or written, the line is its last
+    return line
+
+
+def is_about_others(text: str) -> bool:
+    """Whether the text of an error is what is left of one on another rank."""
+    return any(sign in text for sign in _SIGNS)
+
+
+def explain(watch: Watch, error: BaseException, trace: TracebackType | None = None) -> str | None:
     """Tell the others of this error; if it is about the connection to them, one sentence about who broke it."""
-    about_others = isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    about_others = isinstance(error, RuntimeError) and is_about_others(str(error))
+    watching = hang.current()
+    if watching is not None and not about_others:
+        watching.failed(error, trace)
 
     def call_the_roll() -> None:
-        watch.leave_note("" if about_others else f"{type(error).__name__}: {error}".splitlines()[0])
+        text = f"{type(error).__name__}: {error}".splitlines()[0] + at_line(trace)
+        watch.leave_note("" if about_others else text)
         if about_others:
             watch.read_notes()
 
@@ -118,6 +150,12 @@ def _sentence(watch: Watch) -> str | None:
     if causes:
         _, rank, text = causes[0]
         return f"{here} was stopped by an error of rank {rank} on {watch.machines[rank]}, which reads: {text}"
+    if ended := watch.ended():
+        several = len(ended) > 1
+        return (
+            f"{here} needed rank{'s' * several} {', '.join(map(str, ended))}, which had ended already: look "
+            "for a loop that is shorter there, or a call that only some ranks make."
+        )
     missing = [rank for rank in range(len(watch.machines)) if rank != watch.rank and rank not in notes]
     if watch.asking:
         # The store is gone, and rank 0 with it: nothing can be said about the others.

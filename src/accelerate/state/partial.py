@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,8 +14,9 @@ from accelerate.comm import Communicator, set_current, set_factory
 from accelerate.comm.checked import Checked
 from accelerate.config.enums import DistributedType
 from accelerate.config.environment import override_numa_affinity, parse_flag_from_env
+from accelerate.diagnosis import watch
 from accelerate.environments import World
-from accelerate.per_rank import ThreadLocalSharedDict
+from accelerate.per_rank import ThreadLocalSharedDict, are_ranks_threads
 from accelerate.state import ending, lost
 from accelerate.state.processes import ProcessControl
 
@@ -94,6 +96,8 @@ class PartialState(ProcessControl):
         if self.fork_launched and group is None:
             return  # the notebook's main process still needs it
         if dist.is_available() and dist.is_initialized():
+            if group is None:
+                watch.stop()
             ending.take_down(group)
             if group is None:
                 self._group_ended = True
@@ -108,12 +112,18 @@ class PartialState(ProcessControl):
         """
         return backend, devices.choose(os.environ, cpu).device.label
 
+    @staticmethod
+    def _attempt() -> str:
+        """Tells the store's notes of this world from those of earlier ones."""
+        return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{PartialState._groups_ended}"
+
     def _set_up(self, cpu: bool, kwargs: dict[str, Any]) -> None:
         kwargs.pop("_use_sagemaker", None)
         # Everything that may fail comes first: a half-made state would pass for a finished one.
         debug = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
         fork_launched = parse_flag_from_env("FORK_LAUNCHED")
         affinity = parse_flag_from_env("ACCELERATE_CPU_AFFINITY")
+        watch.check(os.environ)
         world = environments.detect(os.environ)
         if "rank" not in kwargs and not (dist.is_available() and dist.is_initialized()):
             environments.refuse_half_a_world(os.environ)
@@ -129,8 +139,9 @@ class PartialState(ProcessControl):
             ending.joined()
         device = _select(choice, world) if distributed else _single(choice)
         communicator = choice.device.communicator(device) if distributed else Communicator()
-        if distributed and world.local_size < world.size:
+        if communicator.size > 1 and not are_ranks_threads():
             lost.watch(world, communicator)
+            watch.start(replace(world, rank=communicator.rank, size=communicator.size), self._attempt(), os.environ)
 
         self._cpu = cpu or choice.device.name == "cpu"
         self.debug = debug

@@ -24,3 +24,33 @@ def all_groups() -> list[Any]:
     world: Any = getattr(dist.distributed_c10d, "_world", None)
     groups = getattr(world, "pg_map", None)
     return [dist.group.WORLD] if groups is None else list(groups)
+
+
+def collectives_begun() -> int:
+    """How many collectives this process has begun, over all its groups; 0 where torch does not count them.
+
+    Without it a rank that makes the same call again and again looks like one that waits in it.
+    """
+    begun = 0
+    for group in all_groups():
+        count: Any = getattr(group, "_get_sequence_number_for_group", None)
+        try:
+            begun += 0 if count is None else int(count())
+        except RuntimeError:  # of a group that does not count, or is being taken down
+            continue
+    return begun
+
+
+def own_connection(timeout: Any) -> Any | None:
+    """Another connection to the store of the default group, which nobody else waits on; None where there is none.
+
+    timeout: of everything that is asked of it. Without it a rank that hangs says so by itself, and not of the others.
+    """
+    store: Any = default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = getattr(store, "underlying_store", None)
+    if isinstance(store, dist.TCPStore):
+        return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
+    if isinstance(store, dist.FileStore):
+        return dist.FileStore(store.path, -1)
+    return None

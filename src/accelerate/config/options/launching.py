@@ -166,6 +166,18 @@ DISTRIBUTED = Family(
         ),
         Option("rdzv_conf", "settings of that, such as `timeout=900,is_host=1`", default="", key=""),
         Option("max_restarts", "start all processes again when one fails, at most so often", WHOLE, 0, key=""),
+        Option(
+            "hang_timeout",
+            "say which rank waits where when one has waited for so many seconds; 0: never (default: 60)",
+            NUMBER,
+            env="ACCELERATE_HANG_TIMEOUT",
+        ),
+        Option(
+            "hang_timeout_action",
+            "what to do then",
+            choices={"warn": "say so, and let it run", "abort": "say so, and end the run"},
+            env="ACCELERATE_HANG_TIMEOUT_ACTION",
+        ),
         Option("monitor_interval", "look at the processes every so many seconds", NUMBER, 0.1, key=""),
     ),
 )

@@ -1,0 +1,175 @@
+"""The roll of a run: what each rank has noted of itself in the store, as one text for a person.
+
+The store is where the ranks have met: it answers also when the group that they talk through hangs.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+ROOT = "accelerate/hang"
+# Where the notes of the present attempt are, and of how many ranks: for a launcher, which is no rank.
+NOW = f"{ROOT}/now"
+
+
+@dataclass(frozen=True)
+class Note:
+    """What a rank says of itself.
+
+    kind: "waits", "runs", "moves" (it goes on with collectives), "ended", "failed", "left" (the group); "silent" if it
+    says nothing.
+    call, line: where it is, or where it failed. since: the time at which it came there. text: the error, or the code.
+    """
+
+    kind: str
+    call: str = ""
+    line: str = ""
+    since: float = 0.0
+    text: str = ""
+    host: str = ""
+    stack: str = ""
+
+
+SILENT = Note("silent")
+
+
+class Notes:
+    """The notes of all ranks of one attempt, in a store."""
+
+    def __init__(self, store: Any, attempt: str, size: int) -> None:
+        self._store = store
+        self.prefix = f"{ROOT}/{attempt}"
+        self.size = size
+
+    def announce(self) -> None:
+        """Tell launchers which attempt this is; by one rank."""
+        self._store.set(NOW, json.dumps([self.prefix.rpartition("/")[2], self.size]))
+
+    @classmethod
+    def present(cls, store: Any) -> Notes | None:
+        """Those of the run that goes on now; None before it has begun."""
+        if not store.check([NOW]):
+            return None
+        attempt, size = json.loads(store.get(NOW))
+        return cls(store, attempt, size)
+
+    def write(self, rank: int, note: Note) -> None:
+        self._store.set(f"{self.prefix}/{rank}", json.dumps(asdict(note)))
+
+    def read(self) -> list[Note]:
+        """Of every rank; those that have said nothing are silent."""
+        found = []
+        for rank in range(self.size):
+            key = f"{self.prefix}/{rank}"
+            found.append(Note(**json.loads(self._store.get(key))) if self._store.check([key]) else SILENT)
+        return found
+
+    def can_be_written(self) -> bool:
+        """Whether the store is still there."""
+        if not hasattr(self._store, "port"):
+            return True  # a file
+        try:
+            socket.create_connection((self._store.host, self._store.port), timeout=1.0).close()
+        except OSError:
+            return False
+        return True
+
+    def take_turn(self, pause: float) -> bool:
+        """Whether nobody else has shown a roll in the last `pause` seconds, so that each is shown once."""
+        key, now = f"{self.prefix}/shown", time.time()
+        last = self._store.get(key).decode() if self._store.check([key]) else ""
+        if last and now - float(last) < pause:
+            return False
+        return bool(self._store.compare_set(key, last, str(now)).decode() == str(now))
+
+    def is_first_interrupted(self) -> bool:
+        """Whether no other rank shows the roll because the run was interrupted."""
+        return int(self._store.add(f"{self.prefix}/interrupted", 1)) == 1
+
+
+def in_one_line(notes: Sequence[Note], now: float | None = None) -> str:
+    """Who is where: `rank 0 waits in gather (train.py:7) since 61 s; rank 1 ended with code 0`."""
+    now = time.time() if now is None else now
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for rank, note in enumerate(notes):
+        groups.setdefault((note.kind, note.call, note.line, note.text), []).append(rank)
+    parts = []
+    for ranks in groups.values():
+        note = notes[ranks[0]]
+        waited = now - max((notes[rank].since for rank in ranks), default=now)
+        many = len(ranks) > 1
+        parts.append(f"{_named(ranks)} {_predicate(note, many, waited)}")
+    return "; ".join(parts)
+
+
+def _named(ranks: list[int]) -> str:
+    """`rank 3`, or `ranks 0-2, 5`."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    text = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}"
+
+
+def _predicate(note: Note, many: bool, waited: float) -> str:
+    s = "" if many else "s"
+    if note.kind == "waits":
+        return f"wait{s} in {note.call} ({note.line}) since {waited:.0f} s"
+    if note.kind == "runs":
+        return f"run{s} {note.line} ({note.call})"
+    if note.kind == "ended":
+        return f"ended with code {note.text}"
+    if note.kind == "failed":
+        return f"failed at {note.line} ({note.text})"
+    if note.kind == "left":
+        return f"{'have' if many else 'has'} left the group"
+    if note.kind == "moves":
+        return f"go{'' if many else 'es'} on with other collectives"
+    return f"give{s} no sign"
+
+
+def likely_reason(notes: Sequence[Note]) -> str:
+    """One sentence about what to look for."""
+    by_kind: dict[str, list[int]] = {}
+    for rank, note in enumerate(notes):
+        by_kind.setdefault(note.kind, []).append(rank)
+    if failed := by_kind.get("failed"):
+        return f"The others wait for {_named(failed)}, which failed: look at that error first."
+    if ended := sorted(by_kind.get("ended", []) + by_kind.get("left", [])):
+        return (
+            f"The others wait for {_named(ended)}, which ended before: look for a loop that is shorter there, or a "
+            "call that only some ranks make."
+        )
+    waiting = [notes[rank] for rank in by_kind.get("waits", [])]
+    if len({(note.call, note.line) for note in waiting}) > 1:
+        return (
+            "Ranks wait in different calls, each for one that others never make: look for a collective under a "
+            "condition such as `if accelerator.is_main_process:`; `--debug` stops at the first such place."
+        )
+    if silent := by_kind.get("silent"):
+        return (
+            f"The others wait for {_named(silent)}, which gives no sign: look whether it was killed or stopped, or its "
+            "machine or network is down."
+        )
+    if busy := sorted(by_kind.get("runs", []) + by_kind.get("moves", [])):
+        return f"The others wait for {_named(busy)}, which {'have' if len(busy) > 1 else 'has'} not come there yet."
+    return "All wait in the same call: look at the network between them, and whether all brought the same shapes."
+
+
+def in_full(notes: Sequence[Note]) -> str:
+    """With the stacks, for a file."""
+    parts = [in_one_line(notes), likely_reason(notes)]
+    for rank, note in enumerate(notes):
+        if note.stack:
+            parts.append(
+                f"--- rank {rank} on {note.host} {_predicate(note, False, time.time() - note.since)}\n{note.stack}"
+            )
+    return "\n".join(parts)

@@ -1,0 +1,277 @@
+"""A thread in each rank that looks, once a second, whether it gets on; when one has waited too long, all are shown.
+
+The training does nothing for it: the thread reads its stack, and how many collectives torch has counted. A rank that
+has begun no collective for some seconds notes in the store where it is. One that has waited in a collective for the
+limit reads the notes of all and shows them, on the screen and with their stacks in a file; again after twice the time,
+and so on. Nobody is ended, unless that was asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from accelerate.diagnosis import place, roll
+from accelerate.diagnosis.roll import Note, Notes
+from accelerate.environments import World
+from accelerate.torch_internals.process_groups import collectives_begun, own_connection
+
+LIMIT = "ACCELERATE_HANG_TIMEOUT"
+ACTION = "ACCELERATE_HANG_TIMEOUT_ACTION"
+DEFAULT_LIMIT = 60.0
+ABORTED = 124  # as `timeout` ends
+
+_LOOK = 1.0
+_NOTE_AFTER = 5.0
+# Of a question to the store.
+_PATIENCE = timedelta(seconds=5)
+
+
+def limit_from(environ: Any) -> float:
+    """After how many seconds a rank that waits is said to hang; 0 for never."""
+    text = environ.get(LIMIT, "") or str(DEFAULT_LIMIT)
+    try:
+        limit = float(text)
+        if not 0 <= limit < float("inf"):
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"{LIMIT} is {text!r}: give a number of seconds, or 0 to turn it off.") from None
+    return limit
+
+
+def aborts(environ: Any) -> bool:
+    """Whether a hang ends the run."""
+    action = environ.get(ACTION, "") or "warn"
+    if action not in ("warn", "abort"):
+        raise ValueError(f"{ACTION} is {action!r}: it is warn or abort.")
+    return bool(action == "abort")
+
+
+def check(environ: Any) -> None:
+    """Raises for settings that cannot be read."""
+    limit_from(environ)
+    aborts(environ)
+
+
+class Watch:
+    """The watch of this rank."""
+
+    def __init__(self, notes: Notes, rank: int, limit: float, abort: bool) -> None:
+        self._notes = notes
+        self._rank = rank
+        self._limit = limit
+        self._abort = abort
+        self._host = socket.gethostname()
+        self._watched = threading.get_ident()
+        self._process = os.getpid()
+        self._over = False
+        self._exit_code: Any = 0
+        self._pipe = _Pipe()
+        self._written: Note | None = None
+        self._file: Path | None = None
+        self._failure: Note | None = None
+        self._thread = threading.Thread(target=self._run, name="accelerate-watch", daemon=True)
+        self._thread.start()
+
+    def stop(self, note: Note | None = None) -> None:
+        """No more looks: the rank leaves its group, or the program ends. note: what others can read from now on."""
+        if os.getpid() == self._process and not self._over:
+            self._over = True
+            self._pipe.end()
+            self._thread.join(2 * _PATIENCE.total_seconds())
+            if self._thread.is_alive():
+                return
+            self._pipe.close()
+            # Where the store was that of a rank, it may have gone with it, and torch would warn of that.
+            if self._notes.can_be_written():
+                self._write(note or Note("left", host=self._host))
+
+    def exits(self, code: Any) -> None:
+        """The program ends with this code."""
+        self._exit_code = code
+
+    def failed(self, error: BaseException, trace: TracebackType | None) -> None:
+        """The rank ends with an error: what others are told of it."""
+        line = place.at_line(trace).strip(" ()")
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        self._failure = Note("failed", line=line, since=time.time(), text=text, host=self._host)
+
+    def everybody(self) -> list[Note]:
+        """What each rank says of itself; nothing where the store is gone."""
+        try:
+            return self._notes.read()
+        except (RuntimeError, OSError, ValueError):
+            return []
+
+    def leave(self) -> None:
+        """The program ends: those who wait for this rank can read so."""
+        self.stop(self._failure or Note("ended", text=str(self._exit_code), host=self._host))
+
+    def _run(self) -> None:
+        look = min(_LOOK, self._limit / 4)
+        seen: place.Signature = ()
+        came = moved = time.monotonic()
+        begun, shown = -1, 0
+        while (signals := self._pipe.wait(look)) is not None:
+            if signal.SIGINT in signals:
+                self._show_at_interrupt()
+            now = time.monotonic()
+            if (count := collectives_begun()) != begun:
+                begun, moved, came, seen, shown = count, now, now, (), 0
+                if self._written is not None:
+                    self._write(Note("moves", host=self._host))
+                    self._written = None
+                continue
+            if now - moved < min(_NOTE_AFTER, self._limit / 2):
+                continue
+            if (signature := place.signature(self._watched)) != seen:
+                seen, came, shown = signature, now, 0
+            where = place.place_of(self._watched)
+            if where is None:
+                continue
+            self._tell(where, now - came)
+            if where.waits and now - came >= self._limit * 2**shown:
+                shown += 1
+                self._show(shown)
+
+    def _tell(self, where: place.Place, since: float) -> None:
+        """Note where this rank is, if that is news."""
+        old = self._written
+        same = old is not None and (old.call, old.line) == (where.call, where.line)
+        kind = "waits" if where.waits else "runs"
+        if same and old is not None and old.kind == kind:
+            return
+        full = place.place_of(self._watched, stack=True) or where
+        self._write(Note(kind, where.call, where.line, time.time() - since, host=self._host, stack=full.stack))
+
+    def _write(self, note: Note) -> None:
+        with suppress(RuntimeError, OSError):
+            self._notes.write(self._rank, note)
+            self._written = note
+
+    def _show(self, number: int) -> None:
+        """Show all ranks, unless another one does."""
+        try:
+            # Other ranks come to the same number within moments; since the one before half of the wait has passed.
+            if not self._notes.take_turn(self._limit * 2.0 ** (max(number - 2, 0) - 1)):
+                return
+            notes = self._notes.read()
+        except (RuntimeError, OSError, ValueError):
+            own = self._written or roll.SILENT
+            notes = [own if rank == self._rank else roll.SILENT for rank in range(self._notes.size)]
+        show(notes, self._save(roll.in_full(notes)))
+        if self._abort:
+            print(f"Rank {self._rank} ends the run, as hang_timeout_action=abort asks.", file=sys.stderr, flush=True)
+            os._exit(ABORTED)
+
+    def _show_at_interrupt(self) -> None:
+        """Control-C in a hang: before all ranks end, who waited where."""
+        if self._written is None or self._written.kind != "waits":
+            return
+        with suppress(RuntimeError, OSError, ValueError):
+            if self._notes.is_first_interrupted():
+                notes = self._notes.read()
+                show(notes, self._save(roll.in_full(notes)))
+
+    def _save(self, text: str) -> Path | None:
+        """Append to the file of this hang; None where none can be written."""
+        import tempfile
+
+        name = f"accelerate-hang-{time.strftime('%Y%m%d-%H%M%S')}-rank{self._rank}.txt"
+        for path in [self._file] if self._file is not None else [Path.cwd() / name, Path(tempfile.gettempdir()) / name]:
+            with suppress(OSError), open(path, "a", encoding="utf-8") as file:
+                file.write(f"{time.ctime()}\n{text}\n\n")
+                self._file = path
+                return path
+        return None
+
+
+class _Pipe:
+    """Wakes the thread of a watch: to end it, and at signals, which the thread that trains sees only after its call."""
+
+    def __init__(self) -> None:
+        self._reading, self._writing = os.pipe()
+        os.set_blocking(self._writing, False)
+        self._listens = False
+        with suppress(ValueError):  # only the main thread may ask for signals
+            before = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
+            self._listens = before == -1
+            if not self._listens:
+                signal.set_wakeup_fd(before)  # somebody else listens already
+
+    def wait(self, seconds: float) -> bytes | None:
+        """The signals that have come, after so long at most; None when it is over."""
+        if not select.select([self._reading], [], [], seconds)[0]:
+            return b""
+        signals = os.read(self._reading, 4096)
+        return None if b"\0" in signals else signals
+
+    def end(self) -> None:
+        os.write(self._writing, b"\0")
+
+    def close(self) -> None:
+        if self._listens:
+            try:
+                if (now := signal.set_wakeup_fd(-1)) != self._writing:
+                    signal.set_wakeup_fd(now)
+            except ValueError:
+                return  # in another thread: signals are still written there
+        os.close(self._reading)
+        os.close(self._writing)
+
+
+def show(notes: list[Note], file: Path | None = None) -> None:
+    """The roll on the screen."""
+    where = f" All stacks are in {file}." if file is not None else ""
+    text = f"\nThe ranks wait for each other: {roll.in_one_line(notes)}.\n{roll.likely_reason(notes)}{where}\n"
+    print(text, file=sys.stderr, flush=True, end="")
+
+
+_watch: Watch | None = None
+
+
+def start(world: World, attempt: str, environ: Any) -> None:
+    """Begin to watch this rank. Called by all of them, in the thread that trains."""
+    global _watch
+    limit, abort = limit_from(environ), aborts(environ)
+    stop()
+    if limit == 0:
+        return
+    try:
+        store = own_connection(_PATIENCE)
+    except (RuntimeError, OSError):
+        store = None
+    if store is None:
+        return
+    notes = Notes(store, attempt, world.size)
+    if world.rank == 0:
+        notes.announce()
+    _watch = Watch(notes, world.rank, limit, abort)
+
+
+def stop() -> None:
+    global _watch
+    if _watch is not None:
+        _watch.stop()
+        _watch = None
+
+
+def current() -> Watch | None:
+    return _watch
+
+
+@atexit.register
+def _leave() -> None:
+    if _watch is not None:
+        _watch.leave()

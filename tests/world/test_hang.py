@@ -1,0 +1,238 @@
+"""A run that hangs says which rank waits where, whoever started it, and through what it hangs."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.diagnosis import roll, watch
+from accelerate.diagnosis.roll import Note
+from tests.harness import run_world, world_outcomes
+from tests.world.test_launch import LAUNCH, TWO, environment, launch, script
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+SHORT = ["--hang_timeout", "2", "--hang_timeout_action", "abort"]
+START = """
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+rank = accelerator.process_index
+accelerator.gather(torch.ones(1))
+
+def load_batch():
+    time.sleep(1000)
+
+"""
+
+
+def run(folder: Path, text: str, *words: str) -> subprocess.CompletedProcess[str]:
+    return launch(folder, *TWO, *SHORT, *words, script(folder, START + text))
+
+
+def roll_of(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == watch.ABORTED, done.stderr
+    assert done.stderr.count("The ranks wait for each other") == 1, done.stderr
+    found = re.search(r"The ranks wait for each other: (.*)\n(.*) All stacks are in (.*)\.\n", done.stderr)
+    assert found is not None, done.stderr
+    text = Path(found.group(3)).read_text()
+    assert "--- rank 0 on" in text and "train.py" in text
+    return re.sub(r"since \d+ s", "since S", " ".join(found.groups()[:2]))
+
+
+def test_a_collective_that_only_one_rank_calls(tmp_path: Path) -> None:
+    text = "if accelerator.is_main_process:\n    accelerator.gather(torch.ones(1))\nelse:\n"
+    done = run(tmp_path, text + "    accelerator.wait_for_everyone()\n")
+    told = roll_of(done)
+    assert "rank 0 waits in gather (train.py:14) since S; rank 1 waits in wait_for_everyone (train.py:16)" in told
+    assert "Ranks wait in different calls" in told and "Rank " in done.stderr
+
+
+def test_a_rank_that_is_busy(tmp_path: Path) -> None:
+    told = roll_of(run(tmp_path, "if rank == 1:\n    load_batch()\ntorch.distributed.all_reduce(torch.ones(1))\n"))
+    assert "rank 0 waits in all_reduce (train.py:15) since S; rank 1 runs train.py:11 (load_batch)" in told
+    assert "The others wait for rank 1, which has not come there yet." in told
+
+
+def test_inside_of_ddp(tmp_path: Path) -> None:
+    text = "model = accelerator.prepare(torch.nn.Linear(2, 1))\nif rank:\n    load_batch()\n"
+    told = roll_of(run(tmp_path, text + "model(torch.ones(1, 2)).sum().backward()\n"))
+    assert "rank 0 waits in " in told and "(train.py:16) since S; rank 1 runs train.py:11" in told
+
+
+def test_work_that_is_waited_for(tmp_path: Path) -> None:
+    text = (
+        "if rank:\n    load_batch()\nwork = torch.distributed.all_reduce(torch.ones(1), async_op=True)\nwork.wait()\n"
+    )
+    assert "rank 0 waits in wait (train.py:16) since S; rank 1 runs" in roll_of(run(tmp_path, text))
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    path = script(tmp_path, START + "if rank:\n    load_batch()\naccelerator.wait_for_everyone()\n")
+    env = {**environment(tmp_path), watch.LIMIT: "2", watch.ACTION: "abort"}
+    done = subprocess.run([*TORCHRUN, path], capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path)
+    assert "rank 0 waits in wait_for_everyone (train.py:15) since" in done.stderr, done.stderr
+
+
+def test_control_c_shows_the_roll_once_more(tmp_path: Path) -> None:
+    path = script(tmp_path, START + "if rank:\n    load_batch()\naccelerator.wait_for_everyone()\n")
+    words = [*LAUNCH, *TWO, "--hang_timeout", "2", path]
+    with subprocess.Popen(
+        words, stderr=subprocess.PIPE, text=True, env=environment(tmp_path), cwd=tmp_path, start_new_session=True
+    ) as launcher:
+        assert launcher.stderr is not None
+        for line in launcher.stderr:
+            if "The ranks wait for each other" in line:
+                break
+        os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
+        assert "The ranks wait for each other: rank 0 waits" in launcher.stderr.read()
+
+
+def hang_in_a_notebook() -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.gather(torch.ones(1))
+    if accelerator.process_index:
+        import time
+
+        time.sleep(1000)
+    accelerator.wait_for_everyone()
+
+
+def test_in_a_notebook(tmp_path: Path) -> None:
+    text = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from accelerate import notebook_launcher\n"
+        "from tests.world.test_hang import hang_in_a_notebook\n"
+        "notebook_launcher(hang_in_a_notebook, num_processes=2, use_port='0')\n"
+    )
+    env = {**environment(tmp_path), watch.LIMIT: "2", watch.ACTION: "abort", "ACCELERATE_USE_CPU": "1"}
+    words = [sys.executable, "-c", text]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path)
+    assert "rank 0 waits in wait_for_everyone (test_hang.py:" in done.stderr, done.stderr
+    assert "rank 1 runs test_hang.py:" in done.stderr
+
+
+def names_of_threads() -> list[str]:
+    import threading
+
+    Accelerator(cpu=True)
+    return [thread.name for thread in threading.enumerate()]
+
+
+def test_it_can_be_turned_off() -> None:
+    assert all("accelerate-watch" in names for names in run_world(names_of_threads, 2))
+    assert not any("accelerate-watch" in names for names in run_world(names_of_threads, 2, env={watch.LIMIT: "0"}))
+
+
+@pytest.mark.parametrize(("name", "value"), [(watch.LIMIT, "soon"), (watch.LIMIT, "-1"), (watch.ACTION, "kill")])
+def test_settings_that_cannot_be_read(name: str, value: str) -> None:
+    for outcome in world_outcomes(names_of_threads, 2, env={name: value}):
+        assert outcome.error == "ValueError" and f"{name} is {value!r}" in outcome.message
+
+
+def test_the_text_of_a_roll() -> None:
+    notes = [
+        Note("waits", "gather", "train.py:7", 39.0),
+        Note("waits", "gather", "train.py:7", 40.0),
+        Note("ended", text="0"),
+        Note("runs", "load_batch", "train.py:41"),
+        Note("failed", line="train.py:9", text="ValueError: no"),
+        Note("moves"),
+        Note("left"),
+        roll.SILENT,
+    ]
+    assert roll.in_one_line(notes, 100.0) == (
+        "ranks 0, 1 wait in gather (train.py:7) since 60 s; rank 2 ended with code 0; rank 3 runs train.py:41 "
+        "(load_batch); rank 4 failed at train.py:9 (ValueError: no); rank 5 goes on with other collectives; rank 6 has "
+        "left the group; rank 7 gives no sign"
+    )
+    assert "rank 4, which failed" in roll.likely_reason(notes)
+    assert "rank 2, which ended before" in roll.likely_reason(notes[:4])
+    assert "rank 2, which has not come there yet" in roll.likely_reason([*notes[:2], notes[3]])
+    assert "rank 2, which gives no sign" in roll.likely_reason([*notes[:2], roll.SILENT])
+    assert "the network" in roll.likely_reason(notes[:2])
+    many = [Note("waits", "gather", "train.py:7", 0.0)] * 4 + [notes[3], notes[0]]
+    assert roll.in_one_line(many, 60.0).startswith("ranks 0-3, 5 wait in gather")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("raise ValueError('me')", r"was stopped by an error of rank 1 .* reads: ValueError: me \(train.py:14\)"),
+        ("sys.exit(0)", "needed rank 1, which had ended already"),
+    ],
+)
+def test_a_rank_that_is_gone_is_named_on_the_others(tmp_path: Path, text: str, sentence: str) -> None:
+    path = script(tmp_path, START + f"if rank == 1:\n    {text}\naccelerator.gather(torch.ones(1))\n")
+    done = launch(tmp_path, *TWO, path)
+    assert done.returncode == 1
+    assert re.search(rf"Rank 0 on .* {sentence}", done.stderr), done.stderr
+
+
+def one_fails_while_the_others_wait(rank: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    accelerator.wait_for_everyone()
+    if accelerator.process_index == rank:
+        raise ValueError("I am the first")
+    accelerator.gather(torch.ones(1))
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_notebook_shows_the_error_that_came_first(tmp_path: Path, rank: int) -> None:
+    text = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from accelerate import notebook_launcher\n"
+        "from tests.world.test_hang import one_fails_while_the_others_wait as function\n"
+        f"notebook_launcher(function, ({rank},), num_processes=3, use_port='0')\n"
+    )
+    env = {**environment(tmp_path), "ACCELERATE_USE_CPU": "1"}
+    words = [sys.executable, "-c", text]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path)
+    assert f"Rank {rank} of one_fails_while_the_others_wait failed" in done.stderr, done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: I am the first"), done.stderr
+
+
+def disagree(kind: str, folder: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_main_process:
+        if kind == "gather":
+            accelerator.gather(torch.ones(1))
+        if kind == "save_state":
+            accelerator.save_state(folder)
+        if kind == "load_state":
+            accelerator.load_state(folder)
+        if kind == "prepare":
+            accelerator.prepare(torch.nn.Linear(1, 1))
+        if kind == "check_trigger":
+            accelerator.check_trigger()
+    accelerator.wait_for_everyone()
+
+
+@pytest.mark.parametrize("kind", ["gather", "save_state", "load_state", "prepare", "check_trigger"])
+def test_debug_mode_shows_both_lines(tmp_path: Path, kind: str) -> None:
+    outcomes = world_outcomes(disagree, 2, kind, str(tmp_path), env={"ACCELERATE_DEBUG_MODE": "1"})
+    for outcome in outcomes:
+        assert outcome.error == "DistributedOperationException", outcome
+        assert re.search(rf"rank 0: {kind}.* \(test_hang.py:\d+\)", outcome.message), outcome.message
+        assert re.search(r"rank 1: wait_for_everyone \(test_hang.py:\d+\)", outcome.message), outcome.message
+
+
+def gathers_on_two_lines() -> None:
+    accelerator = Accelerator(cpu=True)
+    if accelerator.is_main_process:
+        accelerator.gather(torch.ones(1))
+    accelerator.gather(torch.ones(1))
+
+
+def test_debug_mode_compares_lines_where_the_calls_are_alike() -> None:
+    for outcome in world_outcomes(gathers_on_two_lines, 2, env={"ACCELERATE_DEBUG_MODE": "1"}):
+        assert outcome.error == "DistributedOperationException"
+        first, second = re.findall(r"gather of float32\[1\] \(test_hang.py:(\d+)\)", outcome.message)
+        assert int(second) == int(first) + 1
