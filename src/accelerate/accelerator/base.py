@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import OrderedDict
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,12 +155,17 @@ class AcceleratorBase(ProcessControl):
         self._custom_objects: list[Any] = []
         self._save_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self._load_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
-        self._background: Background | None = None
         self._files_looked_at: set[str] = set()
         self._saves_in: Path | None = None  # the folder of a project in which this run has saved before
         self._joining = False
         self._watches_forwards = False
         self.flag_tensor: torch.Tensor | None = None
+
+    @cached_property
+    def _background(self) -> Background:
+        from accelerate.checkpoint.background import Background
+
+        return Background()
 
     def _asked_trackers(self, log_with: Any) -> list[Any]:
         if log_with is None:

@@ -107,8 +107,7 @@ class Saving(AcceleratorBase):
 
     def wait_for_checkpoint(self) -> None:
         """Return when the last `save_state(async_save=True)` is on the disk; raise what it failed with."""
-        if self._background is not None:
-            self._background.wait()
+        self._background.wait()
 
     def end_training(self) -> None:
         """Finish the checkpoint that is being written, and then whatever else has to end with the training."""

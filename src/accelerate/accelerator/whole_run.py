@@ -16,7 +16,6 @@ from accelerate.accelerator import progress
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.checkpoint import layout, load
 from accelerate.checkpoint.agreement import agree
-from accelerate.checkpoint.background import Background
 from accelerate.checkpoint.callers import PATIENCE, meeting
 from accelerate.checkpoint.files import refused
 from accelerate.checkpoint.save import save as save_checkpoint
@@ -76,16 +75,10 @@ def _save(
         strategy=str(accelerator.distributed_type.value),
         everywhere=config.save_on_each_node,
         keep=config.total_limit if config.automatic_checkpoint_naming else None,
-        background=_background(accelerator) if async_save else None,
+        background=accelerator._background if async_save else None,
         **kwargs,
     )
     return target
-
-
-def _background(accelerator: AcceleratorBase) -> Background:
-    if accelerator._background is None:
-        accelerator._background = Background()
-    return accelerator._background
 
 
 def _place_in(accelerator: AcceleratorBase, number: int) -> dict[str, Any]:

@@ -51,6 +51,5 @@ def own_connection(timeout: Any) -> Any | None:
         store = getattr(store, "underlying_store", None)
     if isinstance(store, dist.TCPStore):
         return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
-    if isinstance(store, dist.FileStore):
-        return dist.FileStore(store.path, -1)
-    return None
+    path = getattr(store, "path", None)
+    return dist.FileStore(path, -1) if isinstance(store, dist.FileStore) and path is not None else None

@@ -132,7 +132,7 @@ def test_an_error_reaches_who_waits(lane: FakeLane, tmp_path: Path) -> None:
     fine = stager.bring([(value, out)])
     with pytest.raises(FileNotFoundError):
         finish(lost)
-    with pytest.raises(OSError, match="ends before"):
+    with pytest.raises(OSError, match="ended while"):
         finish(short)
     assert short.mark is not None  # some of it is on its way: the memory must not be used before
     finish(fine)

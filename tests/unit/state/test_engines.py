@@ -27,7 +27,7 @@ def test_fsdp_needs_company(
     # How scripts ask whether FSDP is on.
     assert getattr(accelerator.state, "fsdp_plugin", None) is None
     assert not accelerator.is_fsdp2 and not AcceleratorState().is_fsdp2
-    assert "this process is alone" in caplog.text
+    assert "there is only one process" in caplog.text
     assert dict(os.environ) == before
 
 
