@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,12 @@ def in_pieces(folder: str) -> None:
     torch.testing.assert_close(net(inputs), whole(inputs))
     acc.backward(net(inputs).sum())
     optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        acc.save_state(Path(folder, "state"))
+        assert not any("empty tensors" in str(one.message) for one in caught)
+        acc.unwrap_model(net).state_dict()
+        assert any("call `accelerator.get_state_dict(model)`" in str(one.message) for one in caught)
     found = acc.get_state_dict(net)
     assert bool(found) == acc.is_main_process
     if found:

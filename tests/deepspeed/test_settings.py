@@ -145,7 +145,11 @@ def test_optimizer_and_scheduler_of_a_file(tmp_path: Path) -> None:
     config["zero_optimization"] = {**zero, "stage3_param_persistence_threshold": 1}
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
-    variables = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path)}
+    variables = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_CONFIG_FILE": str(path),
+        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto",
+    }
     found = run_world(trained_by_a_file, 2, str(path), env=variables, timeout=120)
     assert found[0]["stage"] == 3
     assert found[0]["all"] == [0, 1]

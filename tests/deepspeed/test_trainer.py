@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from accelerate import Accelerator, DeepSpeedPlugin
 from tests.harness import run_world
 
 CONFIG: dict[str, Any] = {
@@ -33,8 +34,16 @@ class Lines(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
+def small_model() -> Any:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    sizes.resid_pdrop = sizes.embd_pdrop = sizes.attn_pdrop = 0.0
+    return GPT2LMHeadModel(sizes)
+
+
 def trained(folder: str, config: dict[str, Any] | None, resume: bool = False) -> tuple[list[float], list[float]]:
-    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
+    from transformers import Trainer, TrainingArguments, set_seed
 
     arguments = TrainingArguments(
         folder,
@@ -53,9 +62,7 @@ def trained(folder: str, config: dict[str, Any] | None, resume: bool = False) ->
         max_grad_norm=0.5,
     )
     set_seed(0)
-    sizes = GPT2Config(vocab_size=64, n_positions=8, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
-    sizes.resid_pdrop = sizes.embd_pdrop = sizes.attn_pdrop = 0.0
-    net = GPT2LMHeadModel(sizes)
+    net = small_model()
     trainer = Trainer(net, arguments, train_dataset=Lines())
     if config is not None:
         assert trainer.is_deepspeed_enabled
@@ -87,3 +94,25 @@ def test_the_optimizer_and_the_scheduler_of_the_config(tmp_path: Path) -> None:
     losses, norms = run_world(trained, 2, str(tmp_path), config, timeout=150)[0]
     assert losses[-1] < losses[0]
     assert all(norm > 0 for norm in norms)
+
+
+def from_pretrained(folder: str) -> None:
+    from transformers import GPT2LMHeadModel
+
+    acc = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+    tokens = Lines()[acc.process_index]["input_ids"].unsqueeze(0)
+    with acc.deepspeed_plugin.zero3_init_context_manager(enable=False):
+        whole = GPT2LMHeadModel.from_pretrained(folder)
+    assert all(parameter.numel() > 0 for parameter in whole.parameters())
+    net = GPT2LMHeadModel.from_pretrained(folder)
+    assert all(parameter.numel() == 0 for parameter in net.parameters()), "loaded in pieces"
+    net = acc.prepare(net)
+    net.eval()
+    whole.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(net(tokens).logits, whole(tokens).logits)
+
+
+def test_pretrained_models_are_loaded_in_pieces(tmp_path: Path) -> None:
+    small_model().save_pretrained(tmp_path)
+    run_world(from_pretrained, 2, str(tmp_path), timeout=100)

@@ -407,6 +407,8 @@ def _accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) 
     # The variable comes from the launcher, where a person has asked for it: it wins over the script.
     variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     asked: Any = os.environ.get(variable, steps)
+    if asked == "auto":  # what a launch with DeepSpeed says for "as the script does"
+        asked = steps
     try:
         steps = int(str(asked))
     except ValueError:

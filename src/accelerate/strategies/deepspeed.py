@@ -167,6 +167,8 @@ class DeepSpeed(Strategy):
         had_state = bool(getattr(given, "state", None))
         engine, made, _, stepped = deepspeed.initialize(**arguments)
         self._cast_inputs(engine.module)
+        if _is_sharded(engine):
+            _warn_of_pieces(engine)
         self.last_engine = model.value = engine
         if optimizer is not None:
             optimizer.value = made
@@ -414,6 +416,33 @@ def _casting(dtype: torch.dtype) -> Callable[..., Any]:
 def _is_sharded(model: nn.Module) -> bool:
     """Whether the parameters of a model lie in pieces."""
     return isinstance(model, deepspeed.DeepSpeedEngine) and model.zero_optimization_partition_weights()
+
+
+def _warn_of_pieces(engine: Any) -> None:
+    """Have the `state_dict` of a model in pieces say, once, that what it returns is empty; not to its engine."""
+    asks, said = False, False
+    own = engine.module_state_dict
+
+    def module_state_dict(*args: Any, **kwargs: Any) -> Any:
+        nonlocal asks
+        asks = True
+        try:
+            return own(*args, **kwargs)
+        finally:
+            asks = False
+
+    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        nonlocal said
+        if asks or said or keep_vars:  # with keep_vars it is about the parameters, not about their values
+            return
+        said = True
+        warn(
+            f"`state_dict()` of this {type(module).__name__} holds empty tensors, since ZeRO-3 keeps its parameters in "
+            "pieces: call `accelerator.get_state_dict(model)`, or `accelerator.save_model(model, folder)`."
+        )
+
+    engine.module_state_dict = module_state_dict
+    engine.module.register_state_dict_pre_hook(hook)
 
 
 def _share_out(weights: dict[str, torch.Tensor], model: nn.Module) -> None:
