@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from accelerate.commands.launch import launch_command, launch_command_parser
+from tests.harness.world import free_port
 from tests.unit.commands.terminal import CONTROL_C, Terminal
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
@@ -404,3 +405,33 @@ def test_an_error_that_all_ranks_share_is_on_the_screen_once(tmp_path: Path) -> 
     # By the first rank as it happens, and by the launcher with all ranks as the last thing.
     assert done.stderr.count("ValueError: for all of us") == 2, done.stderr
     assert "Ranks 0, 1 on " in done.stderr and "failed alike:" in done.stderr
+
+
+SECOND = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "1"]
+
+
+def test_an_address_that_is_none_is_one_sentence(tmp_path: Path) -> None:
+    done = launch(tmp_path, *SECOND, "--main_process_ip", "no.such.host.invalid", script(tmp_path, ""))
+    assert done.returncode == 1
+    assert "The address 'no.such.host.invalid' of the machine with rank 0 cannot be found" in done.stderr, done.stderr
+    assert "frame #" not in done.stderr
+
+
+def test_a_machine_that_does_not_answer_is_named_while_it_is_awaited(tmp_path: Path) -> None:
+    words = [*SECOND, "--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port())]
+    done = launch(tmp_path, *words, "--rdzv_conf", "timeout=11", script(tmp_path, ""))
+    assert done.returncode == 1
+    assert "waiting for the machine with rank 0 at 127.0.0.1:" in done.stderr, done.stderr
+    assert "Nothing has answered at 127.0.0.1:" in done.stderr and "frame #" not in done.stderr
+
+
+def test_the_first_machine_says_that_it_waits_for_others(tmp_path: Path) -> None:
+    words = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "0"]
+    words += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(free_port()), script(tmp_path, "")]
+    with subprocess.Popen(
+        [*LAUNCH, *words], stderr=subprocess.PIPE, text=True, env=environment(tmp_path), cwd=tmp_path
+    ) as launcher:
+        assert launcher.stderr is not None
+        assert any("waiting for one more machine to come to 127.0.0.1:" in line for line in launcher.stderr)
+        launcher.terminate()
+        launcher.stderr.read()

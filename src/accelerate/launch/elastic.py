@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import takewhile
 from typing import Any
 
@@ -23,6 +23,7 @@ from accelerate.launch import processes, program
 from accelerate.launch.engines.single import PROGRAM, WORKER
 from accelerate.launch.failure import details, say
 from accelerate.launch.meeting import PortTaken, meeting_point
+from accelerate.launch.waiting import NobodyThere, saying_who_is_awaited, wait_for_main
 
 _STAND_IN = "\0--"
 # Words for this module, before those for torchrun.
@@ -59,9 +60,11 @@ def main(argv: list[str] | None = None) -> int:
         with _listening(config, "--any_port" in own):
             elastic_launch(config=config, entrypoint=command)(*command_args)
         return 0
-    except PortTaken as problem:
+    except (PortTaken, NobodyThere) as problem:
         print(f"accelerate launch: {problem}", file=sys.stderr, flush=True)
         return 1
+    except KeyboardInterrupt:  # before torch elastic listens to signals
+        return 128 + signal.SIGINT
     except ChildFailedError as failure:
         return _report(failure, quiet, processes.out_of_memory_kills() - kills)
     except SignalException as stopped:
@@ -83,8 +86,12 @@ def _listening(config: Any, any_port: bool) -> Iterator[None]:
         host, port = config.rdzv_endpoint.rsplit(":", 1)
         with meeting_point(int(port), any_port) as taken:
             config.rdzv_endpoint = f"{host}:{taken}"
-            yield
+            with nullcontext() if one_machine else saying_who_is_awaited(host, taken, config.max_nodes - 1):
+                yield
     else:
+        if config.rdzv_backend == "static":
+            host, port = config.rdzv_endpoint.rsplit(":", 1)
+            wait_for_main(host, int(port), float(config.rdzv_configs.get("timeout", 900)))
         yield
 
 
