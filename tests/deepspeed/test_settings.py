@@ -212,3 +212,25 @@ def test_refusals_are_one_sentence() -> None:
     )
     for sentence, start in zip(found, expected, strict=True):
         assert sentence.startswith(start), found
+
+
+def offloaded_to_a_disk(folder: str) -> str | None:
+    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+
+    if AsyncIOBuilder().is_compatible(verbose=False):
+        return None
+    paths = {"offload_optimizer_nvme_path": folder, "offload_param_nvme_path": folder}
+    acc = training.accelerator(3, offload_optimizer_device="nvme", offload_param_device="nvme", **paths)
+    net = training.model()
+    try:
+        acc.prepare(net, torch.optim.AdamW(net.parameters()), DataLoader(training.data(), batch_size=4))
+    except ImportError as error:
+        return str(error)
+    return "prepared"
+
+
+def test_a_disk_needs_what_reads_and_writes_it(tmp_path: Path) -> None:
+    found = run_world(offloaded_to_a_disk, 1, str(tmp_path), timeout=60)[0]
+    if found is None:
+        pytest.skip("needs a machine without libaio's headers")
+    assert found.startswith("Offloading to a disk needs DeepSpeed's async_io, which cannot be compiled here"), found

@@ -142,6 +142,7 @@ class DeepSpeed(Strategy):
             model.value = model.value.to(self.device, _DTYPES.get(self.state.mixed_precision))
             self._cast_inputs(model.value)
             return
+        _check_disk(plugin)
         given = None if optimizer is None else optimizer.value
         schedule = None if scheduler is None else scheduler.value
         steps = accelerator.gradient_accumulation_steps
@@ -416,6 +417,17 @@ def _casting(dtype: torch.dtype) -> Callable[..., Any]:
 def _is_sharded(model: nn.Module) -> bool:
     """Whether the parameters of a model lie in pieces."""
     return isinstance(model, deepspeed.DeepSpeedEngine) and model.zero_optimization_partition_weights()
+
+
+def _check_disk(plugin: DeepSpeedPlugin) -> None:
+    parts = ("offload_optimizer", "offload_param")
+    if not any(plugin.get_value(f"zero_optimization.{part}.device") == "nvme" for part in parts):
+        return
+    if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
+        raise ImportError(
+            "Offloading to a disk needs DeepSpeed's async_io, which cannot be compiled here: install the libaio "
+            "library with its headers (libaio-dev), or offload to 'cpu'."
+        )
 
 
 def _warn_of_pieces(engine: Any) -> None:
