@@ -44,7 +44,7 @@ def collectives_begun() -> int:
 def own_connection(timeout: Any) -> Any | None:
     """Another connection to the store of the default group, which nobody else waits on; None where there is none.
 
-    timeout: of everything that is asked of it. Without it a rank that hangs says so by itself, and not of the others.
+    timeout: of everything that is asked of it. Without it nobody watches whether ranks hang.
     """
     store: Any = default_store()
     while isinstance(store, dist.PrefixStore):
@@ -52,5 +52,6 @@ def own_connection(timeout: Any) -> Any | None:
     if isinstance(store, dist.TCPStore):
         return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
     if isinstance(store, dist.FileStore):
-        return dist.FileStore(store.path, -1)
+        file: Any = store
+        return dist.FileStore(file.path, -1)
     return None
