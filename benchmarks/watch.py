@@ -7,7 +7,6 @@ about 2 ms with the watch and without, in turns.
 from __future__ import annotations
 
 import os
-import statistics
 import threading
 import time
 
@@ -17,7 +16,7 @@ from accelerate import Accelerator
 from accelerate.diagnosis import place, watch
 from accelerate.torch_internals.process_groups import collectives_begun
 
-STEPS, ROUNDS = 400, 10
+STEPS, ROUNDS = 300, 12
 
 
 def look() -> float:
@@ -56,7 +55,8 @@ def main() -> None:
             found[name].append(steps(accelerator, model, optimizer))
     one = look()
     if accelerator.is_main_process:
-        both = {name: statistics.median(times) * 1e3 for name, times in found.items()}
+        # The best of each: what else the machine does comes and goes.
+        both = {name: min(times) * 1e3 for name, times in found.items()}
         print(f"a look: {one * 1e6:.0f} us once a second, {one:.4%} of the time")
         print(f"a step: {both['with']:.3f} ms with the watch, {both['without']:.3f} ms without")
     accelerator.end_training()

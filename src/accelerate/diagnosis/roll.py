@@ -59,28 +59,26 @@ class Notes:
         return cls(store, attempt, size)
 
     def write(self, rank: int, note: Note) -> None:
+        self._knock()
         self._store.set(f"{self.prefix}/{rank}", json.dumps(asdict(note)))
 
     def read(self) -> list[Note]:
         """Of every rank; those that have said nothing are silent."""
+        self._knock()
         found = []
         for rank in range(self.size):
             key = f"{self.prefix}/{rank}"
             found.append(Note(**json.loads(self._store.get(key))) if self._store.check([key]) else SILENT)
         return found
 
-    def can_be_written(self) -> bool:
-        """Whether the store is still there."""
-        if not hasattr(self._store, "port"):
-            return True  # a file
-        try:
+    def _knock(self) -> None:
+        """Raises an OSError if the store is gone: torch would warn of that, or over a cut cable wait for ever."""
+        if hasattr(self._store, "port"):  # else it is a file
             socket.create_connection((self._store.host, self._store.port), timeout=1.0).close()
-        except OSError:
-            return False
-        return True
 
     def take_turn(self, pause: float) -> bool:
         """Whether nobody else has shown a roll in the last `pause` seconds, so that each is shown once."""
+        self._knock()
         key, now = f"{self.prefix}/shown", time.time()
         last = self._store.get(key).decode() if self._store.check([key]) else ""
         if last and now - float(last) < pause:
@@ -89,6 +87,7 @@ class Notes:
 
     def is_first_interrupted(self) -> bool:
         """Whether no other rank shows the roll because the run was interrupted."""
+        self._knock()
         return int(self._store.add(f"{self.prefix}/interrupted", 1)) == 1
 
 

@@ -89,13 +89,11 @@ class Watch:
         if os.getpid() == self._process and not self._over:
             self._over = True
             self._pipe.end()
-            self._thread.join(2 * _PATIENCE.total_seconds())
+            self._thread.join(_PATIENCE.total_seconds())
             if self._thread.is_alive():
                 return
             self._pipe.close()
-            # Where the store was that of a rank, it may have gone with it, and torch would warn of that.
-            if self._notes.can_be_written():
-                self._write(note or Note("left", host=self._host))
+            self._write(note or Note("left", host=self._host))
 
     def exits(self, code: Any) -> None:
         """The program ends with this code."""

@@ -64,9 +64,7 @@ def _say_until(over: threading.Event, host: str, port: int, others: int) -> None
         if waited >= due:
             due *= 2
             machines = "one more machine" if others == 1 else f"{others} more machines"
-            _say(
-                f"waiting for {machines} to come to {host}:{port} since {waited:.0f} s; start them with the same address."
-            )
+            _say(f"waiting for {machines} to come to {host}:{port} since {waited:.0f} s.")
 
 
 def _has_children() -> bool:

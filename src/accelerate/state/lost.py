@@ -43,6 +43,7 @@ class Watch:
     machines: list[str]  # of each rank
     store: Any
     notes: dict[int, str] = field(default_factory=dict)
+    ended: list[int] = field(default_factory=list)  # ranks whose program has come to its end
     asking: bool = False  # a question to the store is under way, or has failed
 
     def leave_note(self, text: str) -> None:
@@ -64,13 +65,10 @@ class Watch:
 
     def _is_explained(self) -> bool:
         """Whether somebody has said why: what the others will say is that they have lost contact, too."""
-        return any(json.loads(note)[1] for note in self.notes.values()) or bool(self.ended())
-
-    def ended(self) -> list[int]:
-        """Ranks whose program has come to its end."""
         watching = hang.current()
         notes = [] if watching is None else watching.everybody()
-        return [rank for rank, note in enumerate(notes) if note.kind in ("ended", "left")]
+        self.ended = [rank for rank, note in enumerate(notes) if note.kind in ("ended", "left")]
+        return any(json.loads(note)[1] for note in self.notes.values()) or bool(self.ended)
 
 
 _watch: Watch | None = None
@@ -150,7 +148,7 @@ def _sentence(watch: Watch) -> str | None:
     if causes:
         _, rank, text = causes[0]
         return f"{here} was stopped by an error of rank {rank} on {watch.machines[rank]}, which reads: {text}"
-    if ended := watch.ended():
+    if ended := watch.ended:
         several = len(ended) > 1
         return (
             f"{here} needed rank{'s' * several} {', '.join(map(str, ended))}, which had ended already: look "

@@ -44,7 +44,7 @@ def collectives_begun() -> int:
 def own_connection(timeout: Any) -> Any | None:
     """Another connection to the store of the default group, which nobody else waits on; None where there is none.
 
-    timeout: of everything that is asked of it. Without it a rank that hangs says so by itself, and not of the others.
+    timeout: of everything that is asked of it. Without it nobody watches whether ranks hang.
     """
     store: Any = default_store()
     while isinstance(store, dist.PrefixStore):
