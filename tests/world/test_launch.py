@@ -239,7 +239,6 @@ sys.exit(3 if attempt < 2 else 0)
     assert failed.returncode == 3 and failed.stdout.count("attempt") == 2
 
 
-
 @pytest.mark.parametrize(("backend", "asked"), [("static", False), ("c10d", False), ("static", True)])
 def test_a_port_that_is_taken_after_it_was_chosen(tmp_path: Path, backend: str, asked: bool) -> None:
     """Of two launches that start together, both find 29500 free; here the other one is already there."""
