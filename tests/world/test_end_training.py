@@ -109,3 +109,44 @@ def taken_down_by_the_script() -> list[bool]:
 def test_nothing_holds_a_group_at_the_end_that_the_script_has_taken_down_itself() -> None:
     """It would outlive the interpreter, and its threads, which ask for Python's lock, would abort the process."""
     assert run_world(taken_down_by_the_script, 2) == [[True, True]] * 2
+
+
+AT_EXIT = """
+import atexit
+def report():
+    accelerator.wait_for_everyone()
+    print(accelerator.gather(torch.ones(1)).tolist(), flush=True)
+atexit.register(report)
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+"""
+
+
+def asked_after_the_end() -> str:
+    accelerator = Accelerator(cpu=True)
+    dist.destroy_process_group()
+    ending._free_groups()  # as at the end of the program
+    try:
+        accelerator.gather(torch.ones(1))
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_who_asks_others_after_the_end_is_told_so() -> None:
+    for rank, told in enumerate(run_world(asked_after_the_end, 2)):
+        assert f"process group of rank {rank} is gone" in told
+
+
+def test_what_a_script_does_at_exit_may_still_talk_to_the_others(tmp_path: Path) -> None:
+    """Also where it was registered before the import of this package, and so comes last."""
+    script = tmp_path / "train.py"
+    script.write_text(AT_EXIT)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    for launch, expected in (
+        ([sys.executable], ["[1.0]"]),
+        ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"], ["[1.0, 1.0]"] * 2),
+    ):
+        done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=100, env=env)
+        assert done.stdout.splitlines() == expected, done.stderr

@@ -313,6 +313,20 @@ def test_one_process_returns_the_object_itself() -> None:
         assert accelerator.gather_for_metrics(Record(batch, words)).words == words
 
 
+class Logged(dict[str, Any]):
+    """A dict that cannot be built from its items."""
+
+    def __init__(self, *, name: str, values: torch.Tensor) -> None:
+        super().__init__({name: values})
+
+
+def test_one_process_leaves_a_container_as_it_is_that_cannot_be_built_from_its_items() -> None:
+    accelerator = Accelerator(cpu=True)
+    for batch in accelerator.prepare(DataLoader(Numbers(3), 2)):
+        for value in (Logged(name="x", values=batch), batch.to_sparse()):
+            assert accelerator.gather_for_metrics(value) is value
+
+
 def values_for_a_full_batch() -> dict[str, list[int]]:
     """As transformers' Trainer does it: one loss per sample that a full batch has, whatever the batch at hand has."""
     found = {}

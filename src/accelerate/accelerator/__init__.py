@@ -60,6 +60,7 @@ class Accelerator(Preparing, Stepping, Collecting, Saving, Reporting):
         fsdp_plugin: shard models over the processes with FSDP.
         parallelism_config: the axes of a device mesh: copies, shards, split layers, cut sequences.
         torch_tp_plugin: split layers only; `parallelism_config` says the same.
-        deepspeed_plugin, deepspeed_plugins, megatron_lm_plugin: engines that are not part of this version; giving one
-            is an error.
+        deepspeed_plugin, deepspeed_plugins: train with DeepSpeed; several plugins by name (see
+            `state.select_deepspeed_plugin`).
+        megatron_lm_plugin: an engine that is not part of this version; giving one is an error.
     """

@@ -9,7 +9,7 @@ import torch
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.comm import ops
-from accelerate.comm.tree import is_nested, map_items, recursively_apply
+from accelerate.comm.tree import is_nested, items_of, map_items, recursively_apply
 from accelerate.strategies import Outputs
 
 Nested = TypeVar("Nested")  # a tensor, or lists, tuples and dicts of them: what goes in comes out
@@ -114,8 +114,12 @@ def _is_for_a_full_batch(data: Any, loader: Any) -> bool:
 
 
 def _note_lengths(data: Any, loader: Any) -> None:
-    """Remember how many values a full batch gets."""
-    recursively_apply(lambda values: loader.lengths_of_values.add(len(values)), data, test_type=_is_row)
+    """Remember how many values a full batch gets. Nothing is built anew: not every container can be."""
+    if _is_row(data):
+        loader.lengths_of_values.add(len(data))
+    elif is_nested(data):
+        for item in items_of(data):
+            _note_lengths(item, loader)
 
 
 def _is_row(data: Any) -> bool:
@@ -126,10 +130,22 @@ def _without_repeats(data: Any, loader: Any) -> Any:
     if isinstance(data, torch.Tensor) or _is_array(data):
         if data.ndim == 0:
             return data
-        return data[: loader.real_samples if _is_for_a_full_batch(data, loader) else _kept(len(data), loader)]
+        return _first(data, loader.real_samples if _is_for_a_full_batch(data, loader) else _kept(len(data), loader))
     if _is_list_of_objects(data):
-        return data[: _kept(len(data), loader)]
-    return map_items(lambda item: _without_repeats(item, loader), data) if is_nested(data) else data
+        return _first(data, _kept(len(data), loader))
+    if not is_nested(data):
+        return data
+    items = list(items_of(data))
+    kept = [_without_repeats(item, loader) for item in items]
+    if all(new is old for new, old in zip(kept, items, strict=True)):
+        return data
+    rest = iter(kept)
+    return map_items(lambda _: next(rest), data)
+
+
+def _first(data: Any, length: int) -> Any:
+    """The first ones; itself where that is all: not everything can be cut or built anew."""
+    return data if length >= len(data) else data[:length]
 
 
 def _is_list_of_objects(data: Any) -> bool:

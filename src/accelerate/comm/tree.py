@@ -58,6 +58,13 @@ def is_nested(data: Any) -> bool:
     return isinstance(data, (tuple, list, Mapping)) or _is_record(data)
 
 
+def items_of(data: Any) -> Iterable[Any]:
+    """The items of nested data."""
+    if isinstance(data, (tuple, list)):
+        return data
+    return data.values() if isinstance(data, Mapping) else [getattr(data, name) for name in _names_of(data)]
+
+
 def map_items(function: Callable[[Any], Any], data: Any) -> Any:
     """Nested data of the same type, with `function` applied to each of its items."""
     if isinstance(data, (tuple, list)):

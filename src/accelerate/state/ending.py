@@ -59,4 +59,5 @@ def _free_groups() -> None:
     # torch's to end.
     _taken_down.clear()
     _earlier.clear()
-    set_current(None)
+    if _joined and not dist.is_initialized():  # else exit handlers of the script, of which some come later, may need it
+        set_current(None)

@@ -178,6 +178,11 @@ def _share_the_cores(device: devices.Device, world: World) -> None:
 def _communicator() -> Communicator:
     from accelerate.comm import current
 
+    if PartialState._shared_state:
+        raise RuntimeError(
+            f"The process group of rank {PartialState().process_index} is gone and the program is about to end: "
+            "exchange data before the group is taken down."
+        )
     PartialState()
     return current()
 
