@@ -23,7 +23,7 @@ make_venv = $(PYTHON) -m venv $(1) || \
 put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released \
 	$$(grep ^accelerate benchmarks/peer-requirements.txt)
 
-.PHONY: help quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients deepspeed torch-oldest torch-middle peer-launch soak \
+.PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients deepspeed torch-oldest torch-middle peer-launch soak \
 	editors wheel wheel-test \
 	lint format file-map bench
 .DEFAULT_GOAL := help
@@ -115,6 +115,8 @@ $(DEEPSPEED)/.ready: tests/deepspeed/requirements.txt tests/deepspeed/build_ops.
 	$(@D)/bin/python $(PIP) --no-deps -r tests/torch_versions/$*.txt -e .
 	$(@D)/bin/python tests/torch_versions/without_cuda.py
 	@touch $@
+
+large-environments: $(CLIENTS)/.ready $(DEEPSPEED)/.ready $(TORCH_OLDEST)/.ready $(TORCH_MIDDLE)/.ready
 
 # On CPU even where there is a GPU: two processes cannot share one.
 quickstart: $(VENV)/.ready-examples

@@ -375,7 +375,7 @@ def test_mpirun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_config_file_of_fsdp_shards_on_the_cpu(tmp_path: Path) -> None:
     (tmp_path / "fsdp.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmixed_precision: 'no'\nnum_processes: 2\n"
-        "fsdp_config:\n  fsdp_version: 2\n"
+        "fsdp_config:\n  fsdp_version: 1\n"
     )
     train = script(
         tmp_path,
@@ -385,7 +385,7 @@ from accelerate import Accelerator
 accelerator = Accelerator()
 model = torch.nn.Linear(4, 4)
 model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-here = sum(parameter.to_local().numel() for parameter in model.parameters())
+here = sum(parameter.numel() for parameter in model.parameters())
 print("RESULT", json.dumps([str(accelerator.distributed_type), here]), flush=True)
 accelerator.end_training()
 """,
