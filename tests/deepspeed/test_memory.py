@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ LAYER, LAYERS = 256 * 256, 8
 
 def held() -> int:
     """Bytes of all tensors of this process, each memory once."""
+    time.sleep(0.5)  # a thread of gloo holds what was exchanged last until it gets Python's lock
     gc.collect()
     tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
     tensors += [each.grad for each in tensors if each.is_leaf and each.grad is not None]

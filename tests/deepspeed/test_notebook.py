@@ -26,7 +26,8 @@ def train():
         optimizer.step()
         optimizer.zero_grad()
     rank, size = accelerator.process_index, accelerator.num_processes
-    print("TRAINED", rank, size, accelerator.distributed_type.value, flush=True)
+    sys.stdout.write(f"TRAINED {rank} {size} {accelerator.distributed_type.value}\\n")
+    sys.stdout.flush()
     accelerator.end_training()
 
 if __name__ == "__main__":
