@@ -149,4 +149,5 @@ def test_what_a_script_does_at_exit_may_still_talk_to_the_others(tmp_path: Path)
         ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"], ["[1.0, 1.0]"] * 2),
     ):
         done = subprocess.run([*launch, str(script)], capture_output=True, text=True, timeout=100, env=env)
-        assert done.stdout.splitlines() == expected, done.stderr
+        said = [line for line in done.stdout.splitlines() if line.startswith("[1.0")]  # gloo of torch 2.9 greets, too
+        assert said == expected, done.stderr
