@@ -22,6 +22,7 @@ class AcceleratorState(PartialState):
 
     _shared_state: Any = ThreadLocalSharedDict()
 
+    distributed_type: DistributedType
     dynamo_plugin: TorchDynamoPlugin | None
     # There only where FSDP is the engine: that is how scripts ask.
     fsdp_plugin: FullyShardedDataParallelPlugin
