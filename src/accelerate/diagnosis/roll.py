@@ -119,20 +119,23 @@ def _named(ranks: list[int]) -> str:
 
 
 def _predicate(note: Note, many: bool, waited: float) -> str:
-    s = "" if many else "s"
-    if note.kind == "waits":
-        return f"wait{s} in {note.call} ({note.line}) since {waited:.0f} s"
-    if note.kind == "runs":
-        return f"run{s} {note.line} ({note.call})"
-    if note.kind == "ended":
-        return f"ended with code {note.text}"
-    if note.kind == "failed":
-        return f"failed at {note.line} ({note.text})"
-    if note.kind == "left":
-        return f"{'have' if many else 'has'} left the group"
-    if note.kind == "moves":
-        return f"go{'' if many else 'es'} on with other collectives"
-    return f"give{s} no sign"
+    one, several = _PREDICATES.get(note.kind, _PREDICATES["silent"])
+    return (several if many else one).format(note=note, waited=waited)
+
+
+# What is said of one rank, and of several, by the kind of their notes.
+_PREDICATES = {
+    "waits": (
+        "waits in {note.call} ({note.line}) since {waited:.0f} s",
+        "wait in {note.call} ({note.line}) since {waited:.0f} s",
+    ),
+    "runs": ("runs {note.line} ({note.call})", "run {note.line} ({note.call})"),
+    "ended": ("ended with code {note.text}",) * 2,
+    "failed": ("failed at {note.line} ({note.text})",) * 2,
+    "left": ("has left the group", "have left the group"),
+    "moves": ("goes on with other collectives", "go on with other collectives"),
+    "silent": ("gives no sign", "give no sign"),
+}
 
 
 def likely_reason(notes: Sequence[Note]) -> str:

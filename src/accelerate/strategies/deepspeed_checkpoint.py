@@ -29,7 +29,7 @@ _CLASSES = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
 
 
 class _Collecting(CheckpointEngine):
-    """Takes what an engine would write."""
+    """Takes what an engine would write. Nothing is read through it."""
 
     def __init__(self) -> None:
         super().__init__()
