@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from accelerate.config.enums import DistributedType
 from accelerate.config.environment import str_to_bool
 
 if TYPE_CHECKING:
@@ -423,9 +422,9 @@ def _check_asked_once() -> None:
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
     """The plugin in use; of several, the one that was selected."""
-    if state.distributed_type != DistributedType.DEEPSPEED:
-        raise ValueError("There is no active DeepSpeedPlugin: DeepSpeed is not the engine of this process.")
     plugins = state.deepspeed_plugins
+    if not plugins:
+        raise ValueError("There is no active DeepSpeedPlugin: DeepSpeed is not the engine of this process.")
     if not isinstance(plugins, dict):
         return plugins
     return next(plugin for plugin in plugins.values() if plugin.selected)
