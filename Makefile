@@ -112,7 +112,7 @@ $(DEEPSPEED)/.ready: tests/deepspeed/requirements.txt tests/deepspeed/build_ops.
 	@touch $@
 
 # Older releases of torch come as CUDA builds: without what they depend on, and with stand-ins for the CUDA libraries.
-.venv-torch-%/.ready: tests/torch_versions/%.txt tests/torch_versions/requirements.txt \
+.venv-torch-%/.ready: tests/torch_versions/%.txt \
 		tests/torch_versions/without_cuda.py $(VENV)/.ready-test
 	@echo "installing torch $* into $(@D)"
 	$(call layer,$(@D))
@@ -171,12 +171,16 @@ clients: $(CLIENTS)/.ready
 deepspeed: $(DEEPSPEED)/.ready
 	$(DEEPSPEED)/bin/python -m pytest tests/deepspeed $(ARGS)
 
-# Without the documents, which show what the current release of torch does.
+# Without the documents, which show what the current release of torch does, and without what comes before torch is
+# imported: commands, settings, plans of a launch.
+BEFORE_TORCH := tests/unit/commands tests/unit/config tests/unit/environments tests/unit/launch tests/world/test_slurm.py
+ON_OLDER := tests/world tests/contract tests/unit $(addprefix --ignore=,$(BEFORE_TORCH))
+
 torch-oldest: $(TORCH_OLDEST)/.ready
-	$(TORCH_OLDEST)/bin/python $(PYTEST) $(or $(ARGS),tests/world tests/contract tests/unit)
+	$(TORCH_OLDEST)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER))
 
 torch-middle: $(TORCH_MIDDLE)/.ready
-	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(or $(ARGS),tests/world tests/contract tests/unit)
+	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER))
 
 # The packages that a checker sees are those of the tests; the environment of its own has the checker alone.
 editors: $(VENV)/.ready-test $(EDITORS)/.ready
