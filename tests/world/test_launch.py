@@ -89,9 +89,20 @@ accelerator.end_training()
 
 
 def test_two_processes_on_the_cpu_train_and_say_so(tmp_path: Path) -> None:
-    done = launch(tmp_path, *TWO, "--mixed_precision", "bf16", script(tmp_path, TRAIN), "--", "--num_processes", "9")
+    done = launch(
+        tmp_path,
+        *TWO,
+        "--mixed_precision",
+        "bf16",
+        script(tmp_path, TRAIN),
+        "--",
+        "--num_processes",
+        "9",
+        "--signal",
+        "1",
+    )
     assert done.returncode == 0, done.stderr
-    rest = [2, "DistributedType.MULTI_CPU", "gloo", "bf16", 2.0, ["--", "--num_processes", "9"]]
+    rest = [2, "DistributedType.MULTI_CPU", "gloo", "bf16", 2.0, ["--", "--num_processes", "9", "--signal", "1"]]
     assert results(done.stdout) == [[[0, *rest], [1, *rest]]]
     assert done.stderr.splitlines() == ["accelerate: starting 2 processes, on the CPU, talking through gloo"]
 

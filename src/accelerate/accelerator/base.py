@@ -28,6 +28,7 @@ from accelerate.config.handlers import (
     ProfileKwargs,
 )
 from accelerate.config.parallel import TorchTensorParallelPlugin
+from accelerate.config.preemption import preemption_settings
 from accelerate.config.project import ProjectConfiguration
 from accelerate.errors import NotYetSupported, WrongHandler
 from accelerate.optimizer import AcceleratedOptimizer
@@ -35,7 +36,7 @@ from accelerate.parallel.mesh import axis_rank
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import PrecisionSettings
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, stopping
 from accelerate.state.processes import ProcessControl
 
 if TYPE_CHECKING:
@@ -91,11 +92,13 @@ class AcceleratorBase(ProcessControl):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
         parallelism_config: ParallelismConfig | None = None,
+        preemption: str | None = None,
     ) -> None:
         _check_settings(kwargs_handlers, project_config, rng_types)
         self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(project_dir)
+        self._preemption, self._resume = preemption_settings(preemption, self.project_configuration)
         self._take_handlers(kwargs_handlers or [])
         if deepspeed_plugin is not None and deepspeed_plugins is not None:
             raise ValueError("Pass either `deepspeed_plugin` or `deepspeed_plugins`, not both: they mean the same.")
@@ -159,6 +162,8 @@ class AcceleratorBase(ProcessControl):
         self._saves_in: Path | None = None  # the folder of a project in which this run has saved before
         self._joining = False
         self._watches_forwards = False
+        if self._preemption is not None:
+            stopping.current(self.state)  # from now on a signal no longer ends the process by itself
         self.flag_tensor: torch.Tensor | None = None
 
     @cached_property

@@ -11,6 +11,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelerate.accelerator.base import AcceleratorBase
+from accelerate.accelerator.preemption import SaveAndEnd
 from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
 from accelerate.bundle import Bundle, Entry
 from accelerate.compilation import has_compiled_regions, is_compiled_module
@@ -287,6 +288,8 @@ class Preparing(AcceleratorBase):
         )
         prepared.gradient_state = self.gradient_state
         prepared.position.follows_dataset = config.exact_resume
+        if self._preemption is not None:
+            prepared.between_batches = SaveAndEnd(self)
         if self._strategy.needs_even_batches and _ends_unevenly(prepared):
             raise ValueError(
                 "even_batches=False leaves some processes with a batch less than others here, and a sharded model has "

@@ -17,7 +17,7 @@ from accelerate.config.environment import override_numa_affinity, parse_flag_fro
 from accelerate.diagnosis import watch
 from accelerate.environments import World
 from accelerate.per_rank import ThreadLocalSharedDict, are_ranks_threads
-from accelerate.state import ending, lost
+from accelerate.state import ending, lost, stopping
 from accelerate.state.processes import ProcessControl
 
 
@@ -98,6 +98,7 @@ class PartialState(ProcessControl):
         if dist.is_available() and dist.is_initialized():
             if group is None:
                 watch.stop()
+                stopping.close()
             ending.take_down(group)
             if group is None:
                 self._group_ended = True

@@ -178,6 +178,18 @@ DISTRIBUTED = Family(
             choices={"warn": "say so, and let it run", "abort": "say so, and end the run"},
             env="ACCELERATE_HANG_TIMEOUT_ACTION",
         ),
+        Option(
+            "preemption",
+            "what to do when SIGTERM or SIGUSR1 comes, as from a cluster that wants its machines back",
+            choices={"save": "save the run at the next step on all ranks, and end with code 75"},
+            env="ACCELERATE_PREEMPTION",
+        ),
+        Option(
+            "resume",
+            "whether `accelerator.resume()` loads a checkpoint",
+            choices={"auto": "the newest complete one of the project, if there is one"},
+            env="ACCELERATE_RESUME",
+        ),
         Option("monitor_interval", "look at the processes every so many seconds", NUMBER, 0.1, key=""),
     ),
 )
