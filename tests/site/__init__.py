@@ -1,1 +1,1 @@
-"""The documentation site and the pages of runs, in a real browser. `make site-test` runs these, in an environment of its own."""
+"""The documentation as a site, and other pages, in a real browser: `make site-test`, in an environment of its own."""

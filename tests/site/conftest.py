@@ -1,4 +1,4 @@
-"""One headless Chromium for all tests here, and pages that fail their test on a console error or an external request."""
+"""One headless Chromium for all tests here; a console error or an external request fails the test of its page."""
 
 from __future__ import annotations
 
