@@ -197,14 +197,14 @@ wheel-test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest tests/install $(ARGS)
 
 docs: $(SITE)/.ready
-	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --quiet
 
 docs-serve: $(SITE)/.ready
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs serve --dev-addr 127.0.0.1:8000
 
 # The environment of the site has no torch: a test that trains starts the Python of the other tests.
-site-test: $(VENV)/.ready-test $(SITE)/.ready
-	TRAINING_PYTHON=$(abspath $(BIN))/python $(SITE)/bin/python -m pytest --confcutdir tests/site tests/site $(ARGS)
+site-test: $(VENV)/.ready-test docs
+	TRAINING_PYTHON=$(abspath $(BIN))/python PYTHONPATH=src $(SITE)/bin/python -m pytest --confcutdir tests/site tests/site $(ARGS)
 
 # The tests of crashes, with SOAK times as many moments.
 soak: $(VENV)/.ready-test
