@@ -36,7 +36,11 @@ def _index() -> str:
         "|---|---|",
     ]
     lines += [f"| [`accelerate {name}`]({name}.md) | {line} |" for name, (_, line) in COMMANDS.items()]
-    lines += ["", "[Settings of a launch](settings.md): every flag with its key in the config file and its variable.", ""]
+    lines += [
+        "",
+        "[Settings of a launch](settings.md): every flag with its key in the config file and its variable.",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -52,7 +56,11 @@ def _sections(name: str, parser: argparse.ArgumentParser, level: int) -> Iterabl
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
         inner += [action for action in actions if isinstance(action, argparse._SubParsersAction)]
-        rows = [_row(action) for action in actions if not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)]
+        rows = [
+            _row(action)
+            for action in actions
+            if not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)
+        ]
         if rows:
             title = (group.title or "arguments").capitalize() if (group.title or "").islower() else group.title
             yield from (f"{'#' * level} {title}", "", group.description or "", "")
@@ -68,7 +76,9 @@ def _usage(parser: argparse.ArgumentParser) -> str:
     for action in parser._actions:
         if not action.option_strings and not isinstance(action, argparse._SubParsersAction):
             word = action.metavar or action.dest
-            words.append({"?": f"[{word}]", "...": f"[{word} ...]", "*": f"[{word} ...]"}.get(str(action.nargs), str(word)))
+            words.append(
+                {"?": f"[{word}]", "...": f"[{word} ...]", "*": f"[{word} ...]"}.get(str(action.nargs), str(word))
+            )
     return " ".join(words)
 
 

@@ -124,7 +124,9 @@ def test_search_leads_to_what_was_asked_for(width: int, site: Path, browse: Brow
         page.locator("label[for=__search]").first.click()
     page.locator("input.md-search__input").click()
     page.locator("input.md-search__input").press_sequentially("gather_for_metrics")
-    found = page.locator('.md-search-result__link[href*="reference/accelerate.accelerator"]', has_text="gather_for_metrics")
+    found = page.locator(
+        '.md-search-result__link[href*="reference/accelerate.accelerator"]', has_text="gather_for_metrics"
+    )
     found.first.wait_for()
     found.first.click()
     page.wait_for_url("**/reference/accelerate.accelerator.html**")
