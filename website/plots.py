@@ -17,12 +17,14 @@ SUBJECTS = {
     "ours": ("this release", "c"),
     "peer": ("1.15", "b"),
     "plain": ("plain PyTorch", "a"),
-    "limit": ("limit", "a"),
+    "limit": ("limit of the bus", "a"),
 }
 LEFT, WIDTH, BAR, GAP = 270, 760, 16, 14
 # Colours come from the page (docs/assets/site.css); a drawing that is shown by itself has its own.
-LIGHT = "--ink: #1f2328; --soft: #59636e; --a: #3f51b5; --b: #b35900; --c: #1a7f37; --a-soft: #dfe3f8; --b-soft: #fce8cf; --c-soft: #d9f2df;"
-DARK = "--ink: #e6e9f0; --soft: #a4acbb; --a: #9fa8ff; --b: #ffb366; --c: #7ee2a0; --a-soft: #343b6b; --b-soft: #5a4122; --c-soft: #234b31;"
+LIGHT = """--ink: #1f2328; --soft: #59636e; --a: #3f51b5; --b: #b35900; --c: #1a7f37;
+  --a-soft: #dfe3f8; --b-soft: #fce8cf; --c-soft: #d9f2df;"""
+DARK = """--ink: #e6e9f0; --soft: #a4acbb; --a: #9fa8ff; --b: #ffb366; --c: #7ee2a0;
+  --a-soft: #343b6b; --b-soft: #5a4122; --c-soft: #234b31;"""
 STYLE = f"""<style>
 svg.figure {{ {LIGHT} }}
 @media (prefers-color-scheme: dark) {{ svg.figure {{ {DARK} }} }}
@@ -67,7 +69,8 @@ class Plot:
             parts.append(f'<text x="{x + 20}" y="{y + 12:g}" class="s">{name}</text>')
             x += 130
         height = y + 24
-        head = f'<svg class="figure" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}">'
+        size = f'viewBox="0 0 {WIDTH} {height:g}" width="{WIDTH}" height="{height:g}"'
+        head = f'<svg class="figure" xmlns="http://www.w3.org/2000/svg" {size}>'
         return "\n".join([head, STYLE, *parts, "</svg>", ""])
 
     def _said(self, value: float) -> str:

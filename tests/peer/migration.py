@@ -1,4 +1,4 @@
-"""The script that the guide from release 1.15 starts with runs there, and the one it ends with gives the same numbers here.
+"""The guide from release 1.15 begins with a script that runs there; the one at its end gives the same numbers here.
 
 Usage: python -m tests.peer.migration PATH_TO_THE_PYTHON_OF_THE_RELEASED_PACKAGE
 """
