@@ -10,7 +10,6 @@ from typing import Any
 from accelerate.commands.accelerate_cli import COMMANDS
 from accelerate.config.options import FAMILIES, FILE_ONLY, Family, Option
 
-
 # Commands within a command have sections of their own, and what `--help` does is known.
 NO_ROW = (argparse._SubParsersAction, argparse._HelpAction)
 # How often a word may be given, as it is shown.
@@ -107,9 +106,9 @@ def _settings() -> str:
     lines = [
         "# Settings of a launch",
         "",
-        "Each setting is declared once; its flag of `accelerate launch`, its key in the config file and the variable that",
-        "carries it to the processes are all taken from that declaration.",
-        "[Where a setting comes from](../launching.md#where-a-setting-comes-from) says which of them counts.",
+        "Each setting is declared once. Its flag of `accelerate launch`, its key in the config file and the variable",
+        "that carries it to the processes are derived from that declaration.",
+        "[Where a setting comes from](../launching.md#where-a-setting-comes-from) says which of them takes precedence.",
         "",
     ]
     for family in FAMILIES:
