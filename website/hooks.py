@@ -24,7 +24,7 @@ PICTURE = re.compile(r'<img alt="([^"]*)" src="([^"]+\.svg)" */?>')
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the places of the menu that are kept for what is made here."""
-    made = {"PYTHON": reference.menu(), "COMMANDS": commands.menu()}
+    made = {"PYTHON": reference.menu(), "COMMANDS": commands.menu(), "EXAMPLES": outside.menu(ROOT)}
     for section in config.nav or []:
         for title, entries in section.items():
             if isinstance(entries, list):

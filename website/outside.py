@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import ast
+import json
 import posixpath
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
 # On the site although no page links there, by their place in the menu.
-ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")
+ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md")
 LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 # The landing page of the site says what this one says on a code host.
 HOME = "README.md"
+
+
+def menu(root: Path) -> list[Any]:
+    """The part of the menu with the index of examples, where there is one."""
+    return [{"Examples": "examples/README.md"}] if (root / "examples" / "README.md").exists() else []
 
 
 def pages(root: Path) -> dict[str, str]:
     """Every such file, by the place of its page."""
     made: dict[str, str] = {}
     waiting = [
-        *ALWAYS,
+        *(path for path in ALWAYS if (root / path).exists()),
         *(target for page in sorted((root / "docs").rglob("*.md")) for target in _targets(page, root)),
     ]
     while waiting:
@@ -99,9 +106,20 @@ def _page(file: Path) -> str:
     text = file.read_text()
     if file.suffix == ".md":
         return text
+    if file.suffix == ".ipynb":
+        return _notebook(json.loads(text)["cells"])
     language = LANGUAGES.get(file.suffix, "text")
     title = f"# {file.name}\n\n"
     if file.suffix == ".py":
         said = ast.get_docstring(ast.parse(text)) or ""
         title += f"{said}\n\n"
     return f"{title}````{language}\n{text}````\n"
+
+
+def _notebook(cells: list[dict[str, Any]]) -> str:
+    """The text of a notebook, and its code as blocks."""
+    parts = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        parts.append(f"````python\n{source}\n````" if cell["cell_type"] == "code" else source)
+    return "\n\n".join(parts) + "\n"
