@@ -6,6 +6,7 @@ TRACKERS := .venv-trackers
 QUANTIZATION := .venv-quantization
 CLIENTS := .venv-clients
 EDITORS := .venv-editors
+SITE := .venv-site
 DEEPSPEED := .venv-deepspeed
 TORCH_OLDEST := .venv-torch-2.6
 TORCH_MIDDLE := .venv-torch-2.9
@@ -24,7 +25,7 @@ put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released
 	$$(grep ^accelerate benchmarks/peer-requirements.txt)
 
 .PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients deepspeed torch-oldest torch-middle peer-launch soak \
-	editors wheel wheel-test \
+	editors wheel wheel-test docs docs-serve site-test \
 	lint format file-map bench
 .DEFAULT_GOAL := help
 
@@ -45,6 +46,9 @@ help:
 	@echo "make editors      what jedi, mypy and basedpyright know of every public name"
 	@echo "make wheel        a wheel of this package, in dist/"
 	@echo "make wheel-test   the wheel, installed into an environment that has nothing else"
+	@echo "make docs         the documentation as a site, in site/"
+	@echo "make docs-serve   the same, on this machine alone, rebuilt when a page changes"
+	@echo "make site-test    the site, in a headless Chromium"
 	@echo "make soak         kill saves at thousands of moments"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite the code"
@@ -94,6 +98,12 @@ $(EDITORS)/.ready: tests/editors/requirements.txt
 	@echo "installing basedpyright into $(EDITORS)"
 	test -x $(EDITORS)/bin/python -a -x $(EDITORS)/bin/pip || $(call make_venv,$(EDITORS))
 	$(EDITORS)/bin/python $(PIP) -c constraints.txt -r tests/editors/requirements.txt
+	@touch $@
+
+$(SITE)/.ready: tests/site/requirements.txt
+	@echo "installing what builds and tries the site into $(SITE)"
+	test -x $(SITE)/bin/python -a -x $(SITE)/bin/pip || $(call make_venv,$(SITE))
+	$(SITE)/bin/python $(PIP) -c constraints.txt -r tests/site/requirements.txt
 	@touch $@
 
 # DeepSpeed's own build would fetch another torch, and it compiles what it needs at its first use: both are done here.
@@ -185,6 +195,16 @@ wheel: | $(BIN)/python
 
 wheel-test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest tests/install $(ARGS)
+
+docs: $(SITE)/.ready
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --quiet
+
+docs-serve: $(SITE)/.ready
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs serve --dev-addr 127.0.0.1:8000
+
+# The environment of the site has no torch: a test that trains starts the Python of the other tests.
+site-test: $(VENV)/.ready-test docs
+	TRAINING_PYTHON=$(abspath $(BIN))/python PYTHONPATH=src $(SITE)/bin/python -m pytest --confcutdir tests/site tests/site $(ARGS)
 
 # The tests of crashes, with SOAK times as many moments.
 soak: $(VENV)/.ready-test

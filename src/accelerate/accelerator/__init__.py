@@ -52,15 +52,17 @@ class Accelerator(Preparing, Stepping, Collecting, Saving, Reporting):
         dataloader_config: how loaders are spread over processes.
         rng_types: random states that follow rank 0 at the start of each epoch (default: the sampler's generator).
         log_with: the trackers to log to: names, "all", or objects (see `init_trackers`).
-        project_dir, project_config: where a run keeps its files.
+        project_dir: where a run keeps its files.
+        project_config: the same, with names and limits of checkpoints.
         gradient_accumulation_plugin: finer settings of accumulation.
         step_scheduler_with_optimizer: step schedulers only when the optimizer stepped, once per process.
         kwargs_handlers: arguments for DDP, the process group, autocast, the gradient scaler and the profiler.
-        dynamo_backend, dynamo_plugin: compile models with `torch.compile`.
+        dynamo_backend: compile models with `torch.compile`.
+        dynamo_plugin: the same, with all settings of compilation.
         fsdp_plugin: shard models over the processes with FSDP.
         parallelism_config: the axes of a device mesh: copies, shards, split layers, cut sequences.
         torch_tp_plugin: split layers only; `parallelism_config` says the same.
-        deepspeed_plugin, deepspeed_plugins: train with DeepSpeed; several plugins by name (see
-            `state.select_deepspeed_plugin`).
+        deepspeed_plugin: train with DeepSpeed; or several plugins by name (see `state.select_deepspeed_plugin`).
+        deepspeed_plugins: the same as `deepspeed_plugin`.
         megatron_lm_plugin: an engine that is not part of this version; giving one is an error.
     """
