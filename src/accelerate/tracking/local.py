@@ -85,7 +85,7 @@ class LocalTracker(GeneralTracker):
         if self._first:
             self._say_trouble()
             if not written:
-                raise TimeoutError(f"{self.path} did not take the end of the run in time; it may be locked by a program.")
+                raise TimeoutError(f"{self.path} is locked by another program, so the end of the run is not in it.")
 
     def _after_step(self) -> Callable[[], None]:
         return self._recorder.step

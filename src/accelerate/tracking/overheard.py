@@ -17,18 +17,20 @@ from accelerate.tracking.recorder import Recorder
 # Those that are open, and those that ended while an error was on its way, with that error.
 _open: list[Recorder] = []
 _ended: list[tuple[Recorder, BaseException]] = []
-_listening = False
+_hears_errors = False
+# Takes back what was put in the place of others while any is open.
+_undo: list[Callable[[], None]] = []
 
 
 def listen(recorder: Recorder) -> None:
     """Tell this recorder what is heard from now on."""
-    global _listening
+    global _hears_errors
     _open.append(recorder)
-    if not _listening:
-        _listening = True
+    if not _hears_errors:
+        _hears_errors = True
         sys.excepthook = _errors(sys.excepthook)
-        warnings.showwarning = _warnings(warnings.showwarning)
-        logging.setLogRecordFactory(_records(logging.getLogRecordFactory()))
+    if not _undo:
+        _undo.extend((_listen_to_warnings(), _listen_to_logs()))
 
 
 def stop(recorder: Recorder) -> None:
@@ -37,6 +39,8 @@ def stop(recorder: Recorder) -> None:
         _open.remove(recorder)
     if (error := sys.exc_info()[1]) is not None:
         _ended.append((recorder, error))
+    while not _open and _undo:
+        _undo.pop()()
 
 
 def exits(code: Any) -> None:
@@ -63,22 +67,43 @@ def _errors(previous: Callable[..., Any]) -> Callable[..., Any]:
     return hook
 
 
-def _warnings(previous: Callable[..., Any]) -> Callable[..., Any]:
+def _listen_to_warnings() -> Callable[[], None]:
+    previous = warnings.showwarning
+
     def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:
         for recorder in _open:
             recorder.warning(f"{category.__name__}: {message}")
         previous(message, category, *rest, **more)
 
-    return show
+    def undo() -> None:
+        if warnings.showwarning is show:
+            warnings.showwarning = previous
+
+    warnings.showwarning = show
+    return undo
 
 
-def _records(previous: Callable[..., logging.LogRecord]) -> Callable[..., logging.LogRecord]:
-    # A handler would be heard, too, but then Python would no longer show what nobody else handles.
+def _listen_to_logs() -> Callable[[], None]:
+    # A handler would hear them, too, but then Python would no longer show what nobody else handles.
+    previous = logging.getLogRecordFactory()
+
     def make(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = previous(*args, **kwargs)
-        if record.levelno >= logging.WARNING and _open:
+        if record.levelno >= logging.WARNING:
             for recorder in _open:
-                recorder.warning(f"{record.name}: {record.getMessage()}")
+                recorder.warning(f"{record.name}: {_message(record)}")
         return record
 
-    return make
+    def undo() -> None:
+        if logging.getLogRecordFactory() is make:
+            logging.setLogRecordFactory(previous)
+
+    logging.setLogRecordFactory(make)
+    return undo
+
+
+def _message(record: logging.LogRecord) -> str:
+    try:
+        return record.getMessage()
+    except (TypeError, ValueError):  # arguments that do not fit: who shows it says so
+        return str(record.msg)

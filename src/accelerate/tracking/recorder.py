@@ -119,7 +119,7 @@ class Recorder:
         self._wake = threading.Event()
         self._change = threading.Condition()
         self._states: set[str | None] = set()  # that are in the file
-        self._over = False
+        self._over = self._gave_up = False
         self._thread = threading.Thread(target=self._run, name="accelerate-runs", daemon=True)
 
     def start(self) -> None:
@@ -165,7 +165,8 @@ class Recorder:
         # Who has not heard which run it belongs to by now never will, if the first rank has not started one.
         limit = LAST_WRITE if self.who.rank == 0 or self.who.key is not None else NO_RUN
         with self._change:
-            return self._change.wait_for(lambda: state in self._states, timeout=limit)
+            self._change.wait_for(lambda: state in self._states or self._gave_up, timeout=limit)
+            return state in self._states
 
     def close(self) -> None:
         """Nothing comes any more."""
@@ -216,6 +217,10 @@ class Recorder:
             if not locked or now - self._failing_since > LONG_LOCK or self._over:
                 text = str(error) if isinstance(error, ValueError) else f"{self.path} cannot be written: {error}"
                 self.trouble = text
+            if not locked and self.state is not None:  # no wait would help
+                with self._change:
+                    self._gave_up = True
+                    self._change.notify_all()
             logger.debug("A write of run %s failed.", self.who.key, exc_info=True)
 
     def _write(self) -> None:
