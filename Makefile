@@ -25,7 +25,7 @@ put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released
 	$$(grep ^accelerate benchmarks/peer-requirements.txt)
 
 .PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients deepspeed torch-oldest torch-middle peer-launch soak \
-	editors wheel wheel-test docs docs-serve site-test \
+	editors wheel wheel-test docs docs-serve site-test plots \
 	lint format file-map bench
 .DEFAULT_GOAL := help
 
@@ -48,6 +48,7 @@ help:
 	@echo "make wheel-test   the wheel, installed into an environment that has nothing else"
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make docs-serve   the same, on this machine alone, rebuilt when a page changes"
+	@echo "make plots        draw the plots of docs/performance.md again, after a benchmark was run"
 	@echo "make site-test    the site, in a headless Chromium"
 	@echo "make soak         kill saves at thousands of moments"
 	@echo "make lint         ruff and mypy"
@@ -167,6 +168,7 @@ peer-names: $(VENV)/.ready-test $(PEER)/.ready
 
 peer-behaviour: $(VENV)/.ready-test $(PEER)/.ready
 	$(BIN)/python tests/peer/behaviour.py $(PEER)/bin/python
+	$(BIN)/python -m tests.peer.migration $(PEER)/bin/python
 
 quantization: $(QUANTIZATION)/.ready
 	REQUIRE_QUANTIZATION=1 $(QUANTIZATION)/bin/python -m pytest tests/quantization $(ARGS)
@@ -201,6 +203,9 @@ docs: $(SITE)/.ready
 
 docs-serve: $(SITE)/.ready
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs serve --dev-addr 127.0.0.1:8000
+
+plots:
+	$(PYTHON) -m website.plots
 
 # The environment of the site has no torch: a test that trains starts the Python of the other tests.
 site-test: $(VENV)/.ready-test docs

@@ -11,6 +11,12 @@ from accelerate.commands.accelerate_cli import COMMANDS
 from accelerate.config.options import FAMILIES, FILE_ONLY, Family, Option
 
 
+# Commands within a command have sections of their own, and what `--help` does is known.
+NO_ROW = (argparse._SubParsersAction, argparse._HelpAction)
+# How often a word may be given, as it is shown.
+REPEATED = {"?": "[{}]", "*": "[{} ...]", "...": "[{} ...]"}
+
+
 def menu() -> list[Any]:
     """The part of the menu with these pages."""
     return [{"Commands": ["commands/index.md", *(f"commands/{name}.md" for name in COMMANDS), "commands/settings.md"]}]
@@ -29,14 +35,18 @@ def _index() -> str:
     lines = [
         "# Commands",
         "",
-        "`accelerate <command> --help` shows the same in the terminal, and `python -m accelerate` is the `accelerate` of that",
-        "very Python. Flags may be written with `_` or with `-`.",
+        "`accelerate <command> --help` shows the same in the terminal, and `python -m accelerate` is the `accelerate`",
+        "of that very Python. Flags may be written with `_` or with `-`.",
         "",
         "| command | what it does |",
         "|---|---|",
     ]
     lines += [f"| [`accelerate {name}`]({name}.md) | {line} |" for name, (_, line) in COMMANDS.items()]
-    lines += ["", "[Settings of a launch](settings.md): every flag with its key in the config file and its variable.", ""]
+    lines += [
+        "",
+        "[Settings of a launch](settings.md): every flag with its key in the config file and its variable.",
+        "",
+    ]
     return "\n".join(lines)
 
 
@@ -52,7 +62,7 @@ def _sections(name: str, parser: argparse.ArgumentParser, level: int) -> Iterabl
     for group in parser._action_groups:
         actions = [action for action in group._group_actions if action.help != argparse.SUPPRESS]
         inner += [action for action in actions if isinstance(action, argparse._SubParsersAction)]
-        rows = [_row(action) for action in actions if not isinstance(action, argparse._SubParsersAction | argparse._HelpAction)]
+        rows = [_row(action) for action in actions if not isinstance(action, NO_ROW)]
         if rows:
             title = (group.title or "arguments").capitalize() if (group.title or "").islower() else group.title
             yield from (f"{'#' * level} {title}", "", group.description or "", "")
@@ -67,13 +77,17 @@ def _usage(parser: argparse.ArgumentParser) -> str:
     words = [parser.prog if parser.prog.startswith("accelerate") else f"accelerate {parser.prog}", "[flags]"]
     for action in parser._actions:
         if not action.option_strings and not isinstance(action, argparse._SubParsersAction):
-            word = action.metavar or action.dest
-            words.append({"?": f"[{word}]", "...": f"[{word} ...]", "*": f"[{word} ...]"}.get(str(action.nargs), str(word)))
+            words.append(REPEATED.get(str(action.nargs), "{}").format(_word(action)))
     return " ".join(words)
 
 
+def _word(action: argparse.Action) -> str:
+    """What an argument without a flag is called; one that only stands for more words has no name to show."""
+    return str(action.dest if action.metavar in (None, "...") else action.metavar)
+
+
 def _row(action: argparse.Action) -> str:
-    shown = ", ".join(f"`{word}`" for word in _once(action.option_strings)) or f"`{action.metavar or action.dest}`"
+    shown = ", ".join(f"`{word}`" for word in _once(action.option_strings)) or f"`{_word(action)}`"
     said = str(action.help or "")
     if action.choices is not None:
         said += f" ({', '.join(f'`{choice}`' for choice in action.choices)})"
@@ -93,9 +107,9 @@ def _settings() -> str:
     lines = [
         "# Settings of a launch",
         "",
-        "Each setting is declared once; its flag of `accelerate launch`, its key in the config file and the variable that carries",
-        "it to the processes are all taken from that declaration. [Where a setting comes from](../launching.md#where-a-setting-comes-from)",
-        "says which of them counts.",
+        "Each setting is declared once; its flag of `accelerate launch`, its key in the config file and the variable that",
+        "carries it to the processes are all taken from that declaration.",
+        "[Where a setting comes from](../launching.md#where-a-setting-comes-from) says which of them counts.",
         "",
     ]
     for family in FAMILIES:
@@ -112,7 +126,8 @@ def _settings() -> str:
 
 def _setting(family: Family, option: Option) -> str:
     key = family.key_of(option) if family.section else option.file_key
-    return f"| {', '.join(f'`{word}`' for word in option.spellings)} | {_code(key)} | {_code(option.env)} | {_said(option)} |"
+    flags = ", ".join(map(_code, option.spellings))
+    return f"| {flags} | {_code(key)} | {_code(option.env)} | {_said(option)} |"
 
 
 def _said(option: Option) -> str:

@@ -15,7 +15,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from website import commands, outside, reference
+from website import commands, outside, reference  # noqa: E402  (hooks are loaded by their path)
 
 # Words that tell tests/docs how a block is run (see CONTRIBUTING.md) say nothing to a reader.
 MARKERS = re.compile(r"^( *```(?:python|py|bash|shell|sh))(?: (?:example|continues|world=\d+))+ *$", re.MULTILINE)

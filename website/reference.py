@@ -1,4 +1,4 @@
-"""The reference of Python names, read from stubs and sources without importing them: one page for each public module."""
+"""The reference of Python names, from stubs and sources that are not imported: one page for each public module."""
 
 from __future__ import annotations
 
@@ -214,8 +214,8 @@ def _index() -> str:
     lines = [
         "# Python reference",
         "",
-        "Every public name, in the words of the sources. Names of the first table are imported from `accelerate`; those of",
-        "`accelerate.utils` are in the second. The menu lists the modules.",
+        "Every public name, in the words of the sources. The names of the first table are imported from `accelerate`,",
+        "those of the second from `accelerate.utils`. The menu lists the modules.",
         "",
     ]
     for module in SHORT:

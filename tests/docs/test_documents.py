@@ -16,14 +16,19 @@ DOCUMENTS = [
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("**/*.md"))]
     if path.exists()
 ]
-# What a document needs that has an environment, and a target of the Makefile, of its own.
-ELSEWHERE = {"docs/deepspeed.md": "deepspeed"}
+# What documents need that not every environment of the tests has, and how to get it.
+NEEDS = {
+    "docs/deepspeed.md": ("deepspeed", "make deepspeed"),
+    "docs/migration/deepspeed.md": ("deepspeed", "make deepspeed"),
+    "docs/migration/fabric.md": ("lightning_fabric", "pip install lightning-fabric"),
+}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_code_blocks_run(document: str, tmp_path: Path) -> None:
-    if document in ELSEWHERE and find_spec(ELSEWHERE[document]) is None:
-        pytest.skip(f"needs {ELSEWHERE[document]}: make {ELSEWHERE[document]}")
+    package, remedy = NEEDS.get(document, ("accelerate", ""))
+    if find_spec(package) is None:
+        pytest.skip(f"needs {package}: {remedy}")
     blocks = read_blocks(ROOT / document, document)
     check_examples(blocks)
     run_blocks(blocks, tmp_path)
