@@ -34,7 +34,9 @@ def runs_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--serve", action="store_true", help="show a page, until Control-C")
     parser.add_argument("--port", type=int, default=0, help="the port of the page; by default any that is free")
-    parser.add_argument("--export", default=None, metavar="FILE", help="write the page with its data into one HTML file")
+    parser.add_argument(
+        "--export", default=None, metavar="FILE", help="write the page with its data into one HTML file"
+    )
     parser.set_defaults(func=_from_shell)
     return parser
 

@@ -66,16 +66,17 @@ class LocalTracker(GeneralTracker):
         """Numbers become curves, also those in nested dicts; text is kept with its time."""
         if not self._first:
             return
-        ready: Callable[[], Any] | None = None
         own = {}
+        copied = False
         for name, value in values.items():
             kind = type(value)
-            if kind is not float and kind is not int:
-                if ready is None:
-                    ready = end_of_copies(values)
+            if kind is torch.Tensor and value.numel() == 1 and value.device.type == "cpu":
+                value = value.item()
+            elif kind is not float and kind is not int:
                 value = own_copy(value)
+                copied = True
             own[name] = value
-        self._recorder.log(own, step, ready)
+        self._recorder.log(own, step, end_of_copies(values) if copied else None)
         self._say_trouble()
 
     def finish(self) -> None:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.runs import store
 from accelerate.tracking.base import as_number
@@ -62,8 +62,7 @@ class Identity:
     publish: Callable[[str], None] = lambda key: None
 
 
-@dataclass(frozen=True)
-class Logged:
+class Logged(NamedTuple):
     """One call of `log`. ready: waits for copies from a device."""
 
     time: float
@@ -73,8 +72,7 @@ class Logged:
     kind: str = "metric"
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     kind: str
     name: str
     number: int
@@ -83,8 +81,7 @@ class Point:
     value: float | None
 
 
-@dataclass(frozen=True)
-class Event:
+class Event(NamedTuple):
     """Something that happened once."""
 
     time: float

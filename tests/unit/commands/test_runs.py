@@ -35,7 +35,13 @@ def test_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "\x1b" not in text and "[red]" in text  # what is in a name neither clears the screen nor paints it
     runs(str(tmp_path), "--metric", "acc")
     text = capsys.readouterr().out
-    assert next(line for line in text.splitlines() if "first" in line).split()[-5:] == ["acc", "█▅▁▂", "0.9", "↑", "0.2"]
+    assert next(line for line in text.splitlines() if "first" in line).split()[-5:] == [
+        "acc",
+        "█▅▁▂",
+        "0.9",
+        "↑",
+        "0.2",
+    ]
 
 
 def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -59,7 +59,9 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = started(tmp_path, config=config, init_kwargs={"local": {"name": HOSTILE}})
     train(accelerator, 5, optimizers=2)
     tensor = torch.tensor(3.0)
-    accelerator.log({"loss": tensor, "array": np.float32(2), "eval": {"acc": 0.5}, "words": "hello", HOSTILE: 1}, step=7)
+    accelerator.log(
+        {"loss": tensor, "array": np.float32(2), "eval": {"acc": 0.5}, "words": "hello", HOSTILE: 1}, step=7
+    )
     tensor += 1  # it is the value at the time of the call that counts
     accelerator.log({"loss": math.nan, "picture": object(), "many": torch.ones(3)})
     warnings.filterwarnings("always", message="look out")
@@ -124,7 +126,9 @@ def test_who_logs_elsewhere_pays_nothing(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     accelerator = started(tmp_path / "file", config={"a": 1})
-    with pytest.warns(UserWarning, match=r"'local' failed in `\w+`; training goes on, .*runs\.sqlite cannot be") as caught:
+    with pytest.warns(
+        UserWarning, match=r"'local' failed in `\w+`; training goes on, .*runs\.sqlite cannot be"
+    ) as caught:
         train(accelerator, 2)
         for number in range(10):
             accelerator.log({"loss": number})
