@@ -150,7 +150,7 @@ def test_a_training_goes_on(training: Training, browse: Browse, tmp_path: Path) 
 
     # Names are text wherever they are shown, and only what differs of the configs is.
     settings = page.locator("#configs tbody tr").all_inner_texts()
-    assert [row.split("\t") for row in settings] == [["lr", "0.1", "0.2"], [HOSTILE, HOSTILE, "–"]]
+    assert [row.split("\t") for row in settings] == [["lr", "0.1", "0.2"], [HOSTILE, HOSTILE, "\u2013"]]
     page.locator("#different").uncheck()
     assert page.locator("#configs tbody tr").count() == 3
     assert HOSTILE in page.locator("#runs").inner_text()

@@ -1,4 +1,4 @@
-"""`accelerate runs`: what trainings with `log_with="local"` have written, in the terminal, on a page, or in one file."""
+"""`accelerate runs`: what trainings with `log_with="local"` have written, in the terminal, on a page or in one file."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ _begun = 0
 class LocalTracker(GeneralTracker):
     """Writes `runs.sqlite` in `logging_dir`. name: of this run; by default that of the project.
 
-    The first process writes values, config and checkpoints; each one its step times, warnings and samples of the system.
+    The first process writes values, config and checkpoints; each one writes its step times, warnings and samples of the
+    system.
     """
 
     name = "local"

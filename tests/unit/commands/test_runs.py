@@ -74,7 +74,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs(str(tmp_path), "--export", str(place))
     assert f"{place} holds the page with all its data" in capsys.readouterr().out
     assert place.read_text().startswith("<!doctype html>")
-    with pytest.raises(SystemExit, match="accelerate runs: .*No such file or directory"):
+    with pytest.raises(SystemExit, match=r"accelerate runs: .*No such file or directory"):
         runs(str(tmp_path), "--export", str(tmp_path / "no" / "run.html"))
 
 
