@@ -86,7 +86,11 @@ def _serve(project: Project, args: argparse.Namespace) -> None:
     from accelerate.runs.page import Page
     from accelerate.runs.serve import Server
 
-    with Server(Page(project, args.run), args.port) as server:
+    try:
+        server = Server(Page(project, args.run), args.port)
+    except (OSError, OverflowError) as error:
+        raise CommandFailed(f"Port {args.port} cannot be used ({error}): give another, or none for any.") from None
+    with server:
         print(f"The runs of {project.path} are shown at\n\n    {server.url}\n\nuntil Control-C.", flush=True)
         try:
             server.serve_forever()

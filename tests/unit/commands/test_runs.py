@@ -94,6 +94,10 @@ def test_serve_prints_its_address_and_needs_no_torch(tmp_path: Path) -> None:
         query = "curves.json?kind=metric&name=loss&axis=step&runs=1"
         with urllib.request.urlopen(f"{url}{query}", timeout=60) as answer:
             assert json.load(answer)[0]["y"] == [2]
+        with pytest.raises(
+            SystemExit, match=r"accelerate runs: Port \d+ cannot be used .*: give another, or none for any"
+        ):
+            runs(str(tmp_path), "--serve", "--port", url.split(":")[2].split("/")[0])
         process.send_signal(signal.SIGINT)
         assert "False" in list(lines)[-1]
     assert process.returncode == 0
