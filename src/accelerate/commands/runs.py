@@ -75,7 +75,7 @@ def _show(project: Project, runs: list[Run], args: argparse.Namespace) -> None:
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)  # in a file or a pipe no line is cut
-    console.print(terminal.list_of(project, runs, args.metric))
+    console.print(terminal.list_of(project, runs, args.metric, console.width))
     for line in terminal.reasons(runs):
         console.print(line)
     for table in terminal.comparison(project, runs) if args.run is not None else ():

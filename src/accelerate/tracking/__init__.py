@@ -89,8 +89,8 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     """The trackers to use of those asked for: instances as they are, names if their library is installed.
 
     log_with: names, members of `LoggerType`, tracker objects, or several of them; "all" stands for every tracker that
-    is installed, but not for "local". A name nobody knows, and a tracker that writes to a folder when there is none, are
-    errors.
+    is installed, but not for "local". A name nobody knows is an error, and so is a tracker that writes to a folder when
+    there is none.
     """
     asked = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
     for item in asked:
