@@ -49,11 +49,11 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     write(tmp_path, "b", [{"loss": 3.0}], {"lr": 0.2, "seed": 1})
     write(tmp_path, "c")
     runs(str(tmp_path), "--run", "1", "2")
-    text = capsys.readouterr().out
-    assert "loss ↓   █▁ 1, best 1 at 1   ▁ 3, best 3 at 0" in text
-    assert " lr        0.1   0.2" in text and "the same in all of them: seed" in text
+    text = " ".join(capsys.readouterr().out.split())
+    assert "loss ↓ █▁ 1, best 1 at 1 ▁ 3, best 3 at 0" in text
+    assert "lr 0.1 0.2" in text and "the same in all of them: seed" in text
     runs(str(tmp_path), "--run", "1")
-    assert "seed      1" in capsys.readouterr().out
+    assert "seed 1" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit, match=r"accelerate runs: There is no run 7: the runs are 1, 2, 3\."):
         runs(str(tmp_path), "--run", "7")
     with pytest.raises(SystemExit, match="accelerate runs: There are no runs in"):
