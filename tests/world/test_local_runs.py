@@ -44,7 +44,7 @@ def wait_until_written(folder: str) -> None:
             [run] = project.runs()
             if set(project.step_times(run.number)) == {0, 1} and len(values(project, run, "loss")) == 10:
                 return
-        except (ValueError, OSError, sqlite3.Error):
+        except (ValueError, OSError):
             pass
         time.sleep(0.1)
     raise TimeoutError("the ranks have not written what they have")

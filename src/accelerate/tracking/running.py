@@ -46,7 +46,8 @@ class RunningTrackers:
     def note(self, kind: str, text: str) -> None:
         """Tell the trackers what happened to the run."""
         for tracker in self.all:
-            if not self._outbox(tracker).closed:
+            # A script may have put anything into the list.
+            if isinstance(tracker, GeneralTracker) and not self._outbox(tracker).closed:
                 tracker._note(kind, text)
 
     def in_order(self, trackers: list[GeneralTracker]) -> None:

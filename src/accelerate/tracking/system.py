@@ -25,8 +25,9 @@ class Gauges:
         self._first_here = first_here
         self._memory = memory
         self._gpu = None if device_id is None else gpu_use(device_id)
-        self._process.cpu_percent()  # use since the last call: the first one only begins
-        psutil.cpu_percent()
+        with suppress(psutil.Error, OSError):
+            self._process.cpu_percent()  # use since the last call: the first one only begins
+            psutil.cpu_percent()
 
     def __call__(self) -> dict[str, float]:
         """What can be found out now, by name."""
