@@ -32,7 +32,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("barrier", "logging", "memory", "random", "tqdm", "compilation"),
     ("unwrap", "memory_utils"),
     ("modules", "files"),
-    ("parallel",),
+    ("parallel", "runs"),
     ("precision", "data_loader", "tracking"),
     ("step_timer",),
     ("checkpoint",),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -160,6 +162,8 @@ class AcceleratorBase(ProcessControl):
         self._load_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self._files_looked_at: set[str] = set()
         self._saves_in: Path | None = None  # the folder of a project in which this run has saved before
+        # What trackers have called after each step of the first optimizer.
+        self._step_listeners: list[Callable[[], None]] = []
         self._joining = False
         self._watches_forwards = False
         if self._preemption is not None:
@@ -171,6 +175,16 @@ class AcceleratorBase(ProcessControl):
         from accelerate.checkpoint.background import Background
 
         return Background()
+
+    @staticmethod
+    def _listen_to_steps(optimizer: AcceleratedOptimizer, listener: Callable[[], None]) -> None:
+        """Have a function called after each step of an optimizer, after whatever else is."""
+        before = optimizer.after_step
+        optimizer.after_step = listener if before is None else functools.partial(_both, before, listener)
+
+    def _tell_trackers(self, kind: str, text: str) -> None:
+        """Tell them what happened to the run: a checkpoint was "saved" or "loaded", whose folder is the text."""
+        raise NotImplementedError
 
     def _asked_trackers(self, log_with: Any) -> list[Any]:
         if log_with is None:
@@ -432,3 +446,8 @@ def _refused(handler: KwargsHandler) -> Exception:
         return ValueError(f"{name} is for mixed_precision='fp8', which is not part of this version: leave it out.")
     known = ", ".join(kind.__name__ for kind in _HANDLERS)
     return WrongHandler(f"kwargs_handlers cannot contain a {name}: pass any of {known}.")
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()

@@ -197,6 +197,8 @@ class Preparing(AcceleratorBase):
         prepared.on_sync = functools.partial(self._items.begin, len(self._optimizers))
         if self._precision.acts_after_step:
             prepared.after_step = functools.partial(self._precision.after_step, self._models)
+        for listener in self._step_listeners if not self._optimizers else ():
+            self._listen_to_steps(prepared, listener)
         if self._strategy.keeps_parameters:
             prepared._prepared_parameters = functools.partial(
                 _prepared_parameters, self._models, self._strategy, self.num_processes

@@ -166,6 +166,12 @@ def _inside(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
+def tell_recorders(code: object) -> None:
+    """Lets what records this run, if anything does, know how it ends: a code is no error that Python shows."""
+    if (overheard := sys.modules.get("accelerate.tracking.overheard")) is not None:
+        overheard.exits(code)
+
+
 def main() -> None:
     parent, kind, target, *arguments = sys.argv[1:]
     die_with_parent(int(parent))
@@ -178,8 +184,10 @@ def main() -> None:
             record(end, None)
             if (watch := sys.modules.get("accelerate.diagnosis.watch")) is not None and watch.current() is not None:
                 watch.current().exits(end.code)  # those who wait for this process are told
+            tell_recorders(end.code)
         raise
     except KeyboardInterrupt:
+        tell_recorders(130)
         sys.exit(130)
     except BaseException as error:
         traceback = _inside(error.__traceback__)
