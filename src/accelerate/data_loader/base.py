@@ -167,6 +167,8 @@ class DataLoaderAdapter:
     attributes."""
 
     skip_batches = 0
+    # Whether anybody has asked for the length, to lay out a schedule for one.
+    length_asked = False
     # The loader of torch whose workers stay, once it has been iterated: it is iterated again.
     reused: Any = None
     _continued: Any
@@ -196,6 +198,7 @@ class DataLoaderAdapter:
         return type(self) if base is None else _both(type(self), type(base))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
+        self.length_asked = True
         return max(len(self.base_dataloader) - self.skip_batches, 0)
 
     def __iter__(self) -> Iterator[Any]:

@@ -164,6 +164,11 @@ def _gpus_asked_for(settings: Settings) -> str:
     return ""
 
 
+def _share(processes: int) -> str:
+    word = "process" if processes == 1 else "processes"
+    return f"{machine.cores()} cores, {processes} {word}"
+
+
 def _chosen_devices(settings: Settings) -> int:
     if settings.devices.count and settings.gpu_ids not in (None, "all"):
         return len(str(settings.gpu_ids).split(","))
@@ -176,7 +181,7 @@ def _threads(settings: Settings, environ: Mapping[str, str]) -> None:
     here = settings.world.local_size if settings.world is not None else settings.local_processes
     if settings.on_cpu:
         threads = max(1, machine.cores() // max(1, here))
-        settings.put("num_cpu_threads_per_process", threads, "detected", f"{machine.cores()} cores, {here} processes")
+        settings.put("num_cpu_threads_per_process", threads, "detected", _share(here))
     else:
         settings.put("num_cpu_threads_per_process", 1, "default", "the work is on the accelerator")
 

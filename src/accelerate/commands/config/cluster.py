@@ -9,7 +9,7 @@ from accelerate.commands.config.config_utils import DYNAMO_BACKENDS
 from accelerate.config.enums import ComputeEnvironment, DistributedType
 from accelerate.config.file import ClusterConfig
 from accelerate.config.options import option
-from accelerate.config.options.compiling import DYNAMO, FP8
+from accelerate.config.options.compiling import DYNAMO, FP8, MISSPELT
 from accelerate.config.options.compiling import DYNAMO_BACKENDS as COMPILERS
 from accelerate.config.options.engines import MEGATRON, OFFLOAD, STAGES
 from accelerate.config.options.launching import RENDEZVOUS
@@ -169,7 +169,7 @@ def _fp8() -> dict[str, Any]:
 def _compile() -> dict[str, Any]:
     if not questions.confirm("Compile the model with torch.compile?", False):
         return {}
-    compilers = {name: meaning for name, meaning in COMPILERS.items() if name not in ("no", "torhchxla_trace_once")}
+    compilers = {name: meaning for name, meaning in COMPILERS.items() if name not in ("no", *MISSPELT)}
     answers: dict[str, Any] = {"dynamo_backend": questions.ask(option("dynamo_backend"), "inductor", choices=compilers)}
     if questions.confirm("Change how it compiles?", False):
         answers |= {each.name: questions.ask(each) for each in DYNAMO.options[1:]}
