@@ -44,8 +44,7 @@ def confirm(question: str, default: bool, reason: str = "") -> bool:
     """Yes or no."""
     import questionary
 
-    _say(reason)
-    return bool(questionary.confirm(question, default=default).unsafe_ask())
+    return bool(questionary.confirm(_explained(question, reason), default=default).unsafe_ask())
 
 
 def text(question: str, default: Any, read: Callable[[str], Any], reason: str = "", *, needed: bool = False) -> Any:
@@ -62,8 +61,8 @@ def text(question: str, default: Any, read: Callable[[str], Any], reason: str = 
             return f"It {error}."
         return True
 
-    _say(reason)
-    answer = questionary.text(question, default="" if default is None else str(default), validate=check).unsafe_ask()
+    shown = "" if default is None else str(default)
+    answer = questionary.text(_explained(question, reason), default=shown, validate=check).unsafe_ask()
     return read(answer) if answer else None
 
 
@@ -99,6 +98,15 @@ def _answered(option: Option, choices: Mapping[str, str], default: Any, reason: 
         return default, reason
     value = next((choice for choice in choices if choice.lower() == str(value).lower()), None) if choices else value
     return (default, reason) if value is None else (value, "as the file has it")
+
+
+def _explained(question: str, reason: str) -> str:
+    """Says the reason of a suggestion, and what explains the question; returns the question alone: it has to fit into
+    a line of the terminal, which would break it in the middle of a word."""
+    question, _, more = question.partition("? ")
+    _say(reason)
+    _say(more.strip("()."))
+    return question if question.endswith("?") else f"{question}?"
 
 
 def _say(reason: str) -> None:
