@@ -176,3 +176,5 @@ def test_merge_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     merge_command(merge_command_parser().parse_args(words))
     assert load_file(tmp_path / "out" / "model.safetensors")["a"].tolist() == [0, 1, 2]
     assert not (tmp_path / "shards").exists() and str(tmp_path / "out") in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"needs no merging: .* in model\.safetensors\."):
+        merge_command(merge_command_parser().parse_args([str(tmp_path / "out"), str(tmp_path / "again")]))
