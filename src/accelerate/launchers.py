@@ -83,11 +83,15 @@ class _Entry:
     def __call__(self, *args: Any) -> Any:
         if self.forked:
             _forget_parent()
+        sys.stdout, sys.stderr = _Lines(sys.stdout), _Lines(sys.stderr)
         try:
             return self.function(*args)
         except Exception as error:
             lost.told(error, error.__traceback__)  # torch catches it before any hook could
             raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not _is_of_notebook(self.function):
@@ -95,6 +99,33 @@ class _Entry:
         import cloudpickle
 
         return _unpacked, (cloudpickle.dumps(self.function), self.forked)
+
+
+class _Lines:
+    """Hands whole lines on to the stream of a notebook, so that those of several processes are not mixed."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        lines, end, begun = (self._begun + text).rpartition("\n")
+        self._begun = begun
+        if end:
+            self._stream.write(lines + end)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        begun, self._begun = self._begun, ""
+        if begun:
+            self._stream.write(begun)
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _unpacked(function: bytes, forked: bool) -> _Entry:
