@@ -24,7 +24,7 @@ def resolve(
     read_flags(settings, args)
     read_file(settings, environ)
     settings.devices = machine.accelerators(environ) if devices is None else devices
-    for detect in (_engine, _precision, _cluster, _deepspeed, _machines, _processes, _missing_gpus, _threads):
+    for detect in (_engine, _precision, _cluster, _deepspeed, _machines, _processes, _missing_gpus, _threads, _files):
         detect(settings, environ)
     _port(settings, port_in_use)
     return settings
@@ -162,6 +162,15 @@ def _gpus_asked_for(settings: Settings) -> str:
             return f"`--gpu_ids {ids.value}` was given"
         return f"`gpu_ids` is {ids.value} in {settings.config_file}"
     return ""
+
+
+def _files(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Says of files that were asked for where they are, or why there are none."""
+    if settings.tee == "0" and settings.log_dir is not None:
+        settings.notes.append("`--log_dir` is where `--tee` writes, which was not given: add `--tee 3` to write files.")
+    if settings.tee != "0" and settings.log_dir is None:
+        where = os.path.join(environ.get("TMPDIR") or "/tmp", "torchelastic_*")
+        settings.notes.append(f"`--tee` writes to a new folder {where}: name one with `--log_dir` to find it again.")
 
 
 def _share(processes: int) -> str:
