@@ -136,7 +136,7 @@ large-environments: $(CLIENTS)/.ready $(DEEPSPEED)/.ready $(TORCH_OLDEST)/.ready
 
 # On CPU even where there is a GPU: two processes cannot share one.
 quickstart: $(VENV)/.ready-examples
-	ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/quickstart.py
+	$(BIN)/accelerate launch --cpu --num_processes 2 --main_process_port 0 examples/quickstart.py
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .

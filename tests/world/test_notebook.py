@@ -55,6 +55,8 @@ def test_a_notebook(tmp_path: Path) -> None:
             "    accelerator = Accelerator()\n"
             "    model = accelerator.prepare(torch.nn.Linear(500, 500))\n"
             "    accelerator.backward(model(torch.ones(300, 500)).sum())\n"
+            "    for number in range(50):\n"
+            "        print('rank', accelerator.process_index, 'line', number, 'end')\n"
             "    ranks = accelerator.gather(torch.tensor([accelerator.process_index])) * scale\n"
             "    accelerator.print(f'RANKS {ranks.tolist()} {accelerator.mixed_precision} {torch.get_num_threads()}')\n"
             "def fail():\n"
@@ -74,6 +76,8 @@ def test_a_notebook(tmp_path: Path) -> None:
     )
     assert imported["error"] is None and defined["error"] is None
     assert trained["error"] is None and "RANKS [0, 10] bf16 1" in trained["text"]
+    lines = [line for line in trained["text"].splitlines() if "end" in line]
+    assert sorted(lines) == sorted(f"rank {rank} line {number} end" for rank in (0, 1) for number in range(50))
     assert spawned["error"] is None and "RANKS [0, 3] no" in spawned["text"]
     assert restarted["error"] is None
     assert "Rank 1 of fail failed" in failed["error"]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate import precision, strategies
+from accelerate.accelerator.first_backward import FirstBackward
 from accelerate.accumulation import Accumulation, ItemWindows
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.data import DataLoaderConfiguration
@@ -148,6 +149,7 @@ class AcceleratorBase(ProcessControl):
         self.gradient_state = GradientState.owned_by(self, plugin)
         self._strategy.gradient_state = self.gradient_state
         self._strategy.accelerator = weakref.ref(self)
+        FirstBackward(self._strategy)
         self._accumulation = Accumulation(self.gradient_state, self._strategy)
         self._items = ItemWindows(self._strategy)
         # What the windows are about, and for how many models and parameter groups that was found out.

@@ -237,11 +237,12 @@ class Preparing(AcceleratorBase):
         return prepared
 
     def _check_horizon(self, scheduler: Any) -> None:
-        """A schedule for whole epochs of a sharded loader, but not of the loader itself, was divided already."""
+        """A schedule for whole epochs of a prepared loader was divided already, where the script asked that loader how
+        long it is and no other loader explains the number."""
         steps = horizon(scheduler)
         if not steps or self.num_processes == 1 or self.split_batches or not self.step_scheduler_with_optimizer:
             return
-        accumulated = self.gradient_accumulation_steps
+        accumulated, divided = self.gradient_accumulation_steps, 0
         for loader in self._dataloaders:
             shard = getattr(loader, "batch_sampler", None)
             if not isinstance(shard, BatchSamplerShard):
@@ -249,15 +250,18 @@ class Preparing(AcceleratorBase):
             rounds, batches = math.ceil(len(shard) / accumulated), shard.total_length
             # What an epoch comes to for scripts that count right: in steps, or in batches.
             right = (batches, math.ceil(batches / accumulated), rounds * self.num_processes)
-            if rounds > 1 and steps % rounds == 0 and not any(steps % epoch == 0 for epoch in right):
-                warn(
-                    f"This scheduler is laid out for {steps} steps, which is {steps // rounds} times the length of "
-                    f"the prepared loader ({rounds} optimizer steps): a prepared scheduler moves {self.num_processes} "
-                    f"steps (one per process) each time and will be through after {steps // self.num_processes} "
-                    "optimizer steps; compute its length from the loader as it was before `prepare`, or do not prepare "
-                    "the scheduler."
-                )
+            if any(epoch and steps % epoch == 0 for epoch in right):
                 return
+            if getattr(loader, "length_asked", False) and rounds > 1 and steps % rounds == 0:
+                divided = rounds
+        if divided and self.is_main_process:
+            warn(
+                f"This scheduler is laid out for {steps} steps, which is {steps // divided} times the length of "
+                f"the prepared loader ({divided} optimizer steps): a prepared scheduler moves {self.num_processes} "
+                f"steps (one per process) each time and will be through after {steps // self.num_processes} "
+                "optimizer steps; compute its length from the loader as it was before `prepare`, or do not prepare "
+                "the scheduler."
+            )
 
     def prepare_data_loader(
         self,

@@ -218,13 +218,12 @@ class TorchDistributed(Communicator):
         return lengths, messages if all(header[1] for header in headers) else None
 
     def _raise_mismatch(self, tensors: list[torch.Tensor], more: int) -> None:
-        mine = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
-        mine += [f"{more} more"] if more else []
-        everyone = self.gather_objects(", ".join(mine) or "nothing")
+        mine = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+        everyone = self.gather_objects((mine, more))
         raise DistributedOperationException(
             "Cannot gather tensors that differ between ranks in more than their first dimension: "
-            + "; ".join(f"rank {rank} has {shapes}" for rank, shapes in enumerate(everyone))
-            + ". Pad them with `pad_across_processes`, or gather them as objects."
+            + "; ".join(f"rank {rank} has {_in_words(*brought)}" for rank, brought in enumerate(everyone))
+            + f". {_remedy(everyone)}, or gather them as objects."
         )
 
     def _gather_large(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -290,3 +289,23 @@ def _unpack(tensors: list[torch.Tensor], lengths: list[list[int]], messages: tor
         results.append(part.reshape(-1).view(tensor.dtype).reshape(sum(sizes), *rest))
         offsets = [start + size * row for start, size in zip(offsets, sizes, strict=True)]
     return results
+
+
+def _in_words(tensors: list[tuple[str, list[int]]], more: int) -> str:
+    words = [f"{dtype}{shape}" for dtype, shape in tensors] + ([f"{more} more"] if more else [])
+    return ", ".join(words) or "nothing"
+
+
+def _remedy(brought: list[tuple[list[tuple[str, list[int]]], int]]) -> str:
+    """What would make the tensors of all ranks fit. brought: by rank, dtype and shape of each, and how many more."""
+
+    def differ(seen: Callable[[str, list[int]], Any]) -> bool:
+        return len({str([seen(*tensor) for tensor in tensors]) for tensors, _ in brought}) > 1
+
+    if len({len(tensors) + more for tensors, more in brought}) > 1:
+        return "Bring the same tensors, in the same nesting, on every rank"
+    if differ(lambda dtype, shape: dtype):
+        return "Convert them to one dtype with `tensor.to(dtype)`"
+    if differ(lambda dtype, shape: len(shape)):
+        return "Give them the same number of dimensions"
+    return "Pad them with `pad_across_processes`"

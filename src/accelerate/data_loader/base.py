@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -183,6 +184,8 @@ class DataLoaderAdapter:
     attributes."""
 
     skip_batches = 0
+    # Whether anybody has asked for the length, to lay out a schedule for one.
+    length_asked = False
     # The loader of torch whose workers stay, once it has been iterated: it is iterated again.
     reused: Any = None
     _continued: Any
@@ -195,8 +198,8 @@ class DataLoaderAdapter:
         **kwargs: Any,
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
-        kind: Any = _stateful_loader() if use_stateful_dataloader else DataLoader
-        self.base_dataloader: Any = kind(dataset, batch_sampler=batch_sampler, **kwargs)
+        make: Any = _stateful_loader if use_stateful_dataloader else DataLoader
+        self.base_dataloader: Any = make(dataset, batch_sampler=batch_sampler, **kwargs)
         self.dl_state_dict: dict[str, Any] | None = None
         self.position: Position = Position()
 
@@ -212,6 +215,7 @@ class DataLoaderAdapter:
         return type(self) if base is None else _both(type(self), type(base))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
+        self.length_asked = True
         return max(len(self.base_dataloader) - self.skip_batches, 0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -376,12 +380,15 @@ def _revived(kind: type[DataLoaderAdapter], own: dict[str, Any]) -> DataLoaderAd
     return loader
 
 
-def _stateful_loader() -> Any:
+def _stateful_loader(dataset: Any, **kwargs: Any) -> Any:
     if not is_torchdata_stateful_dataloader_available():
         raise ImportError("use_stateful_dataloader=True needs torchdata 0.8 or later: pip install 'torchdata>=0.8'")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader
+    with warnings.catch_warnings():
+        # torchdata calls what torch is about to drop; nothing that a script could change.
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+        return StatefulDataLoader(dataset, **kwargs)
 
 
 def forward_epoch(loader: Any, epoch: int) -> None:

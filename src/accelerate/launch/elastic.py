@@ -25,7 +25,7 @@ from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.preemption import NOTE, PREEMPTED
 from accelerate.launch import processes, program
 from accelerate.launch.engines.single import PROGRAM, WORKER
-from accelerate.launch.failure import details, say
+from accelerate.launch.failure import details, say, say_of_several
 from accelerate.launch.meeting import PortTaken, meeting_point
 from accelerate.launch.waiting import NobodyThere, saying_who_is_awaited, wait_for_main
 
@@ -134,8 +134,11 @@ def _report(failure: Any, quiet: bool, memory_kills: int) -> int:
     alike = [n for n, other in failed.items() if details(other.error_file_data).get("py_callstack") == traceback]
     others = len(failed) - (len(alike) if traceback and len(alike) > 1 else 1)
     also = f" (and {others} more after it)" if others > 0 else ""
-    if traceback:
-        say(rank, _host(), traceback, also, alike)
+    if traceback and len(alike) > 1:
+        shown = others == 0 and all(details(failed[number].error_file_data).get("on_screen") for number in alike)
+        say_of_several(alike, _host(), traceback, also, shown=shown)
+    elif traceback:
+        say(rank, _host(), traceback, also)
     else:
         _say(f"{who} was the first to fail{also}, with exit code {first.exitcode}.")
     return code
