@@ -82,7 +82,8 @@ def main(epochs=6, batch_size=32, folder="runs/preemption", preempt_at=None):
         progress.epoch += 1
         accelerator.save_state()  # nobody warns before a power cut
 
-    accelerator.print(f"{progress.step} steps; loss fell from {progress.first_loss:.6f} to {loss.item():.6f}")
+    steps = f"{progress.step} steps on {accelerator.num_processes} process(es)"
+    accelerator.print(f"{steps}; loss fell from {progress.first_loss:.6f} to {loss.item():.6f}")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         shutil.rmtree(folder)  # so that the example can be run again

@@ -11,25 +11,28 @@ from tests.docs.runner import PLAIN_PROCESS
 from tests.harness import world_outcomes
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-# What torch says to itself: its warnings, with the line that each is about, and the beginnings and ends of profiles.
-_OF_TORCH = r"^(\S*/site-packages/torch/.*Warning: .*\n  .*|USDT:.*)\n"
+# What libraries say of themselves: warnings, each with the line that it is about, profiles, compilations.
+_OF_OTHERS = r"^(\S*/site-packages/.*Warning: .*\n  .*|USDT:.*|DeepSpeed .* built successfully)\n"
+
+QUIET: dict[str, str | None] = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}
 
 
 def as_script(name: str, *words: str) -> None:
     """On a rank: the example as `__main__`."""
     path = str(EXAMPLES / name)
     sys.argv = [path, *words]
+    sys.path.insert(0, str(EXAMPLES))  # as Python does
     runpy.run_path(path, run_name="__main__")
 
 
 def printed(name: str, processes: int, folder: Path, *words: str, timeout: float = 150.0) -> list[str]:
     """The lines that an example prints, which are those of its main process, and none of them a warning."""
     __tracebackhide__ = True
-    env = PLAIN_PROCESS if processes == 1 else None
+    env = QUIET | (PLAIN_PROCESS if processes == 1 else {})
     outcomes = world_outcomes(as_script, processes, name, *words, env=env, cwd=folder, timeout=timeout)
     for outcome in outcomes:
         assert outcome.reason == "finished", f"{outcome.traceback}\n{outcome.output}"
-    main, *others = (re.sub(_OF_TORCH, "", outcome.output + "\n", flags=re.MULTILINE) for outcome in outcomes)
+    main, *others = (re.sub(_OF_OTHERS, "", outcome.output + "\n", flags=re.MULTILINE) for outcome in outcomes)
     assert "Warning: " not in main, main
     assert [other.strip() for other in others] == [""] * len(others), "an example prints on its main process alone"
     return main.splitlines()

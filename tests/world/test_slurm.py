@@ -14,6 +14,7 @@ import pytest
 
 from tests.harness import slurm
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytestmark = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
 
 # Each rank writes a file: on a terminal the lines of several ranks may run into one another.
@@ -106,3 +107,18 @@ def test_a_batch_script_is_one_process_and_its_steps_are_many(slurm_variables: d
         assert [line.split()[:3] for line in step] == [["srun", "0", "2"], ["srun", "1", "2"]]
         assert len({line.split()[3] for line in step}) == 1
     assert first[0].split()[3] != second[0].split()[3], "two steps of a job must not meet at one port"
+
+
+def test_the_job_file_of_the_examples(slurm_variables: dict[str, str], tmp_path: Path) -> None:
+    """Without what this cluster has not got: GPUs, and so many processors."""
+    lines = (EXAMPLES / "jobs" / "slurm.sbatch").read_text().splitlines(keepends=True)
+    job = "".join(line for line in lines if not line.startswith(("#SBATCH --gpus", "#SBATCH --cpus")))
+    (tmp_path / "slurm.sbatch").write_text(job)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    out = tmp_path / "out"
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**slurm_variables, "PATH": search, "ACCELERATE_USE_CPU": "true"}
+    done = run(["sbatch", "-W", "-D", str(tmp_path), "-o", str(out), str(tmp_path / "slurm.sbatch")], variables)
+    text = out.read_text()
+    assert done.returncode == 0, done.stdout + done.stderr + text
+    assert "96 steps on 2 process(es); loss fell from" in text, text
