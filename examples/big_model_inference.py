@@ -59,7 +59,7 @@ def main(folder="runs/big_model"):
         model,
         folder,
         device_map="auto",
-        max_memory={0: size // 3, "cpu": size // 3} if torch.cuda.is_available() else {"cpu": size // 3},
+        max_memory={place: size // 3 for place in (accelerator.device.index, "cpu") if place is not None},
         no_split_module_classes=["Block"],
         offload_folder=f"{folder}/offload-{accelerator.process_index}",
     )
