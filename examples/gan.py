@@ -36,7 +36,7 @@ def distance(a, b):
     return (2 * between - torch.cdist(a, a).mean() - torch.cdist(b, b).mean()).item()
 
 
-def main(epochs=12, batch_size=128):
+def main(epochs=8, batch_size=128):
     accelerator = Accelerator()
     set_seed(0)
     real_points = spiral(4096)

@@ -43,9 +43,9 @@ def main(folds=3, epochs=4, batch_size=64):
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-                losses.append(loss.item())
-        first_losses.append(losses[0])
-        last_losses.append(losses[-1])
+                losses.append(loss.detach())
+        first_losses.append(losses[0].item())
+        last_losses.append(losses[-1].item())
 
         correct = 0
         for inputs, targets in test_loader:

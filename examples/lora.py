@@ -48,7 +48,7 @@ def main(epochs=2, batch_size=32, folder="runs/lora"):
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(loss.detach())
         accelerator.print(f"epoch {epoch}: loss {losses[-1]:.3f}")
 
     # The adapter alone. Load it with `PeftModel.from_pretrained(base_model, folder)`.

@@ -49,7 +49,7 @@ def main(folder="runs/profiling"):
             with torch.profiler.record_function("step"):
                 optimizer.step()
                 optimizer.zero_grad()
-            losses.append(loss.item())
+            losses.append(loss.detach())
             profiler.step()  # tells the schedule that a step is over
 
     accelerator.print(f"trace in {folder}; loss fell from {losses[0]:.3f} to {losses[-1]:.3f}")
