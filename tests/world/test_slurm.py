@@ -15,6 +15,7 @@ import pytest
 
 from tests.harness import slurm
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytestmark = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
 
 # Each rank writes a file: on a terminal the lines of several ranks may run into one another.
@@ -145,3 +146,18 @@ def wait_for(condition: Callable[[], bool], out: Path) -> None:
     while not condition():
         assert time.monotonic() < limit, out.read_text() if out.exists() else "nothing was written"
         time.sleep(0.1)
+
+
+def test_the_job_file_of_the_examples(slurm_variables: dict[str, str], tmp_path: Path) -> None:
+    """Without what this cluster has not got: GPUs, and so many processors."""
+    lines = (EXAMPLES / "jobs" / "slurm.sbatch").read_text().splitlines(keepends=True)
+    job = "".join(line for line in lines if not line.startswith(("#SBATCH --gpus", "#SBATCH --cpus")))
+    (tmp_path / "slurm.sbatch").write_text(job)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    out = tmp_path / "out"
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**slurm_variables, "PATH": search, "ACCELERATE_USE_CPU": "true"}
+    done = run(["sbatch", "-W", "-D", str(tmp_path), "-o", str(out), str(tmp_path / "slurm.sbatch")], variables)
+    text = out.read_text()
+    assert done.returncode == 0, done.stdout + done.stderr + text
+    assert "96 steps on 2 process(es); loss fell from" in text, text
