@@ -34,6 +34,7 @@ def prepare(
         slice_fn_for_dispatch=slice_fn_for_dispatch,
         use_seedable_sampler=config.use_seedable_sampler,
         data_seed=config.data_seed,
+        shuffle=config.shuffle,
         non_blocking=config.non_blocking,
         use_stateful_dataloader=config.use_stateful_dataloader,
         torch_device_mesh=accelerator.torch_device_mesh,

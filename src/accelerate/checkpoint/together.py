@@ -161,7 +161,7 @@ class _Writer:
         key = str(len(self._members))
         self._members[key] = storage
         self._begin_tensor()
-        self._out.append(_storage(value.dtype, key, size) + _integer(value.storage_offset()))
+        self._out.append(_storage(value.dtype, key, size) + _integer(int(value.storage_offset())))
         self._end_tensor(value)
 
     def _add_small(self, value: torch.Tensor, content: bytes) -> None:

@@ -41,12 +41,14 @@ def archive_of(content: Any, together: bool = False) -> Archive:
     archive.add("data.pkl", pickled)
     archive.add("byteorder", sys.byteorder.encode())
     for key, member in members.items():
-        # By its memory and not by the tensor, which may be a part of it.
-        if not isinstance(member, bytes):
-            member = torch.empty(0, dtype=torch.uint8, device=member.device).set_(member)
-        archive.add(f"data/{key}", member)
+        archive.add(f"data/{key}", member if isinstance(member, bytes) else _whole(member))
     archive.add("version", b"3\n")
     return archive
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a memory, of which a tensor may be a part."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _each_alone(content: Any) -> tuple[bytes, Members]:
