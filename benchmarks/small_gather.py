@@ -53,7 +53,8 @@ def main() -> None:
         ratio = statistics.median(second / first for first, second in rounds)
         found[str(size)] = {"all_gather_us": by_hand, "gather_us": ours, "ratio": ratio}
         if accelerator.is_main_process:
-            print(f"{accelerate.__version__}: {size:6} bytes: all_gather {by_hand:.0f} us, gather {ours:.0f} us: {ratio:.2f}")
+            figures = f"all_gather {by_hand:.0f} us, gather {ours:.0f} us, {ratio:.2f} of it"
+            print(f"{accelerate.__version__}, {size:6} bytes: {figures}")
     if options.json and accelerator.is_main_process:
         with open(options.json, "w") as file:
             json.dump({"version": accelerate.__version__, "bytes": found}, file, indent=2)
