@@ -230,6 +230,9 @@ soak: $(VENV)/.ready-test
 bench: $(VENV)/.ready-examples $(PEER)/.ready
 	$(BIN)/python benchmarks/run.py $(ARGS)
 	$(BIN)/python benchmarks/checkpoint.py --peer $(PEER)/bin/python
+	$(BIN)/python benchmarks/many_tensors.py --peer $(PEER)/bin/python
+	$(BIN)/python benchmarks/shuffling.py
 	$(BIN)/python benchmarks/big_models.py --peer $(PEER)/bin/python
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/small_gather.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/watch.py
 	for n in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node $$n benchmarks/sharding.py; done

@@ -18,10 +18,8 @@ from accelerate.accelerator.first_backward import FirstBackward
 from accelerate.accumulation import Accumulation, ItemWindows
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.data import DataLoaderConfiguration
-from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, RNGType
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -30,13 +28,10 @@ from accelerate.config.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
-from accelerate.config.parallel import TorchTensorParallelPlugin
 from accelerate.config.preemption import preemption_settings
 from accelerate.config.project import ProjectConfiguration
 from accelerate.errors import NotYetSupported, WrongHandler
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel.mesh import axis_rank
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import PrecisionSettings
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, stopping
@@ -44,6 +39,10 @@ from accelerate.state.processes import ProcessControl
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.background import Background
+    from accelerate.config.deepspeed import DeepSpeedPlugin
+    from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+    from accelerate.config.parallel import TorchTensorParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
 
 _NOT_GIVEN: Any = object()
 
@@ -315,6 +314,8 @@ class AcceleratorBase(ProcessControl):
     def _axis_rank(self, *axes: str) -> int:
         if self.parallelism_config is None:
             raise RuntimeError("There is no device mesh: pass `parallelism_config=ParallelismConfig(...)`.")
+        from accelerate.parallel.mesh import axis_rank
+
         return axis_rank(self.torch_device_mesh, *axes)
 
     @property
