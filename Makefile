@@ -25,7 +25,7 @@ put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released
 	$$(grep ^accelerate benchmarks/peer-requirements.txt)
 
 .PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients deepspeed torch-oldest torch-middle peer-launch soak \
-	editors wheel wheel-test docs docs-serve site-test plots \
+	editors wheel wheel-test docs docs-serve site-test plots screenshot \
 	lint format file-map bench
 .DEFAULT_GOAL := help
 
@@ -49,6 +49,7 @@ help:
 	@echo "make docs         the documentation as a site, in site/"
 	@echo "make docs-serve   the same, on this machine alone, rebuilt when a page changes"
 	@echo "make plots        draw the plots of docs/performance.md again, after a benchmark was run"
+	@echo "make screenshot   take the picture of the site that README shows again"
 	@echo "make site-test    the site, in a headless Chromium"
 	@echo "make soak         kill saves at thousands of moments"
 	@echo "make lint         ruff and mypy"
@@ -206,6 +207,9 @@ docs-serve: $(SITE)/.ready
 
 plots:
 	$(PYTHON) -m website.plots
+
+screenshot: docs
+	$(SITE)/bin/python -m website.screenshot
 
 # The environment of the site has no torch: a test that trains starts the Python of the other tests.
 site-test: $(VENV)/.ready-test docs

@@ -10,9 +10,10 @@ from typing import Any
 from accelerate.commands.accelerate_cli import COMMANDS
 from accelerate.config.options import FAMILIES, FILE_ONLY, Family, Option
 
-
 # Commands within a command have sections of their own, and what `--help` does is known.
 NO_ROW = (argparse._SubParsersAction, argparse._HelpAction)
+# argparse's own titles.
+PLAINER = {"positional arguments": "Arguments", "options": "Flags", "optional arguments": "Flags"}
 # How often a word may be given, as it is shown.
 REPEATED = {"?": "[{}]", "*": "[{} ...]", "...": "[{} ...]"}
 
@@ -64,7 +65,7 @@ def _sections(name: str, parser: argparse.ArgumentParser, level: int) -> Iterabl
         inner += [action for action in actions if isinstance(action, argparse._SubParsersAction)]
         rows = [_row(action) for action in actions if not isinstance(action, NO_ROW)]
         if rows:
-            title = (group.title or "arguments").capitalize() if (group.title or "").islower() else group.title
+            title = PLAINER.get(group.title or "", group.title)
             yield from (f"{'#' * level} {title}", "", group.description or "", "")
             yield from ("| argument | what it says | default |", "|---|---|---|", *rows, "")
     for action in inner:
@@ -107,9 +108,9 @@ def _settings() -> str:
     lines = [
         "# Settings of a launch",
         "",
-        "Each setting is declared once; its flag of `accelerate launch`, its key in the config file and the variable that",
-        "carries it to the processes are all taken from that declaration.",
-        "[Where a setting comes from](../launching.md#where-a-setting-comes-from) says which of them counts.",
+        "Each setting is declared once. Its flag of `accelerate launch`, its key in the config file and the variable",
+        "that carries it to the processes are derived from that declaration.",
+        "[Where a setting comes from](../launching.md#where-a-setting-comes-from) says which of them takes precedence.",
         "",
     ]
     for family in FAMILIES:

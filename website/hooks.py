@@ -15,16 +15,18 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "src")]
 
-from website import commands, outside, reference  # noqa: E402  (hooks are loaded by their path)
+from website import commands, crosslinks, outside, reference  # noqa: E402  (hooks are loaded by their path)
 
 # Words that tell tests/docs how a block is run (see CONTRIBUTING.md) say nothing to a reader.
 MARKERS = re.compile(r"^( *```(?:python|py|bash|shell|sh))(?: (?:example|continues|world=\d+))+ *$", re.MULTILINE)
+# Pages that are made of names, which would lead to themselves.
+MADE = ("reference/", "commands/")
 PICTURE = re.compile(r'<img alt="([^"]*)" src="([^"]+\.svg)" */?>')
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the places of the menu that are kept for what is made here."""
-    made = {"PYTHON": reference.menu(), "COMMANDS": commands.menu()}
+    made = {"PYTHON": reference.menu(), "COMMANDS": commands.menu(), "EXAMPLES": outside.menu(ROOT)}
     for section in config.nav or []:
         for title, entries in section.items():
             if isinstance(entries, list):
@@ -46,8 +48,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
-    """Blocks without their markers, and links out of docs/ to where the site has those files."""
-    return outside.relinked(MARKERS.sub(r"\1", markdown), page.file.src_uri, ROOT)
+    """Blocks without their markers, links out of docs/ to pages of those files, and links to the reference."""
+    markdown = outside.relinked(MARKERS.sub(r"\1", markdown), page.file.src_uri, ROOT)
+    return markdown if page.file.src_uri.startswith(MADE) else crosslinks.linked(markdown)
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, **_: Any) -> str:

@@ -3,45 +3,59 @@
 from __future__ import annotations
 
 import ast
+import json
 import posixpath
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 LINK = re.compile(r"(\]\()([^)\s#]+)([^)\s]*\))")
-# On the site although no page links there, by their place in the menu.
-ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md")
-LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
 # The landing page of the site says what this one says on a code host.
 HOME = "README.md"
+EXAMPLES = "examples/README.md"
+# On the site although no page links there, by their place in the menu.
+ALWAYS = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md", EXAMPLES)
+LANGUAGES = {".py": "python", ".sh": "bash", ".yaml": "yaml", ".yml": "yaml", ".json": "json", ".toml": "toml"}
+
+
+def menu(root: Path) -> list[Any]:
+    """The part of the menu with the index of examples, where there is one."""
+    return [{"Examples": _uri(EXAMPLES)}] if (root / EXAMPLES).exists() else []
 
 
 def pages(root: Path) -> dict[str, str]:
+    """The pages of all such files, by their place."""
+    files.cache_clear()
+    return {uri: _page(root / path) for uri, path in files(root).items()}
+
+
+@cache
+def files(root: Path) -> dict[str, str]:
     """Every such file, by the place of its page."""
-    made: dict[str, str] = {}
+    found: dict[str, str] = {}
+    documents = sorted((root / "docs").rglob("*.md"))
     waiting = [
-        *ALWAYS,
-        *(target for page in sorted((root / "docs").rglob("*.md")) for target in _targets(page, root)),
+        *(path for path in ALWAYS if (root / path).exists()),
+        *(target for page in documents for target in _targets(page, root)),
     ]
     while waiting:
         path = waiting.pop()
-        if path == HOME or _uri(path) in made:
+        if path == HOME or _uri(path) in found:
             continue
-        file = root / path
-        made[_uri(path)] = _page(file)
-        if file.suffix == ".md":
-            waiting += _targets(file, root)
-    return made
+        found[_uri(path)] = path
+        if path.endswith(".md"):
+            waiting += _targets(root / path, root)
+    return found
 
 
 def relinked(markdown: str, uri: str, root: Path) -> str:
-    """The Markdown of a page, with links to such files leading to their pages."""
-    origin = _origin(uri, root)
+    """The Markdown of a page, with links to such files, and from them, leading to their pages."""
+    origin = files(root).get(uri, f"docs/{uri}")
 
     def lead(found: re.Match[str]) -> str:
         path = _resolve(origin, found[2])
-        if origin.startswith("docs/") and (path is None or path.startswith("docs/") or not _exists(root, path)):
-            return found[0]
         if path is None or not _exists(root, path):
             return found[0]
         there = path.removeprefix("docs/") if path.startswith("docs/") else _uri(_file(root, path))
@@ -78,30 +92,30 @@ def _file(root: Path, path: str) -> str:
 
 
 def _uri(path: str) -> str:
-    """Where the page of a file is on the site."""
+    """Where the page of a file is on the site. Only the first is an `index`: that would stand for its section."""
     if path == HOME:
         return "index.md"
-    if path.endswith("/README.md"):
-        return path
+    folder, name = posixpath.split(path)
+    if name == "README.md":
+        return posixpath.join(folder, "overview.md")
     stem, suffix = posixpath.splitext(path)
     return f"{stem.lower()}.md" if suffix in (".md", ".py") else f"{path}.md"
-
-
-def _origin(uri: str, root: Path) -> str:
-    """The file that a page was made of."""
-    for path in (f"docs/{uri}", uri, uri.upper().replace(".MD", ".md")):
-        if (root / path).is_file() and (path.startswith("docs/") or path != HOME):
-            return path
-    return f"docs/{uri}"
 
 
 def _page(file: Path) -> str:
     text = file.read_text()
     if file.suffix == ".md":
         return text
-    language = LANGUAGES.get(file.suffix, "text")
-    title = f"# {file.name}\n\n"
-    if file.suffix == ".py":
-        said = ast.get_docstring(ast.parse(text)) or ""
-        title += f"{said}\n\n"
-    return f"{title}````{language}\n{text}````\n"
+    if file.suffix == ".ipynb":
+        return _notebook(json.loads(text)["cells"])
+    said = ast.get_docstring(ast.parse(text)) or "" if file.suffix == ".py" else ""
+    return f"# {file.name}\n\n{said}\n\n````{LANGUAGES.get(file.suffix, 'text')}\n{text}````\n"
+
+
+def _notebook(cells: list[dict[str, Any]]) -> str:
+    """The text of a notebook, and its code as blocks."""
+    parts = []
+    for cell in cells:
+        source = "".join(cell["source"])
+        parts.append(f"````python\n{source}\n````" if cell["cell_type"] == "code" else source)
+    return "\n\n".join(parts) + "\n"

@@ -80,6 +80,12 @@ def test_every_flag_is_described(site: Path) -> None:
         assert all(f"<code>{word}</code>" in launch and f"<code>{word}</code>" in settings for word in option.spellings)
 
 
+def test_guides_lead_to_the_reference(site: Path, page: Page) -> None:
+    page.goto((site / "training-loop.html").as_uri())
+    page.locator("article p a", has_text=re.compile("^prepare$")).first.click()
+    page.wait_for_url("**/reference/accelerate.accelerator.html#accelerate.accelerator.Accelerator.prepare")
+
+
 def looked_at(page: Page, place: Path) -> None:
     """Open a page and look whether it is wider than the window."""
     page.goto(place.as_uri(), wait_until="load")
