@@ -26,9 +26,9 @@ _SCHEMA = (
         created REAL NOT NULL, facts TEXT NOT NULL, config TEXT NOT NULL)""",
     # space: where its number means this process. born: when it began, by which it is told from a later one with its
     # number. beat: seconds between signs of life, the last of which was at `seen`. state: NULL, "ended" or "died".
-    """CREATE TABLE processes (run INTEGER NOT NULL, attempt INTEGER NOT NULL, rank INTEGER NOT NULL, host TEXT NOT NULL,
-        space TEXT NOT NULL, pid INTEGER NOT NULL, born REAL, started REAL NOT NULL, seen REAL NOT NULL,
-        beat REAL NOT NULL, state TEXT, reason TEXT, PRIMARY KEY (run, attempt, rank)) WITHOUT ROWID""",
+    """CREATE TABLE processes (run INTEGER NOT NULL, attempt INTEGER NOT NULL, rank INTEGER NOT NULL,
+        host TEXT NOT NULL, space TEXT NOT NULL, pid INTEGER NOT NULL, born REAL, started REAL NOT NULL,
+        seen REAL NOT NULL, beat REAL NOT NULL, state TEXT, reason TEXT, PRIMARY KEY (run, attempt, rank)) WITHOUT ROWID""",
     # kind: "metric" or "system".
     """CREATE TABLE series (id INTEGER PRIMARY KEY, run INTEGER NOT NULL, kind TEXT NOT NULL, rank INTEGER NOT NULL,
         name TEXT NOT NULL, UNIQUE (run, kind, rank, name))""",

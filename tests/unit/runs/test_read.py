@@ -45,8 +45,11 @@ def test_a_summary_grows_with_its_curve(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "better"),
-    [("train/loss", -1), ("loss", -1), ("eval_error", -1), ("val_acc", 1), ("eval/accuracy", 1), ("F1", 1)]
-    + [("lr", 0), ("grad_norm", 0), ("glossary", 0)],
+    [
+        *(("train/loss", -1), ("loss", -1), ("eval_error", -1)),
+        *(("val_acc", 1), ("eval/accuracy", 1), ("F1", 1)),
+        *(("lr", 0), ("grad_norm", 0), ("glossary", 0)),
+    ],
 )
 def test_which_end_is_the_better_one(name: str, better: int) -> None:
     assert direction(name) == better
