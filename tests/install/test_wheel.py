@@ -68,7 +68,7 @@ def test_the_wheel_has_the_package_and_its_stubs(wheel: Path) -> None:
     wanted = {
         str(path.relative_to(source))
         for path in (source / "accelerate").rglob("*")
-        if path.suffix in (".py", ".pyi") or path.parent.name == "page"
+        if path.suffix in (".py", ".pyi") or path.parent.name == "web"
     }
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -24,7 +24,7 @@ MOST_EVENTS = 300
 
 def file(name: str) -> str:
     """One of `FILES`."""
-    return resources.files("accelerate.runs").joinpath("page").joinpath(name).read_text(encoding="utf-8")
+    return resources.files("accelerate.runs").joinpath("web").joinpath(name).read_text(encoding="utf-8")
 
 
 class Page:

@@ -28,7 +28,8 @@ _SCHEMA = (
     # number. beat: seconds between signs of life, the last of which was at `seen`. state: NULL, "ended" or "died".
     """CREATE TABLE processes (run INTEGER NOT NULL, attempt INTEGER NOT NULL, rank INTEGER NOT NULL,
         host TEXT NOT NULL, space TEXT NOT NULL, pid INTEGER NOT NULL, born REAL, started REAL NOT NULL,
-        seen REAL NOT NULL, beat REAL NOT NULL, state TEXT, reason TEXT, PRIMARY KEY (run, attempt, rank)) WITHOUT ROWID""",
+        seen REAL NOT NULL, beat REAL NOT NULL, state TEXT, reason TEXT, PRIMARY KEY (run, attempt, rank))
+        WITHOUT ROWID""",
     # kind: "metric" or "system".
     """CREATE TABLE series (id INTEGER PRIMARY KEY, run INTEGER NOT NULL, kind TEXT NOT NULL, rank INTEGER NOT NULL,
         name TEXT NOT NULL, UNIQUE (run, kind, rank, name))""",
