@@ -31,6 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("--signal", choices=["rank", "launcher"])
+    parser.add_argument("--workers", type=int, default=0)
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     accelerator = Accelerator(
@@ -44,7 +45,8 @@ def main() -> None:
     parts: list[Any] = [net, torch.optim.AdamW(net.parameters(), lr=0.1)]
     parts.append(torch.optim.lr_scheduler.StepLR(parts[1], 3))
     data = TensorDataset(torch.arange(80.0).reshape(40, 2) / 80)
-    parts += [DataLoader(data, batch_size=2, shuffle=True), DataLoader(data, batch_size=8)]
+    workers = arguments.workers
+    parts += [DataLoader(data, batch_size=2, shuffle=True, num_workers=workers), DataLoader(data, batch_size=8)]
     model, optimizer, scheduler, loader, evaluation = accelerator.prepare(*parts)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)

@@ -111,7 +111,7 @@ def test_a_batch_script_is_one_process_and_its_steps_are_many(slurm_variables: d
 
 
 REQUEUED = """#!/bin/sh
-srun {python} -m accelerate launch --cpu --preemption save --resume auto {script} {folder} --signal launcher
+srun {python} -m accelerate launch --cpu --preemption save --resume auto {script} {folder} --signal launcher --workers 1
 code=$?
 echo "ended with $code" >> {folder}/ends
 [ $code -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate.accelerator.base import AcceleratorBase
-from accelerate.accelerator.preemption import SaveAndEnd
+from accelerate.accelerator.preemption import OutlivesSignals, SaveAndEnd
 from accelerate.accelerator.prepare import mark
 from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader
@@ -45,6 +45,8 @@ def prepare(
     prepared.position.follows_dataset = config.exact_resume
     if accelerator._preemption is not None:
         prepared.between_batches = SaveAndEnd(accelerator)
+        inside = prepared.base_dataloader
+        inside.worker_init_fn = OutlivesSignals(inside.worker_init_fn)
     if accelerator._strategy.needs_even_batches and _ends_unevenly(prepared):
         raise ValueError(
             "even_batches=False leaves some processes with a batch less than others here, and a sharded model has "

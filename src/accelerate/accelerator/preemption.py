@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.config.preemption import NOTE, PREEMPTED
@@ -82,3 +85,23 @@ class SaveAndEnd:
         if note := os.environ.get(NOTE):
             Path(note).touch()
         raise SystemExit(PREEMPTED)
+
+
+class OutlivesSignals:
+    """In place of a `worker_init_fn`: clusters signal all processes of a job, and batches of workers are still needed.
+
+    A worker that is told to end and is not ended by its loader lives for another minute.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None) -> None:
+        self._inner = inner
+
+    def __call__(self, worker: int) -> None:
+        for name in stopping.SIGNALS:
+            signal.signal(getattr(signal, name), _end_in_a_minute)
+        if self._inner is not None:
+            self._inner(worker)
+
+
+def _end_in_a_minute(number: int, frame: FrameType | None) -> None:
+    signal.alarm(60)

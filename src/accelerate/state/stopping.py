@@ -44,6 +44,7 @@ class Stopping:
 
     def __init__(self, rank: int, store: Store | None) -> None:
         self.stop: Stop | None = None
+        self._process = os.getpid()
         self._rank = rank
         self._store = store
         self._passed = 0
@@ -110,9 +111,17 @@ class Stopping:
         return before
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if not self.is_here():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
         self.ask(f"{signal.Signals(number).name} on rank {self._rank}")
         if callable(handler := self._before.get(number)):
             handler(number, frame)
+
+    def is_here(self) -> bool:
+        """Whether this process is the rank, and no fork of it."""
+        return os.getpid() == self._process
 
     def close(self) -> None:
         """The end of the program, or of the group."""
@@ -201,10 +210,7 @@ def close() -> None:
         stopping.close()
 
 
-_process = os.getpid()
-
-
 @atexit.register
 def _at_exit() -> None:
-    if os.getpid() == _process:  # not in a worker of a loader, which has no such thread
+    if _current is not None and _current.is_here():
         close()
