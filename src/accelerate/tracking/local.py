@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ class LocalTracker(GeneralTracker):
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], name: str | None = None) -> None:
         super().__init__()
-        self.run_name = run_name if name is None else name
-        self.path = store.place(logging_dir)
+        self.run_name: str = run_name if name is None else name
+        self.path: Path = store.place(logging_dir)
 
     @classmethod
     def runs_on_every_process(cls) -> bool:
