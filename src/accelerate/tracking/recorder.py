@@ -308,8 +308,8 @@ class Recorder:
         reason = None if self.reason is None else clean(self.reason, LONGEST_TEXT)
         who = (run, self.who.attempt, self.who.rank, socket.gethostname(), *self._identity)
         connection.execute(
-            "INSERT INTO processes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (run, attempt, rank) DO UPDATE"
-            " SET seen = excluded.seen, state = excluded.state, reason = excluded.reason",
+            "INSERT INTO processes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (run, attempt, rank)"
+            " DO UPDATE SET seen = excluded.seen, state = excluded.state, reason = excluded.reason",
             (*who, self._began, now, beat, self.state, reason),
         )
 
