@@ -57,6 +57,8 @@ def _maker(place: str) -> Callable[..., argparse.ArgumentParser]:
 def main() -> None:
     """What the shell calls."""
     words = sys.argv[1:]
+    if words[:1] == ["help"]:  # `accelerate help launch` as well
+        words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         sys.exit(0 if words else 1)
