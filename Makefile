@@ -12,13 +12,18 @@ TORCH_OLDEST := .venv-torch-2.6
 TORCH_MIDDLE := .venv-torch-2.9
 BIN := $(VENV)/bin
 WHEELS := dist
-PIP := -m pip --disable-pip-version-check install --quiet
+# Modules are compiled when they are first imported: of the large libraries, only a few ever are.
+PIP := -m pip --disable-pip-version-check install --quiet --no-compile
 # Half of the time a test waits, mostly for processes to start: so two workers. All of a file is run by one of them.
 PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # Debian keeps the pip that `venv` copies in a package of its own; without it, the system's pip installs one.
 make_venv = $(PYTHON) -m venv $(1) || \
 	{ $(PYTHON) -m venv --clear --without-pip $(1) && $(PYTHON) -m pip --python $(1)/bin/python install --quiet pip; }
+
+# An environment that adds to the one of the tests: torch and the rest are found there, unless it has its own.
+layer = $(PYTHON) -m venv --without-pip $(1) && \
+	echo "$(abspath $(VENV))/lib/$$(ls $(VENV)/lib)/site-packages" > $(1)/lib/$$(ls $(1)/lib)/site-packages/tests.pth
 
 # The released package in a folder of an environment that has this one: first on the path, it takes this one's place.
 put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released \
@@ -70,28 +75,28 @@ $(VENV)/.ready-test: pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python $(PIP) -c constraints.txt -e '.[test,dev]'
 	@touch $@ $(VENV)/.ready-examples
 
-$(PEER)/.ready: benchmarks/peer-requirements.txt constraints.txt
+$(PEER)/.ready: benchmarks/peer-requirements.txt $(VENV)/.ready-test
 	@echo "installing the released package into $(PEER)"
-	test -x $(PEER)/bin/python -a -x $(PEER)/bin/pip || $(call make_venv,$(PEER))
+	$(call layer,$(PEER))
 	$(PEER)/bin/python $(PIP) -c constraints.txt -r benchmarks/peer-requirements.txt
 	@touch $@
 
-$(TRACKERS)/.ready: tests/trackers/requirements.txt benchmarks/peer-requirements.txt pyproject.toml constraints.txt
+$(TRACKERS)/.ready: tests/trackers/requirements.txt benchmarks/peer-requirements.txt $(VENV)/.ready-test
 	@echo "installing the tracking libraries into $(TRACKERS)"
-	test -x $(TRACKERS)/bin/python -a -x $(TRACKERS)/bin/pip || $(call make_venv,$(TRACKERS))
+	$(call layer,$(TRACKERS))
 	$(TRACKERS)/bin/python $(PIP) -c constraints.txt -r tests/trackers/requirements.txt -e '.[trackers]'
 	$(call put_released,$(TRACKERS))
 	@touch $@
 
-$(QUANTIZATION)/.ready: tests/quantization/requirements.txt pyproject.toml constraints.txt
+$(QUANTIZATION)/.ready: tests/quantization/requirements.txt $(VENV)/.ready-test
 	@echo "installing bitsandbytes into $(QUANTIZATION)"
-	test -x $(QUANTIZATION)/bin/python -a -x $(QUANTIZATION)/bin/pip || $(call make_venv,$(QUANTIZATION))
+	$(call layer,$(QUANTIZATION))
 	$(QUANTIZATION)/bin/python $(PIP) -c constraints.txt -r tests/quantization/requirements.txt -e .
 	@touch $@
 
-$(CLIENTS)/.ready: tests/clients/requirements.txt benchmarks/peer-requirements.txt pyproject.toml constraints.txt
+$(CLIENTS)/.ready: tests/clients/requirements.txt benchmarks/peer-requirements.txt $(VENV)/.ready-test
 	@echo "installing the libraries built on accelerate into $(CLIENTS)"
-	test -x $(CLIENTS)/bin/python -a -x $(CLIENTS)/bin/pip || $(call make_venv,$(CLIENTS))
+	$(call layer,$(CLIENTS))
 	$(CLIENTS)/bin/python $(PIP) -c constraints.txt -r tests/clients/requirements.txt -e .
 	$(call put_released,$(CLIENTS))
 	@touch $@
@@ -109,9 +114,9 @@ $(SITE)/.ready: tests/site/requirements.txt
 	@touch $@
 
 # DeepSpeed's own build would fetch another torch, and it compiles what it needs at its first use: both are done here.
-$(DEEPSPEED)/.ready: tests/deepspeed/requirements.txt tests/deepspeed/build_ops.py pyproject.toml constraints.txt
+$(DEEPSPEED)/.ready: tests/deepspeed/requirements.txt tests/deepspeed/build_ops.py $(VENV)/.ready-test
 	@echo "installing DeepSpeed into $(DEEPSPEED)"
-	test -x $(DEEPSPEED)/bin/python -a -x $(DEEPSPEED)/bin/pip || $(call make_venv,$(DEEPSPEED))
+	$(call layer,$(DEEPSPEED))
 	$(DEEPSPEED)/bin/python $(PIP) -c constraints.txt wheel setuptools torch -e .
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python $(PIP) --no-build-isolation -c constraints.txt -r tests/deepspeed/requirements.txt
 	DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(abspath $(DEEPSPEED))/torch_extensions PATH=$(abspath $(DEEPSPEED))/bin:$$PATH \
@@ -119,11 +124,10 @@ $(DEEPSPEED)/.ready: tests/deepspeed/requirements.txt tests/deepspeed/build_ops.
 	@touch $@
 
 # Older releases of torch come as CUDA builds: without what they depend on, and with stand-ins for the CUDA libraries.
-.venv-torch-%/.ready: tests/torch_versions/%.txt tests/torch_versions/requirements.txt \
-		tests/torch_versions/without_cuda.py pyproject.toml
+.venv-torch-%/.ready: tests/torch_versions/%.txt \
+		tests/torch_versions/without_cuda.py $(VENV)/.ready-test
 	@echo "installing torch $* into $(@D)"
-	test -x $(@D)/bin/python -a -x $(@D)/bin/pip || $(call make_venv,$(@D))
-	$(@D)/bin/python $(PIP) -r tests/torch_versions/requirements.txt
+	$(call layer,$(@D))
 	$(@D)/bin/python $(PIP) --no-deps -r tests/torch_versions/$*.txt -e .
 	$(@D)/bin/python tests/torch_versions/without_cuda.py
 	@touch $@
@@ -132,7 +136,7 @@ large-environments: $(CLIENTS)/.ready $(DEEPSPEED)/.ready $(TORCH_OLDEST)/.ready
 
 # On CPU even where there is a GPU: two processes cannot share one.
 quickstart: $(VENV)/.ready-examples
-	ACCELERATE_USE_CPU=true OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 examples/quickstart.py
+	$(BIN)/accelerate launch --cpu --num_processes 2 --main_process_port 0 examples/quickstart.py
 
 lint: $(VENV)/.ready-test
 	$(BIN)/ruff check .
@@ -180,12 +184,16 @@ clients: $(CLIENTS)/.ready
 deepspeed: $(DEEPSPEED)/.ready
 	$(DEEPSPEED)/bin/python -m pytest tests/deepspeed $(ARGS)
 
-# Without the documents, which show what the current release of torch does.
+# Without the documents, which show what the current release of torch does, and without what comes before torch is
+# imported: commands, settings, plans of a launch.
+BEFORE_TORCH := tests/unit/commands tests/unit/config tests/unit/environments tests/unit/launch tests/world/test_slurm.py
+ON_OLDER := tests/world tests/contract tests/unit $(addprefix --ignore=,$(BEFORE_TORCH))
+
 torch-oldest: $(TORCH_OLDEST)/.ready
-	$(TORCH_OLDEST)/bin/python $(PYTEST) $(or $(ARGS),tests/world tests/contract tests/unit)
+	$(TORCH_OLDEST)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER))
 
 torch-middle: $(TORCH_MIDDLE)/.ready
-	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(or $(ARGS),tests/world tests/contract tests/unit)
+	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER))
 
 # The packages that a checker sees are those of the tests; the environment of its own has the checker alone.
 editors: $(VENV)/.ready-test $(EDITORS)/.ready
@@ -222,6 +230,9 @@ soak: $(VENV)/.ready-test
 bench: $(VENV)/.ready-examples $(PEER)/.ready
 	$(BIN)/python benchmarks/run.py $(ARGS)
 	$(BIN)/python benchmarks/checkpoint.py --peer $(PEER)/bin/python
+	$(BIN)/python benchmarks/many_tensors.py --peer $(PEER)/bin/python
+	$(BIN)/python benchmarks/shuffling.py
 	$(BIN)/python benchmarks/big_models.py --peer $(PEER)/bin/python
+	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/small_gather.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/watch.py
 	for n in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node $$n benchmarks/sharding.py; done

@@ -13,7 +13,7 @@ import time
 import torch
 
 from accelerate import Accelerator
-from accelerate.diagnosis import place, watch
+from accelerate.diagnosis import limits, place, watch
 from accelerate.torch_internals.process_groups import collectives_begun
 
 STEPS, ROUNDS = 300, 12
@@ -50,7 +50,7 @@ def main() -> None:
     steps(accelerator, model, optimizer)
     for number in range(ROUNDS):
         for name, limit in (("with", "60"), ("without", "0")) if number % 2 else (("without", "0"), ("with", "60")):
-            watch.start(world, f"bench-{number}", {**os.environ, watch.LIMIT: limit})
+            watch.start(world, f"bench-{number}", {**os.environ, limits.LIMIT: limit})
             accelerator.wait_for_everyone()
             found[name].append(steps(accelerator, model, optimizer))
     one = look()

@@ -26,7 +26,7 @@ _PACKAGES = ("accelerate.commands.", "accelerate.test_utils.", "accelerate.utils
 _OWN_NAMES = (
     "accelerate argparse asyncio base64 collections contextlib copy enum functools gc importlib inspect io json "
     "logging math os pickle platform psutil random re shutil socket subprocess sys tempfile threading time torch "
-    "unittest warnings weakref yaml"
+    "transformers unittest warnings weakref yaml"
 )
 _ALIASES = {name: name for name in _OWN_NAMES.split()} | {
     "F": "torch.nn.functional",
@@ -75,6 +75,7 @@ _PLACES = {
     "torch.profiler": "ProfilerActivity",
     "torch.utils.data": "BatchSampler DataLoader Dataset IterableDataset RandomSampler",
     "tqdm.auto": "_tqdm=tqdm",
+    "transformers": "AutoConfig AutoModel",
     "accelerate.accelerator": "Accelerator",
     "accelerate.available": "_is_package_available=has_package is_numpy_available is_torch_distributed_available "
     "is_tqdm_available check_cuda_fp8_capability",

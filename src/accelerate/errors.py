@@ -62,8 +62,8 @@ class NotInstalled(CommandFailed, ImportError):
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn about the line outside of this package that led here."""
+    """Warn about the line outside of this package, and of torch, that led here."""
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == "accelerate":
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("accelerate", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)

@@ -83,11 +83,15 @@ class _Entry:
     def __call__(self, *args: Any) -> Any:
         if self.forked:
             _forget_parent()
+        sys.stdout, sys.stderr = _Lines(sys.stdout), _Lines(sys.stderr)
         try:
             return self.function(*args)
         except Exception as error:
             lost.told(error, error.__traceback__)  # torch catches it before any hook could
             raise
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not _is_of_notebook(self.function):
@@ -95,6 +99,33 @@ class _Entry:
         import cloudpickle
 
         return _unpacked, (cloudpickle.dumps(self.function), self.forked)
+
+
+class _Lines:
+    """Hands whole lines on to the stream of a notebook, so that those of several processes are not mixed."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        lines, end, begun = (self._begun + text).rpartition("\n")
+        self._begun = begun
+        if end:
+            self._stream.write(lines + end)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        begun, self._begun = self._begun, ""
+        if begun:
+            self._stream.write(begun)
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _unpacked(function: bytes, forked: bool) -> _Entry:
@@ -135,7 +166,7 @@ def notebook_launcher(
     """
     if num_processes is None:
         num_processes = _gpus() or 1
-    _check_arguments(args, num_processes=num_processes, node_rank=node_rank, num_nodes=num_nodes)
+    _check_arguments(function, args, num_processes=num_processes, node_rank=node_rank, num_nodes=num_nodes)
     _check(num_processes, mixed_precision, node_rank, num_nodes, start_method)
     if num_processes * num_nodes == 1:
         print(f"Running {_name(function)} in this process.")
@@ -150,6 +181,7 @@ def notebook_launcher(
     if rdzv_backend == "static":
         rdzv_conf = {"rank": node_rank, **(rdzv_conf or {})}
 
+    from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     where = f" on each of {num_nodes} machines" if num_nodes > 1 else ""
@@ -177,6 +209,10 @@ def notebook_launcher(
             elastic_launch(config, _Entry(function, start_method == "fork"))(*args)
         except ChildFailedError as error:
             raise LaunchFailed(_name(function), error.failures) from None
+        except SignalException as stopped:
+            if stopped.sigval == signal.SIGINT:
+                raise KeyboardInterrupt from None  # as if the function had run here
+            raise
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
@@ -187,7 +223,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
     """
     from torch.multiprocessing.spawn import start_processes
 
-    _check_arguments(args, num_processes=num_processes)
+    _check_arguments(function, args, num_processes=num_processes)
     world = {
         "world_size": num_processes,
         "local_world_size": num_processes,
@@ -209,7 +245,12 @@ def test_launch() -> None:
 test_launch.__test__ = False  # type: ignore[attr-defined]
 
 
-def _check_arguments(args: Any, **numbers: Any) -> None:
+def _check_arguments(function: Any, args: Any, **numbers: Any) -> None:
+    if not callable(function):
+        raise TypeError(
+            f"The first argument is {reprlib.repr(function)}, a {type(function).__name__}, and not a function: pass "
+            "the function without calling it, and its arguments as `args`."
+        )
     if isinstance(args, (str, Mapping)) or not isinstance(args, Iterable):
         shown = reprlib.repr(args)
         raise ValueError(f"args is {shown}, but should be a tuple or a list: one argument is written `({shown},)`.")

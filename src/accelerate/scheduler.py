@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from torch.optim.lr_scheduler import PolynomialLR
 
+from accelerate.data_loader.samplers import BatchSamplerShard
+from accelerate.errors import warn
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState, PartialState
 
@@ -80,16 +81,26 @@ class AcceleratedScheduler:
         assert self._horizon is not None
         self._optimizer_steps += 1
         # Epochs that do not divide evenly go a little past the end; one that was divided already goes to twice it.
-        if self._optimizer_steps * self._steps_each_time < 1.5 * self._horizon + self._steps_each_time:
-            return
         each = self._steps_each_time
-        warnings.warn(
-            f"The learning-rate schedule of {self._horizon} steps ended after {self._horizon // each} optimizer steps, "
-            f"and training goes on: a prepared scheduler moves {each} steps (one per process) each time; give it the "
-            "number of steps of a single process, or pass `step_scheduler_with_optimizer=False` to the Accelerator.",
-            stacklevel=4,
-        )
+        if self._optimizer_steps * each < 1.5 * self._horizon + each:
+            return
+        shard = getattr(self.gradient_state.active_dataloader, "batch_sampler", None)
+        if isinstance(shard, BatchSamplerShard):
+            # With few batches for the processes, an epoch is far more steps of the schedule than it has batches.
+            longer = len(shard) * each / max(shard.total_length, 1)
+            if self._optimizer_steps * each < 1.5 * longer * self._horizon + each:
+                return
+        if PartialState().is_main_process:
+            self._say_it_has_ended(self._horizon, each)
         self._horizon = None
+
+    @staticmethod
+    def _say_it_has_ended(steps: int, each: int) -> None:
+        warn(
+            f"The learning-rate schedule of {steps} steps ended after {steps // each} optimizer steps, "
+            f"and training goes on: a prepared scheduler moves {each} steps (one per process) each time; give it the "
+            "number of steps of a single process, or pass `step_scheduler_with_optimizer=False` to the Accelerator."
+        )
 
     def get_last_lr(self) -> Any:
         return self.scheduler.get_last_lr()

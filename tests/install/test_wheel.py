@@ -66,7 +66,9 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_wheel_has_the_package_and_its_stubs(wheel: Path) -> None:
     source = ROOT / "src"
     wanted = {
-        str(path.relative_to(source)) for path in (source / "accelerate").rglob("*") if path.suffix in (".py", ".pyi")
+        str(path.relative_to(source))
+        for path in (source / "accelerate").rglob("*")
+        if path.suffix in (".py", ".pyi") or path.parent.name == "web"
     }
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}

@@ -32,7 +32,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("barrier", "logging", "memory", "random", "tqdm", "compilation"),
     ("unwrap", "memory_utils"),
     ("modules", "files"),
-    ("parallel",),
+    ("parallel", "runs"),
     ("precision", "data_loader", "tracking"),
     ("step_timer",),
     ("checkpoint",),
@@ -60,6 +60,41 @@ SAME = {"hooks": "big_modeling"}
 UPWARD_IN_FUNCTIONS = {
     ("config", "available"): "a public function of the config's module asks what hardware there is",
 }
+
+
+# What a script with one device and no loader does not need, and so does not wait for.
+NOT_AT_THE_START = (
+    "accelerate.accelerator.loaders",
+    "accelerate.accelerator.uneven",
+    "accelerate.accelerator.whole_run",
+    "accelerate.big_modeling",
+    "accelerate.checkpoint",
+    "accelerate.comm.checked",
+    "accelerate.config.deepspeed",
+    "accelerate.config.fsdp",
+    "accelerate.config.parallel",
+    "accelerate.data_loader",
+    "accelerate.devices.cuda_start",
+    "accelerate.diagnosis.place",
+    "accelerate.diagnosis.watch",
+    "accelerate.launch",
+    "accelerate.memory",
+    "accelerate.parallelism_config",
+    "accelerate.state.lost",
+    "accelerate.step_timer",
+    "accelerate.strategies.ddp",
+    "accelerate.strategies.fsdp1",
+    "accelerate.strategies.fsdp2",
+    "accelerate.tracking",
+    "accelerate.utils",
+    "numpy.random",
+    "sysconfig",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "yaml",
+)
+MOST_AT_THE_START = 80  # of our own
 
 
 def part_of(path: Path) -> str:
@@ -135,3 +170,18 @@ def test_imports_no_torch(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'numpy', 'yaml', 'psutil'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_an_accelerator_brings_along_what_it_needs_alone() -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules)\n"
+        "from accelerate import Accelerator; Accelerator(cpu=True)\n"
+        "print(*sorted(set(sys.modules) - before))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    loaded = result.stdout.split()
+    needless = [
+        name for name in loaded if name in NOT_AT_THE_START or name.startswith(tuple(f"{n}." for n in NOT_AT_THE_START))
+    ]
+    assert needless == []
+    assert len([name for name in loaded if name.partition(".")[0] == "accelerate"]) <= MOST_AT_THE_START

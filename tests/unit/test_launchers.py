@@ -7,6 +7,7 @@ import os
 import pickle
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,43 @@ def test_one_process_is_this_one(capsys: pytest.CaptureFixture[str], monkeypatch
 def test_what_cannot_be_is_refused(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         notebook_launcher(print, **{"num_processes": 2, **arguments})  # type: ignore[arg-type]
+
+
+def test_the_result_of_a_function_is_no_function() -> None:
+    for launcher in (notebook_launcher, debug_launcher):
+        with pytest.raises(TypeError, match=r"The first argument is 0\.5, a float, .* without calling it"):
+            launcher(0.5, num_processes=2)  # type: ignore[arg-type]
+
+
+INTERRUPTED = """
+import os, signal, sys, time
+from pathlib import Path
+from accelerate import notebook_launcher
+
+def wait(parent):
+    Path(os.environ["RANK"]).touch()
+    while not (Path("0").exists() and Path("1").exists()):
+        time.sleep(0.01)
+    if os.environ["RANK"] == "0":
+        os.kill(parent, signal.SIGINT)
+    time.sleep(600)
+
+try:
+    notebook_launcher(wait, (os.getpid(),), num_processes=2, use_port="0")
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+
+def test_an_interrupt_is_that_of_python(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+    )
+    assert done.stdout.splitlines()[-1] == "interrupted", done.stderr
 
 
 def test_an_accelerator_that_exists_already_is_refused() -> None:

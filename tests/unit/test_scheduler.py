@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from accelerate import Accelerator
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import GradientState
+from accelerate.state import GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net, loader
@@ -69,17 +69,19 @@ def run(
                     optimizer.step()
                     scheduler.step()
                     optimizer.zero_grad()
+    assert all(warning.filename == __file__ for warning in caught)
     return [str(warning.message) for warning in caught]
 
 
 def _divided() -> None:
+    first = int(PartialState().is_main_process)  # who says it
     for name, schedule in SCHEDULES.items():
         # Known at prepare: whole epochs of the sharded loader.
         found = run(schedule, total=lambda _, after: 3 * len(after), samples=40, epochs=1)
-        assert len(found) == 1 and "times the length of the prepared loader" in found[0], (name, found)
+        assert len(found) == first and all("times the length of the prepared loader" in text for text in found), found
         # Known at run time only: the schedule ends long before training does. Said once.
         found = run(schedule, total=lambda _, after: 3 * len(after) + 1, samples=40, epochs=8)
-        assert len(found) == 1 and "training goes on" in found[0], (name, found)
+        assert len(found) == first and all("training goes on" in text for text in found), (name, found)
 
 
 def _right() -> None:
@@ -105,6 +107,26 @@ def _right() -> None:
     assert run(hold, total=lambda *_: 3, samples=40, epochs=4) == []
     step = lambda optimizer, steps: lr_scheduler.StepLR(optimizer, step_size=steps)  # noqa: E731
     assert run(step, total=lambda *_: 3, samples=40, epochs=4) == []
+    for schedule in SCHEDULES.values():
+        assert run(schedule, total=lambda before, _: len(before) * 3 // 2, samples=40, epochs=1) == []  # one and a half
+        assert with_evaluation(schedule) == []
+        # One batch, and a step of two processes in each epoch.
+        assert run(schedule, total=lambda before, _: 6 * len(before), samples=4, epochs=6) == []
+
+
+def with_evaluation(schedule: Any) -> list[str]:
+    """The loader to evaluate with is shorter, and prepared in the same call."""
+    GradientState._reset_state()
+    accelerator, net = Accelerator(), Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    training, evaluation = loader(80), loader(32)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        accelerator.prepare(net, optimizer, training, evaluation, schedule(optimizer, 3 * len(training)))
+        evaluation = accelerator.prepare(loader(32))
+        assert len(evaluation) == 4
+        accelerator.prepare(schedule(optimizer, 3 * len(training)))
+    return [str(warning.message) for warning in caught]
 
 
 def test_a_schedule_that_was_divided_already_is_said_once() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.nn.utils import parametrizations
 
-from accelerate.torch_internals import data_loader, grad_scaler, modules, tensors
+from accelerate.torch_internals import data_loader, grad_scaler, modules, process_groups, tensors
 from tests.unit.torch_names import without
 
 
@@ -251,6 +251,14 @@ def test_policies() -> None:
     assert hidden.chosen_by(by_class, model, []) is None
     with pytest.raises(RuntimeError, match=r"has no CustomPolicy\._run_policy\w*, which this policy needs"):
         hidden.chosen_by(custom, model, [])
+
+
+def test_gathering_without_a_method_of_the_group() -> None:
+    class Group:
+        """Without a method, as none may have one of that name any more."""
+
+    gather: Any = process_groups.all_gather_on(Group())
+    assert gather.func is torch.distributed.all_gather_into_tensor and isinstance(gather.keywords["group"], Group)
 
 
 def test_exchange_of_context() -> None:

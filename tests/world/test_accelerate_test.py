@@ -38,3 +38,14 @@ def test_a_check_that_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     passed, failed, last = capsys.readouterr().out.splitlines()
     assert "randomness" in passed and "_fails" in failed and "rank 0: AssertionError: the cable is loose" in failed
     assert "1 of 2 checks passed" in last and last.endswith("; failed: _fails")
+
+
+def test_an_engine_that_one_process_cannot_try(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setattr(script, "CHECKS", (script.randomness,))
+    script.main()
+    assert "1 of 1 checks passed" in (last := capsys.readouterr().out.splitlines()[-1])
+    assert "; FSDP was not tried, since one process" in last

@@ -43,13 +43,17 @@ class Script:
 
 
 def _alone(folder: str, behind: bool) -> Any:
-    callers.meeting()._patience, callers.KNOWN = 0.3, 0.1
+    callers.meeting()._patience, callers.KNOWN, callers.QUIET = 0.3, 0.1, 0.0
     run = Script(folder)
+    said: list[str] = []
+    callers.logger.addFilter(lambda record: bool(said.append(record.getMessage())))
     kept: dict[int, list[float]] = {}
     for number, batch in enumerate(run.batches):
         run.step(batch)
         if number in (1, 2, 4) and run.accelerator.is_main_process:
+            said.clear()
             run.accelerator.save_state(async_save=behind)
+            assert len(said) == 1 and "Rank 0 waits in save_state" in said[0]
             kept[number] = weights(run.model).tolist()
     run.accelerator.wait_for_checkpoint()
     run.accelerator.wait_for_everyone()

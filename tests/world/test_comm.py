@@ -198,6 +198,9 @@ def _disagree(kind: str) -> str:
 def test_ranks_that_disagree_all_get_the_same_error_and_can_go_on(kind: str, processes: int) -> None:
     texts = run_world(_disagree, processes, kind)
     assert len(set(texts)) == 1
+    remedy = {"number": "the same tensors", "none": "the same tensors", "many": "the same tensors"}
+    remedy |= {"dims": "same number of dimensions", "dtype": "one dtype", "same bytes": "one dtype"}
+    assert remedy.get(kind, "Pad them with `pad_across_processes`") in texts[0]
     for rank in range(processes):
         assert f"rank {rank} has " in texts[0]
 
@@ -221,6 +224,10 @@ def _objects() -> None:
     gathered = ops.gather_object([{"rank": rank}] * (rank + 1))
     assert gathered == [{"rank": r} for r in range(size) for _ in range(r + 1)]
     assert ops.gather_object([]) == []
+    with pytest.raises(TypeError, match=r"of a dict only the keys .* `gather_object\(\[object\]\)`"):
+        ops.gather_object({"rank": rank})
+    with pytest.raises(TypeError, match=r"a value of type float .* pass a tensor"):
+        ops.gather(0.5)
     big = ops.gather_object(["x" * 200_000 + str(rank)])
     assert [len(item) for item in big] == [200_001] * size and big[-1][-1] == str(size - 1)
     mine: list[Any] = [rank, {"r": torch.tensor(rank)}, None]

@@ -9,6 +9,7 @@ import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -112,10 +113,10 @@ def test_nothing_holds_a_group_at_the_end_that_the_script_has_taken_down_itself(
 
 
 AT_EXIT = """
-import atexit
+import atexit, sys
 def report():
     accelerator.wait_for_everyone()
-    print(accelerator.gather(torch.ones(1)).tolist(), flush=True)
+    sys.stdout.write(f"{accelerator.gather(torch.ones(1)).tolist()}\\n")  # at once: two processes write
 atexit.register(report)
 import torch
 from accelerate import Accelerator
@@ -137,6 +138,26 @@ def asked_after_the_end() -> str:
 def test_who_asks_others_after_the_end_is_told_so() -> None:
     for rank, told in enumerate(run_world(asked_after_the_end, 2)):
         assert f"process group of rank {rank} is gone" in told
+
+
+def talked_at_the_end() -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+    naps: list[float] = []
+    ending.time = SimpleNamespace(sleep=naps.append)  # type: ignore[attr-defined]
+    before = ending.current()
+    ending._free_groups()  # as at the end of the program, with an exit handler of the script still to come
+    counts = [len(naps)]
+    gathered = accelerator.gather(torch.ones(1)).tolist()
+    counts.append(len(naps))
+    accelerator.wait_for_everyone()
+    counts.append(len(naps))
+    ending.set_current(before)
+    return [gathered, 0 < counts[0] < counts[1] < counts[2]]
+
+
+def test_the_threads_may_finish_after_what_an_exit_handler_asks_of_the_others() -> None:
+    """Nothing of ours comes after it, so a thread that asked for Python's lock then would abort the process."""
+    assert run_world(talked_at_the_end, 2) == [[[1.0, 1.0], True]] * 2
 
 
 def test_what_a_script_does_at_exit_may_still_talk_to_the_others(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ def _trains_as_one_process(settings: dict[str, Any], steps: int = 20) -> None:
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "layers": {},
+    "found": {"auto_wrap_policy": None, "transformer_cls_names_to_wrap": None},
     "whole": {"auto_wrap_policy": "no_wrap"},
     "size": {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100},
     "keep": {"reshard_after_forward": False},
@@ -82,6 +84,56 @@ def _holds_its_part() -> None:
 def test_holds_its_part() -> None:
     run_world(_holds_its_part, 2)
     run_world(_holds_its_part, 4)
+
+
+class Stack(nn.Module):
+    """Blocks in a row between others, tied at both ends, with experts and a head that is no block."""
+
+    def __init__(self, **kinds: list[str]) -> None:
+        super().__init__()
+        self.start = nn.Linear(4, 4)
+        self.body = nn.Sequential(Layers(), Layers(), Layers(), nn.Linear(4, 4))
+        self.experts = nn.ModuleList([Layers(), Layers()])
+        self.__dict__.update(kinds)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(self.start(x))
+        return out
+
+
+class Layers(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.Linear(8, 4))
+
+
+def _finds_blocks() -> None:
+    said: list[str] = []
+    logger = logging.getLogger("accelerate.strategies.wrapping")
+    logger.addFilter(lambda record: bool(said.append(record.getMessage())))
+    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    assert accelerator.state.fsdp_plugin.auto_wrap_policy is None
+
+    def units(model: nn.Module) -> list[str]:
+        prepared = accelerator.prepare(model)
+        return [name for name, part in prepared.named_modules() if isinstance(part, FSDPModule)]
+
+    assert units(Tower()) == ["", *(f"blocks.{number}" for number in range(len(Tower().blocks)))]
+    assert [text[:44] for text in said] == [
+        "FSDP gathers each Block of this Tower by its"
+    ] * accelerator.is_main_process
+    assert units(Stack()) == ["", "body.0", "body.1", "body.2"]
+    assert units(Stack(_no_split_modules=["Linear", "Absent"]))[:2] == ["", "start"]
+    assert units(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))) == [""]  # single layers are no blocks
+    few = nn.Sequential(nn.Linear(64, 64), nn.Sequential(Layers(), Layers()))
+    assert units(few) == [""]  # blocks that are little of it
+    accelerator.state.fsdp_plugin.auto_wrap_policy = "no_wrap"
+    accelerator.state.fsdp_plugin.__post_init__()
+    assert units(Stack()) == [""]
+    assert len(said) == accelerator.is_main_process
+
+
+def test_without_a_policy_the_blocks_of_a_model_are_found() -> None:
+    run_world(_finds_blocks, 2)
 
 
 def _settings_reach_the_engine() -> None:

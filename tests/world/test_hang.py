@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.diagnosis import roll, watch
+from accelerate.diagnosis import limits, roll, watch
 from accelerate.diagnosis.roll import Note
 from tests.harness import run_world, world_outcomes
 from tests.harness.world import free_port
@@ -77,7 +77,7 @@ def test_work_that_is_waited_for(tmp_path: Path) -> None:
 
 def test_under_torchrun(tmp_path: Path) -> None:
     path = script(tmp_path, START + "if rank:\n    load_batch()\naccelerator.wait_for_everyone()\n")
-    env = {**environment(tmp_path), watch.LIMIT: "2", watch.ACTION: "abort"}
+    env = {**environment(tmp_path), limits.LIMIT: "2", limits.ACTION: "abort"}
     done = subprocess.run([*TORCHRUN, path], capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path)
     assert "rank 0 waits in wait_for_everyone (train.py:15) since" in done.stderr, done.stderr
 
@@ -113,7 +113,7 @@ def test_in_a_notebook(tmp_path: Path) -> None:
         "from tests.world.test_hang import hang_in_a_notebook\n"
         "notebook_launcher(hang_in_a_notebook, num_processes=2, use_port='0')\n"
     )
-    env = {**environment(tmp_path), watch.LIMIT: "2", watch.ACTION: "abort", "ACCELERATE_USE_CPU": "1"}
+    env = {**environment(tmp_path), limits.LIMIT: "2", limits.ACTION: "abort", "ACCELERATE_USE_CPU": "1"}
     words = [sys.executable, "-c", text]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path)
     assert "rank 0 waits in wait_for_everyone (test_hang.py:" in done.stderr, done.stderr
@@ -129,10 +129,10 @@ def names_of_threads() -> list[str]:
 
 def test_it_can_be_turned_off() -> None:
     assert all("accelerate-watch" in names for names in run_world(names_of_threads, 2))
-    assert not any("accelerate-watch" in names for names in run_world(names_of_threads, 2, env={watch.LIMIT: "0"}))
+    assert not any("accelerate-watch" in names for names in run_world(names_of_threads, 2, env={limits.LIMIT: "0"}))
 
 
-@pytest.mark.parametrize(("name", "value"), [(watch.LIMIT, "soon"), (watch.LIMIT, "-1"), (watch.ACTION, "kill")])
+@pytest.mark.parametrize(("name", "value"), [(limits.LIMIT, "soon"), (limits.LIMIT, "-1"), (limits.ACTION, "kill")])
 def test_settings_that_cannot_be_read(name: str, value: str) -> None:
     for outcome in world_outcomes(names_of_threads, 2, env={name: value}):
         assert outcome.error == "ValueError" and f"{name} is {value!r}" in outcome.message

@@ -89,9 +89,20 @@ accelerator.end_training()
 
 
 def test_two_processes_on_the_cpu_train_and_say_so(tmp_path: Path) -> None:
-    done = launch(tmp_path, *TWO, "--mixed_precision", "bf16", script(tmp_path, TRAIN), "--", "--num_processes", "9")
+    done = launch(
+        tmp_path,
+        *TWO,
+        "--mixed_precision",
+        "bf16",
+        script(tmp_path, TRAIN),
+        "--",
+        "--num_processes",
+        "9",
+        "--signal",
+        "1",
+    )
     assert done.returncode == 0, done.stderr
-    rest = [2, "DistributedType.MULTI_CPU", "gloo", "bf16", 2.0, ["--", "--num_processes", "9"]]
+    rest = [2, "DistributedType.MULTI_CPU", "gloo", "bf16", 2.0, ["--", "--num_processes", "9", "--signal", "1"]]
     assert results(done.stdout) == [[[0, *rest], [1, *rest]]]
     assert done.stderr.splitlines() == ["accelerate: starting 2 processes, on the CPU, talking through gloo"]
 
@@ -394,17 +405,23 @@ accelerator.end_training()
     assert results(done.stdout) == [["DistributedType.FSDP", 10]] * 2, done.stderr
 
 
-def test_an_error_that_all_ranks_share_is_on_the_screen_once(tmp_path: Path) -> None:
+def test_what_all_ranks_say_is_on_the_screen_once(tmp_path: Path) -> None:
     train = script(
         tmp_path, "open(f'{rank}-there', 'w').close()\nwhile not os.path.exists(f'{1 - rank}-there'): pass\n"
     )
     with open(train, "a") as file:
+        file.write("import warnings\nwarnings.simplefilter('always')\n")
+        file.write("for _ in range(2): warnings.warn('heard by all')\nwarnings.warn(f'from {rank}')\n")
         file.write("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nraise ValueError('for all of us')\n")
     done = launch(tmp_path, *TWO, train)
     assert done.returncode == 1
-    # By the first rank as it happens, and by the launcher with all ranks as the last thing.
-    assert done.stderr.count("ValueError: for all of us") == 2, done.stderr
-    assert "Ranks 0, 1 on " in done.stderr and "failed alike:" in done.stderr
+    # By the first rank as it happens; the launcher names all ranks as the last thing.
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    last, error = done.stderr.splitlines()[-2:]
+    assert last.startswith("Ranks 0, 1 on ") and last.endswith(" failed alike, as shown above:")
+    assert error == "ValueError: for all of us"
+    # A warning comes as often as one rank gives it.
+    assert [done.stderr.count(f"Warning: {text}") for text in ("heard by all", "from 0", "from 1")] == [2, 1, 1]
 
 
 SECOND = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "1"]

@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-pytest.importorskip("nbclient", reason="needs nbclient and ipykernel, from the test extra")
-pytest.importorskip("ipykernel", reason="needs nbclient and ipykernel, from the test extra")
-
-# In a process of its own, so that the client's threads and warnings stay there.
-CLIENT = """
-import sys, nbformat, nbclient
-notebook = nbformat.read(sys.argv[1], 4)
-nbclient.NotebookClient(notebook, timeout=190, allow_errors=True, kernel_name="python3").execute()
-nbformat.write(notebook, sys.argv[1])
-"""
+from tests.harness.notebook import run_notebook
 
 
 def run_cells(cells: list[str], folder: Path) -> list[dict[str, Any]]:
@@ -29,17 +15,7 @@ def run_cells(cells: list[str], folder: Path) -> list[dict[str, Any]]:
     code = {"cell_type": "code", "metadata": {}, "outputs": [], "execution_count": None}
     cell_list = [{**code, "id": f"c{number}", "source": source} for number, source in enumerate(cells)]
     path.write_text(json.dumps({"cells": cell_list, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
-    # The kernel does not capture what new processes print where it finds itself under pytest.
-    environ = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
-    command = [sys.executable, "-c", CLIENT, str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environ)
-    assert done.returncode == 0, done.stderr
-    results = []
-    for cell in json.loads(path.read_text())["cells"]:
-        text = "".join("".join(output.get("text", "")) for output in cell["outputs"])
-        errors = [output for output in cell["outputs"] if output["output_type"] == "error"]
-        results.append({"text": text, "error": errors[0]["evalue"] if errors else None})
-    return results
+    return run_notebook(path)
 
 
 def test_a_notebook(tmp_path: Path) -> None:
@@ -55,6 +31,8 @@ def test_a_notebook(tmp_path: Path) -> None:
             "    accelerator = Accelerator()\n"
             "    model = accelerator.prepare(torch.nn.Linear(500, 500))\n"
             "    accelerator.backward(model(torch.ones(300, 500)).sum())\n"
+            "    for number in range(50):\n"
+            "        print('rank', accelerator.process_index, 'line', number, 'end')\n"
             "    ranks = accelerator.gather(torch.tensor([accelerator.process_index])) * scale\n"
             "    accelerator.print(f'RANKS {ranks.tolist()} {accelerator.mixed_precision} {torch.get_num_threads()}')\n"
             "def fail():\n"
@@ -74,6 +52,8 @@ def test_a_notebook(tmp_path: Path) -> None:
     )
     assert imported["error"] is None and defined["error"] is None
     assert trained["error"] is None and "RANKS [0, 10] bf16 1" in trained["text"]
+    lines = [line for line in trained["text"].splitlines() if "end" in line]
+    assert sorted(lines) == sorted(f"rank {rank} line {number} end" for rank in (0, 1) for number in range(50))
     assert spawned["error"] is None and "RANKS [0, 3] no" in spawned["text"]
     assert restarted["error"] is None
     assert "Rank 1 of fail failed" in failed["error"]

@@ -6,7 +6,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from tests.harness import slurm
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 pytestmark = pytest.mark.skipif(slurm.missing() is not None, reason=str(slurm.missing()))
 
 # Each rank writes a file: on a terminal the lines of several ranks may run into one another.
@@ -106,3 +108,56 @@ def test_a_batch_script_is_one_process_and_its_steps_are_many(slurm_variables: d
         assert [line.split()[:3] for line in step] == [["srun", "0", "2"], ["srun", "1", "2"]]
         assert len({line.split()[3] for line in step}) == 1
     assert first[0].split()[3] != second[0].split()[3], "two steps of a job must not meet at one port"
+
+
+REQUEUED = """#!/bin/sh
+srun {python} -m accelerate launch --cpu --preemption save --resume auto {script} {folder} --signal launcher
+code=$?
+echo "ended with $code" >> {folder}/ends
+[ $code -eq 75 ] && scontrol requeue "$SLURM_JOB_ID"
+exit $code
+"""
+
+
+def test_a_job_that_is_told_to_end_is_saved_and_goes_on_when_it_is_requeued(
+    slurm_variables: dict[str, str], tmp_path: Path
+) -> None:
+    script = Path(__file__).parent / "preempted.py"
+    (tmp_path / "job.sh").write_text(REQUEUED.format(python=sys.executable, script=script, folder=tmp_path))
+    out = tmp_path / "out"
+    options = ["--parsable", "--requeue", "--open-mode=append", "-o", str(out), *ON_ONE_NODE]
+    done = run(["sbatch", *options, str(tmp_path / "job.sh")], slurm_variables)
+    job = done.stdout.strip()
+    wait_for(lambda: (tmp_path / "ready").exists(), out)
+    run(["scancel", "--signal=TERM", job], slurm_variables)
+    wait_for(lambda: (tmp_path / "ends").exists(), out)
+    (tmp_path / "ready").unlink()
+    wait_for(lambda: (tmp_path / "ends").read_text().count("ended with") == 2, out)
+    text = out.read_text()
+    assert (tmp_path / "ends").read_text().splitlines() == ["ended with 75", "ended with 0"], text
+    assert "SIGTERM on rank" in text and "the run was saved to" in text
+    samples = [line for rank in (0, 1) for line in (tmp_path / f"rank{rank}").read_text().splitlines() if "[" in line]
+    of_epochs = [line.split(" [")[0] for line in samples if not line.startswith("weights")]
+    assert {epoch: of_epochs.count(epoch) for epoch in "0123"} == dict.fromkeys("0123", 20)  # 40 samples, two each
+
+
+def wait_for(condition: Callable[[], bool], out: Path) -> None:
+    limit = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < limit, out.read_text() if out.exists() else "nothing was written"
+        time.sleep(0.1)
+
+
+def test_the_job_file_of_the_examples(slurm_variables: dict[str, str], tmp_path: Path) -> None:
+    """Without what this cluster has not got: GPUs, and so many processors."""
+    lines = (EXAMPLES / "jobs" / "slurm.sbatch").read_text().splitlines(keepends=True)
+    job = "".join(line for line in lines if not line.startswith(("#SBATCH --gpus", "#SBATCH --cpus")))
+    (tmp_path / "slurm.sbatch").write_text(job)
+    (tmp_path / "examples").symlink_to(EXAMPLES)
+    out = tmp_path / "out"
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**slurm_variables, "PATH": search, "ACCELERATE_USE_CPU": "true"}
+    done = run(["sbatch", "-W", "-D", str(tmp_path), "-o", str(out), str(tmp_path / "slurm.sbatch")], variables)
+    text = out.read_text()
+    assert done.returncode == 0, done.stdout + done.stderr + text
+    assert "96 steps on 2 process(es); loss fell from" in text, text

@@ -1,6 +1,7 @@
-"""The Accelerator, by what a user is doing: set up (base), prepare, step, collect, save, report."""
+"""The Accelerator, by what a user is doing: set up (base), prepare, step, collect, save, stop, report."""
 
 from accelerate.accelerator.collect import Collecting
+from accelerate.accelerator.preemption import Preempting
 from accelerate.accelerator.prepare import Preparing
 from accelerate.accelerator.report import Reporting
 from accelerate.accelerator.save import Saving
@@ -37,7 +38,7 @@ __all__ = [
 ]
 
 
-class Accelerator(Preparing, Stepping, Collecting, Saving, Reporting):
+class Accelerator(Preparing, Stepping, Collecting, Saving, Preempting, Reporting):
     """Runs a plain PyTorch loop on whatever this process was started for.
 
     Create one, pass models, optimizers, loaders and schedulers through `prepare`, call `backward(loss)` in place of

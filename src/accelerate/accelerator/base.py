@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accelerate import precision, strategies
+from accelerate.accelerator.first_backward import FirstBackward
 from accelerate.accumulation import Accumulation, ItemWindows
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.data import DataLoaderConfiguration
-from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, DynamoBackend, FP8BackendType, RNGType
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -27,19 +28,21 @@ from accelerate.config.handlers import (
     KwargsHandler,
     ProfileKwargs,
 )
-from accelerate.config.parallel import TorchTensorParallelPlugin
+from accelerate.config.preemption import preemption_settings
 from accelerate.config.project import ProjectConfiguration
 from accelerate.errors import NotYetSupported, WrongHandler
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel.mesh import axis_rank
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.precision import PrecisionSettings
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, stopping
 from accelerate.state.processes import ProcessControl
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.background import Background
+    from accelerate.config.deepspeed import DeepSpeedPlugin
+    from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+    from accelerate.config.parallel import TorchTensorParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
 
 _NOT_GIVEN: Any = object()
 
@@ -91,11 +94,13 @@ class AcceleratorBase(ProcessControl):
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
         parallelism_config: ParallelismConfig | None = None,
+        preemption: str | None = None,
     ) -> None:
         _check_settings(kwargs_handlers, project_config, rng_types)
         self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(project_dir)
+        self._preemption, self._resume = preemption_settings(preemption, self.project_configuration)
         self._take_handlers(kwargs_handlers or [])
         if deepspeed_plugin is not None and deepspeed_plugins is not None:
             raise ValueError("Pass either `deepspeed_plugin` or `deepspeed_plugins`, not both: they mean the same.")
@@ -143,6 +148,7 @@ class AcceleratorBase(ProcessControl):
         self.gradient_state = GradientState.owned_by(self, plugin)
         self._strategy.gradient_state = self.gradient_state
         self._strategy.accelerator = weakref.ref(self)
+        FirstBackward(self._strategy)
         self._accumulation = Accumulation(self.gradient_state, self._strategy)
         self._items = ItemWindows(self._strategy)
         # What the windows are about, and for how many models and parameter groups that was found out.
@@ -157,8 +163,12 @@ class AcceleratorBase(ProcessControl):
         self._load_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self._files_looked_at: set[str] = set()
         self._saves_in: Path | None = None  # the folder of a project in which this run has saved before
+        # What trackers have called after each step of the first optimizer.
+        self._step_listeners: list[Callable[[], None]] = []
         self._joining = False
         self._watches_forwards = False
+        if self._preemption is not None:
+            stopping.current(self.state)  # from now on a signal no longer ends the process by itself
         self.flag_tensor: torch.Tensor | None = None
 
     @cached_property
@@ -166,6 +176,16 @@ class AcceleratorBase(ProcessControl):
         from accelerate.checkpoint.background import Background
 
         return Background()
+
+    @staticmethod
+    def _listen_to_steps(optimizer: AcceleratedOptimizer, listener: Callable[[], None]) -> None:
+        """Have a function called after each step of an optimizer, after whatever else is."""
+        before = optimizer.after_step
+        optimizer.after_step = listener if before is None else functools.partial(_both, before, listener)
+
+    def _tell_trackers(self, kind: str, text: str) -> None:
+        """Tell them what happened to the run: a checkpoint was "saved" or "loaded", whose folder is the text."""
+        raise NotImplementedError
 
     def _asked_trackers(self, log_with: Any) -> list[Any]:
         if log_with is None:
@@ -294,6 +314,8 @@ class AcceleratorBase(ProcessControl):
     def _axis_rank(self, *axes: str) -> int:
         if self.parallelism_config is None:
             raise RuntimeError("There is no device mesh: pass `parallelism_config=ParallelismConfig(...)`.")
+        from accelerate.parallel.mesh import axis_rank
+
         return axis_rank(self.torch_device_mesh, *axes)
 
     @property
@@ -427,3 +449,8 @@ def _refused(handler: KwargsHandler) -> Exception:
         return ValueError(f"{name} is for mixed_precision='fp8', which is not part of this version: leave it out.")
     known = ", ".join(kind.__name__ for kind in _HANDLERS)
     return WrongHandler(f"kwargs_handlers cannot contain a {name}: pass any of {known}.")
+
+
+def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
+    first()
+    second()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
@@ -11,14 +10,11 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelerate.accelerator.base import AcceleratorBase
-from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
 from accelerate.bundle import Bundle, Entry
 from accelerate.compilation import has_compiled_regions, is_compiled_module
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.environment import parse_flag_from_env
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader, skip_first_batches
 from accelerate.errors import warn
-from accelerate.memory import release_memory
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler, horizon
 from accelerate.strategies import Strategy
@@ -156,8 +152,10 @@ class Preparing(AcceleratorBase):
     def _finish_model(self, model: torch.nn.Module) -> torch.nn.Module:
         model = self._compile(model)
         if self._watches_forwards:
+            from accelerate.accelerator.uneven import watch_forwards
+
             watch_forwards(self, model)
-        _mark(model)
+        mark(model)
         self._models.append(model)
         return model
 
@@ -196,13 +194,15 @@ class Preparing(AcceleratorBase):
         prepared.on_sync = functools.partial(self._items.begin, len(self._optimizers))
         if self._precision.acts_after_step:
             prepared.after_step = functools.partial(self._precision.after_step, self._models)
+        for listener in self._step_listeners if not self._optimizers else ():
+            self._listen_to_steps(prepared, listener)
         if self._strategy.keeps_parameters:
             prepared._prepared_parameters = functools.partial(
                 _prepared_parameters, self._models, self._strategy, self.num_processes
             )
         if self._precision.scaler is not None:
             self._precision.scaler.optimizers.append(optimizer)
-        _mark(prepared)
+        mark(prepared)
         self._optimizers.append(prepared)
         return prepared
 
@@ -216,7 +216,7 @@ class Preparing(AcceleratorBase):
         own = [optimizer for optimizer in self._optimizers if wrapped in (optimizer, optimizer.optimizer)]
         prepared = self._strategy.engine_scheduler(scheduler, self._optimizers)
         if prepared is not None:
-            _mark(prepared)
+            mark(prepared)
             self._schedulers.append(prepared)
             return prepared
         prepared = AcceleratedScheduler(
@@ -229,32 +229,19 @@ class Preparing(AcceleratorBase):
             prepared._steps_each_time = max(self._strategy.data_shares()) + 1
         prepared.gradient_state = self.gradient_state
         self._check_horizon(scheduler)
-        _mark(prepared)
+        mark(prepared)
         self._schedulers.append(prepared)
         return prepared
 
     def _check_horizon(self, scheduler: Any) -> None:
-        """A schedule for whole epochs of a sharded loader, but not of the loader itself, was divided already."""
+        """A schedule for whole epochs of a prepared loader was divided already, where the script asked that loader how
+        long it is and no other loader explains the number."""
         steps = horizon(scheduler)
         if not steps or self.num_processes == 1 or self.split_batches or not self.step_scheduler_with_optimizer:
             return
-        accumulated = self.gradient_accumulation_steps
-        for loader in self._dataloaders:
-            shard = getattr(loader, "batch_sampler", None)
-            if not isinstance(shard, BatchSamplerShard):
-                continue
-            rounds, batches = math.ceil(len(shard) / accumulated), shard.total_length
-            # What an epoch comes to for scripts that count right: in steps, or in batches.
-            right = (batches, math.ceil(batches / accumulated), rounds * self.num_processes)
-            if rounds > 1 and steps % rounds == 0 and not any(steps % epoch == 0 for epoch in right):
-                warn(
-                    f"This scheduler is laid out for {steps} steps, which is {steps // rounds} times the length of "
-                    f"the prepared loader ({rounds} optimizer steps): a prepared scheduler moves {self.num_processes} "
-                    f"steps (one per process) each time and will be through after {steps // self.num_processes} "
-                    "optimizer steps; compute its length from the loader as it was before `prepare`, or do not prepare "
-                    "the scheduler."
-                )
-                return
+        from accelerate.accelerator import loaders
+
+        loaders.check_horizon(self, steps)
 
     def prepare_data_loader(
         self,
@@ -266,46 +253,15 @@ class Preparing(AcceleratorBase):
 
         slice_fn_for_dispatch: how to cut a batch that rank 0 hands out, in place of slicing every tensor.
         """
-        config = self.dataloader_config
-        prepared = prepare_data_loader(
-            data_loader,
-            self.device,
-            num_processes=self.num_processes,
-            process_index=self.process_index,
-            split_batches=config.split_batches,
-            put_on_device=self.device_placement if device_placement is None else device_placement,
-            rng_types=list(self.rng_types),
-            dispatch_batches=config.dispatch_batches,
-            even_batches=config.even_batches,
-            slice_fn_for_dispatch=slice_fn_for_dispatch,
-            use_seedable_sampler=config.use_seedable_sampler,
-            data_seed=config.data_seed,
-            non_blocking=config.non_blocking,
-            use_stateful_dataloader=config.use_stateful_dataloader,
-            torch_device_mesh=self.torch_device_mesh,
-            data_shares=self._strategy.data_shares(),
-        )
-        prepared.gradient_state = self.gradient_state
-        prepared.position.follows_dataset = config.exact_resume
-        if self._strategy.needs_even_batches and _ends_unevenly(prepared):
-            raise ValueError(
-                "even_batches=False leaves some processes with a batch less than others here, and a sharded model has "
-                "to be called equally often on all of them: use even_batches=True, or drop_last=True in the loader."
-            )
-        if isinstance(prepared, DataLoaderShard) and self.num_processes > 1 and not config.even_batches:
-            prepared.on_uneven_end = UnevenEnd(self)
-            if not self._watches_forwards:
-                self._watches_forwards = True
-                for model in self._models:
-                    watch_forwards(self, model)
-        _mark(prepared)
-        if not any(prepared is loader for loader in self._dataloaders):
-            self._dataloaders.append(prepared)
-        ready: Loader = prepared
+        from accelerate.accelerator import loaders
+
+        ready: Loader = loaders.prepare(self, data_loader, device_placement, slice_fn_for_dispatch)
         return ready
 
     def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
         """A loader for this epoch only, which starts after the first `num_batches` batches."""
+        from accelerate.data_loader import skip_first_batches
+
         rest: Loader = skip_first_batches(dataloader, num_batches=num_batches)
         return rest
 
@@ -318,6 +274,8 @@ class Preparing(AcceleratorBase):
 
         objects: variables to release too: `model, optimizer = accelerator.free_memory(model, optimizer)`.
         """
+        from accelerate.memory import release_memory
+
         self._schedulers.clear()
         self._optimizers.clear()
         self._models.clear()
@@ -392,19 +350,6 @@ def _warn_of_offloaded(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _ends_unevenly(loader: Any) -> bool:
-    """Whether the first process gets more batches than the last one."""
-    shard = loader.batch_sampler if isinstance(loader, DataLoaderShard) else None
-    if not isinstance(shard, BatchSamplerShard) or shard.even_batches:
-        return False
-    processes = shard.num_processes
-    lengths = {
-        len(BatchSamplerShard(shard.batch_sampler, processes, index, shard.split_batches, even_batches=False))
-        for index in (0, processes - 1)
-    }
-    return len(lengths) > 1
-
-
 def _set_aside(entries: list[Entry], prepared: list[Any], is_prepared: Callable[[Any], bool]) -> None:
     """Leave out what was prepared before; it is taken up where another Accelerator, or the script, has prepared it."""
     for entry in _split_off(entries):
@@ -424,7 +369,7 @@ def _is_prepared(item: Any) -> bool:
     return bool(getattr(item, "_is_accelerate_prepared", False))
 
 
-def _mark(item: Any) -> None:
+def mark(item: Any) -> None:
     item._is_accelerate_prepared = True
 
 

@@ -63,6 +63,10 @@ class Reporting(AcceleratorBase):
                 check_attributes(tracker)
             tracker.start()
             self._running.add(tracker)
+            if (after_step := tracker._after_step()) is not None:
+                self._step_listeners.append(after_step)
+                for optimizer in self._optimizers[:1]:
+                    self._listen_to_steps(optimizer, after_step)
             if config is not None:
                 self._running.store(tracker, config)
 
@@ -134,6 +138,10 @@ class Reporting(AcceleratorBase):
                 "`accelerator.init_trackers(project_name)` first."
             )
         self._running.send(method, *args, **kwargs)
+
+    def _tell_trackers(self, kind: str, text: str) -> None:
+        if "_running" in vars(self):  # without trackers nobody listens
+            self._running.note(kind, text)
 
     def end_training(self) -> None:
         """Say that training is over: trackers write what they still hold and end, the process group is taken down.

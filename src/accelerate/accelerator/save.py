@@ -103,7 +103,9 @@ class Saving(AcceleratorBase):
 
         self._communicator.verify("save_state", None)
         self.wait_for_checkpoint()
-        return whole_run.save_state(self, output_dir, safe_serialization, async_save, save_model_func_kwargs)
+        folder = whole_run.save_state(self, output_dir, safe_serialization, async_save, save_model_func_kwargs)
+        self._tell_trackers("saved", str(folder.absolute()))
+        return folder
 
     def wait_for_checkpoint(self) -> None:
         """Return when the last `save_state(async_save=True)` is on the disk; raise what it failed with."""
@@ -136,7 +138,8 @@ class Saving(AcceleratorBase):
 
         self._communicator.verify("load_state", None)
         self.wait_for_checkpoint()
-        whole_run.load_state(self, input_dir, load_kwargs, load_model_func_kwargs)
+        folder = whole_run.load_state(self, input_dir, load_kwargs, load_model_func_kwargs)
+        self._tell_trackers("loaded", str(folder.absolute()))
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load these objects too: anything with `state_dict` and `load_state_dict`, in this order."""

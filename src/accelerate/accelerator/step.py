@@ -15,7 +15,6 @@ from accelerate.accelerator.base import AcceleratorBase
 from accelerate.accumulation import Accumulating, item_count
 from accelerate.available import is_lomo_available
 from accelerate.config.handlers import AutocastKwargs
-from accelerate.data_loader import BatchSamplerShard
 from accelerate.errors import warn
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.context import sharded_sequences
@@ -144,6 +143,8 @@ class Stepping(AcceleratorBase):
         if self.num_processes == 1 or self._strategy.needs_even_batches:
             yield
             return
+        from accelerate.data_loader import BatchSamplerShard
+
         shards = [loader.batch_sampler for loader in self._dataloaders]
         changed = (
             [shard for shard in shards if isinstance(shard, BatchSamplerShard)] if even_batches is not None else []

@@ -120,8 +120,8 @@ def load_state(
     input_dir: str | os.PathLike[str] | None,
     load_kwargs: dict[str, Any] | None,
     load_model_func_kwargs: dict[str, Any],
-) -> None:
-    """See `Accelerator.load_state`."""
+) -> Path:
+    """See `Accelerator.load_state`. Returns what was loaded."""
     config = accelerator.project_configuration
     load.check_map_location(load_model_func_kwargs.pop("map_location", None))
     folder, verified = _agreed_source(accelerator, input_dir)
@@ -143,6 +143,7 @@ def load_state(
         numbers = [layout.automatic_number(path) or 0 for path in layout.automatic_folders(Path(config.project_dir))]
         config.iteration = max([config.iteration, *(number + 1 for number in numbers)])
     logger.info(f"Loaded the checkpoint {folder}.")
+    return folder
 
 
 def _restore_positions(accelerator: AcceleratorBase, states: list[dict[str, Any]]) -> None:

@@ -24,6 +24,7 @@ from accelerate.big_modeling.sizes import (
 )
 from accelerate.big_modeling.ties import check_tied_parameters_on_same_device, ties_in
 from accelerate.big_modeling.walk import Modules, all_modules, without_collecting_garbage
+from accelerate.text import convert_bytes
 from accelerate.torch_internals.modules import buffers_of, children_of, non_persistent_buffers, parameters_of
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -216,13 +217,13 @@ class _Planner:
         roomy = any(self.limits[device] >= offloaded + self.used[device] for device in self.gpus)
         if offloaded > 0 and self.count_buffers and self.gpus and not roomy:
             warnings.warn(
-                f"Modules that are offloaded have {offloaded} bytes of buffers, which stay on a GPU, and none has so "
-                "much room left: use offload_buffers=True if memory runs out.",
+                f"Modules that are offloaded have {convert_bytes(offloaded)} of buffers, which stay on a GPU, and none "
+                "has so much room left: use offload_buffers=True if memory runs out.",
                 stacklevel=3,
             )
         if self.too_small:
             short = ", ".join(
-                f"{device} (needs {needed} bytes, has {self.limits[device]})"
+                f"{device} (needs {convert_bytes(needed)}, has {convert_bytes(self.limits[device])})"
                 for device, needed in self.too_small.items()
             )
             logger.info(f"No module fits on {short}: raise max_memory there, or allow modules to be split.")
@@ -239,10 +240,10 @@ def refuse_disk(
         return
     sizes = compute_module_sizes(model, dtype)
     left = sum(sizes[name] for name, device in device_map.items() if device == "disk")
-    limits = ", ".join(f"{device} has {limit}" for device, limit in get_max_memory(max_memory).items())
+    limits = ", ".join(f"{device} has {convert_bytes(limit)}" for device, limit in get_max_memory(max_memory).items())
     raise ValueError(
-        f"This {type(model).__name__} does not fit: it needs {sizes['']} bytes, besides room for its largest layer, "
-        f"and {limits}; the remaining {left} bytes need an offload_folder, or more memory."
+        f"This {type(model).__name__} does not fit: it needs {convert_bytes(sizes[''])}, besides room for its largest "
+        f"layer, and {limits}; the remaining {convert_bytes(left)} need an offload_folder, or more memory."
     )
 
 

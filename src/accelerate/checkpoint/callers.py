@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -14,6 +15,10 @@ from accelerate.torch_internals.process_groups import default_store
 # How long the main process waits for the first of the others: for once, and where it was known to be alone before.
 PATIENCE = 30.0
 KNOWN = 1.0
+# After so many seconds it says that it waits.
+QUIET = 3.0
+
+logger = logging.getLogger(__name__)
 
 Callers = Literal["all", "alone", "late"]
 
@@ -44,10 +49,16 @@ class Meeting:
         return found
 
     def _lead(self, store: Any, point: int) -> Callers:
-        attempt = store.add("attempt", 0)
+        attempt, others, said = store.add("attempt", 0), current().size - 1, False
         for waited in _waiting(store):
             here = store.add(f"{attempt}/here", 0)
-            if here == current().size - 1:
+            if waited > QUIET and here < others and not said:
+                said = True
+                logger.warning(
+                    f"Rank 0 waits in save_state for the other processes, of which {here} of {others} have come: all "
+                    f"should call it; if none has after {self._patience:g} seconds, rank 0 saves alone."
+                )
+            if here == others:
                 store.set(f"{attempt}/all", "")
                 self._patience = PATIENCE
                 return "all"
@@ -56,7 +67,7 @@ class Meeting:
                 store.add("attempt", 1)
                 self._patience = KNOWN
                 return "alone"
-        raise _nobody_came(f"{here} of {current().size - 1} others came")
+        raise _nobody_came(f"{here} of {others} others came")
 
     def _follow(self, store: Any, point: int) -> Callers:
         attempt = store.add("attempt", 0)

@@ -24,10 +24,10 @@ from accelerate.errors import CheckpointError, MissingFile
 from accelerate.torch_internals.serialization import names_taken
 
 
-def write_torch(content: Any, path: Path) -> Entry:
-    """Write what `torch.load` reads."""
+def write_torch(content: Any, path: Path, *, together: bool = False) -> Entry:
+    """Write what `torch.load` reads. together: small tensors may become parts of one memory (see `together`)."""
     with naming(path.name):
-        archive = torchfile.archive_of(content)
+        archive = torchfile.archive_of(content, together)
     return archive.write(path)
 
 
@@ -45,12 +45,13 @@ def naming(name: str) -> Iterator[None]:
 
 def write_safetensors(tensors: dict[str, Any], path: Path) -> Entry:
     order, header = safetensors_header(tensors)
-    return stream.write_file(path, [header, *[stream.piece(tensors[name]) for name in order]])
+    return stream.write_file(path, stream.joined([header, *[tensors[name] for name in order]]))
 
 
 def safetensors_header(tensors: dict[str, Any]) -> tuple[list[str], bytes]:
     """The order in which tensors come in a file, and the bytes before the first; the tensors need no content."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    entries = ['{"__metadata__":{"format":"pt"}']
+    shapes: dict[torch.Size, str] = {}
     # The widest first, so that each starts at a multiple of its width.
     order = sorted(tensors, key=lambda name: (-_tensor(tensors[name], name).element_size(), name))
     offset = 0
@@ -63,9 +64,12 @@ def safetensors_header(tensors: dict[str, Any]) -> tuple[list[str], bytes]:
                 "`safe_serialization=False`."
             )
         end = offset + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [offset, end]}
+        shape = shapes.get(tensor.shape)
+        if shape is None:
+            shapes[tensor.shape] = shape = json.dumps(list(tensor.shape), separators=(",", ":"))
+        entries.append(f'{json.dumps(name)}:{{"dtype":"{kind}","shape":{shape},"data_offsets":[{offset},{end}]}}')
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = (",".join(entries) + "}").encode()
     text += b" " * (-len(text) % 8)
     return order, len(text).to_bytes(8, "little") + text
 

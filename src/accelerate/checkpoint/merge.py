@@ -63,6 +63,8 @@ def _folder_of_shards(folder: Path) -> Path:
     if inside:
         names = ", ".join(path.name for path in inside)
         raise CheckpointError(f"{folder} holds the shards of several models: name one of its folders {names}.")
+    if whole := sorted(path.name for path in folder.glob("model*.safetensors")):
+        raise WrongFolder(f"{folder} needs no merging: the weights are there as a whole, in {', '.join(whole)}.")
     raise WrongFolder(
         f"{folder} holds no shards of a model (there is no file `.metadata` in it): name the folder that was written "
         f"with SHARDED_STATE_DICT, as `{FSDP_MODEL_NAME}_0` in a checkpoint."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,13 +36,18 @@ class File:
     name: str
     content: Any
     safe: bool = False
+    # Of an optimizer: many small tensors (see `together`).
+    together: bool = False
 
     def copied(self, memory: HostMemory) -> File:
         with naming(self.name):
-            return File(self.name, memory.copy(self.content), self.safe)
+            return replace(self, content=memory.copy(self.content))
 
     def write(self, folder: Path, group: Any = None) -> dict[str, Entry]:
-        return {self.name: (write_safetensors if self.safe else write_torch)(self.content, folder / self.name)}
+        path = folder / self.name
+        if self.safe:
+            return {self.name: write_safetensors(self.content, path)}
+        return {self.name: write_torch(self.content, path, together=self.together)}
 
 
 def _nothing(undo: ExitStack) -> None: ...

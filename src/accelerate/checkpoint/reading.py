@@ -6,7 +6,7 @@ import mmap
 import os
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,8 +87,9 @@ class Reader:
             opened = torchfile.Opened(path)
         mapped = self._mapped(path)
         places = dict(opened.places)
-        for address, users in _users(opened.content).items():
-            if address not in places:
+        found = _users(opened.content, places)
+        for address, users in found.items():
+            if address in opened.together:
                 continue
             offset, memory = places[address]
             targets = {place(keys) for _, keys, _ in users}
@@ -107,6 +108,10 @@ class Reader:
             for holder, keys, _ in users:
                 holder[keys[-1]] = moved
         self._read(name, list(places.values()), mapped)
+        for address in opened.together:
+            for holder, keys, tensor in found.get(address, ()):
+                if isinstance(holder, (dict, list)):
+                    holder[keys[-1]] = tensor.clone()
         return opened.content
 
     def _safetensors(self, name: str, place: Places) -> dict[str, torch.Tensor]:
@@ -192,15 +197,14 @@ def _kind(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tensor.shape
 
 
-def _users(content: Any) -> dict[int, list[tuple[Any, tuple[Any, ...], torch.Tensor]]]:
-    """The tensors in nested contents, by their memory: what holds each, under which keys."""
+def _users(content: Any, addresses: Container[int]) -> dict[int, list[tuple[Any, tuple[Any, ...], torch.Tensor]]]:
+    """The tensors in nested contents that have their memory at these addresses: what holds each, under which keys."""
     found: dict[int, list[tuple[Any, tuple[Any, ...], torch.Tensor]]] = defaultdict(list)
 
     def look(holder: Any, keys: tuple[Any, ...], value: Any) -> None:
         if isinstance(value, torch.Tensor):
-            if value.layout != torch.strided:
-                return
-            found[value.untyped_storage().data_ptr()].append((holder, keys, value))
+            if value.layout == torch.strided and (address := value.untyped_storage().data_ptr()) in addresses:
+                found[address].append((holder, keys, value))
         elif isinstance(value, (dict, list, tuple)):
             for key, item in _items(value):
                 look(value, (*keys, key), item)

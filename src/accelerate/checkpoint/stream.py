@@ -13,6 +13,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from ctypes import string_at
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -41,6 +42,7 @@ except ImportError:
 
 # Checksums are of blocks, so that several threads can take them.
 BLOCK = 1 << 22
+SMALL = 1 << 12  # of what is not worth to be moved by itself
 STEP = 1 << 20  # which the cache of a processor has room for
 # How many files are written at once. A file system lets one writer into a file at a time, and all readers.
 FILES = 3
@@ -80,6 +82,28 @@ def piece(tensor: torch.Tensor) -> Piece:
     """A tensor as a piece of a file."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return flat(tensor) if tensor.is_contiguous() else Scattered(tensor)
+
+
+def joined(contents: Iterable[bytes | torch.Tensor]) -> list[Piece]:
+    """Pieces of a file. Small ones on the host are made one: each by itself would take longer than what is in it."""
+    pieces: list[Piece] = []
+    small: list[bytes] = []
+    for content in contents:
+        if isinstance(content, torch.Tensor):
+            if content.device.type != "cpu" or content.nbytes > SMALL:
+                pieces += ([b"".join(small)] if small else []) + [piece(content)]
+                small = []
+                continue
+            content = in_bytes(content)
+        small.append(content)
+    return pieces + ([b"".join(small)] if small else [])
+
+
+def in_bytes(tensor: torch.Tensor) -> bytes:
+    """The content of a small tensor in host memory."""
+    if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
 
 
 def write_file(path: Path, pieces: Sequence[Piece | Late]) -> Entry:

@@ -22,26 +22,38 @@ import torch
 
 from accelerate import files
 from accelerate.checkpoint.disk import Entry
-from accelerate.checkpoint.stream import Late, Piece, crc32, write_file
+from accelerate.checkpoint.stream import SMALL, Late, Piece, crc32, in_bytes, write_file
+from accelerate.checkpoint.together import NAME as TOGETHER
+from accelerate.checkpoint.together import Members
+from accelerate.checkpoint.together import pickled as _together
 from accelerate.torch_internals.serialization import storage_parts, try_weights_only
 
 _ALIGNMENT = 64
 _LARGE = 1 << 20
-_SMALL = 1 << 12
 _NO_32_BITS = 0xFFFFFFFF
 
 
-def archive_of(content: Any) -> Archive:
-    """The file of `content`, not yet written."""
-    pickled, storages = _pickled(content)
+def archive_of(content: Any, together: bool = False) -> Archive:
+    """The file of `content`, not yet written. together: small tensors may become parts of one memory."""
+    found = _together(content) if together else None
+    pickled, members = _each_alone(content) if found is None else found
     archive = Archive()
     archive.add("data.pkl", pickled)
     archive.add("byteorder", sys.byteorder.encode())
-    for key, storage in enumerate(storages):
-        # By its memory and not by the tensor, which may be a part of it.
-        archive.add(f"data/{key}", torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))
+    for key, member in members.items():
+        archive.add(f"data/{key}", member if isinstance(member, bytes) else _whole(member))
     archive.add("version", b"3\n")
     return archive
+
+
+def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All of a memory, of which a tensor may be a part."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _each_alone(content: Any) -> tuple[bytes, Members]:
+    pickled, storages = _pickled(content)
+    return pickled, {str(number): storage for number, storage in enumerate(storages)}
 
 
 def _pickled(content: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
@@ -133,8 +145,8 @@ class Archive:
     def _put(self, before: bytes, after: bytes, content: Piece) -> Callable[[list[int]], int]:
         """Add a header, which has the checksum in its midst, and a member; returns what finds that."""
         self._size += len(before) + 4 + len(after) + len(content)
-        if isinstance(content, torch.Tensor) and content.device.type == "cpu" and len(content) <= _SMALL:
-            content = content.numpy().tobytes()
+        if isinstance(content, torch.Tensor) and content.device.type == "cpu" and len(content) <= SMALL:
+            content = in_bytes(content)
         if isinstance(content, bytes):
             known = crc32(content)
             self._small += before + struct.pack("<L", known) + after + content
@@ -169,14 +181,16 @@ class Opened:
     """A file of `torch.save` whose large tensors have memory but no contents yet.
 
     content: what is in it. places: by the address of each such memory, where in the file its contents are, and itself.
+    together: the addresses of memory that tensors share only in the file (see `together`).
     """
 
     def __init__(self, path: Path) -> None:
         with open(path, "rb") as file:
             self._file = file
             self.places: dict[int, tuple[int, torch.Tensor]] = {}
-            self._records = _large_records(path)
-            self._next = -1
+            self.together: set[int] = set()
+            self._records, self._together = _records(path)
+            self._next = self._header = -1
             # Its memory is written to later on, so it stays, also where the file itself has dropped a tensor.
             self._storages: list[Any] = []
             where = self._kept if self._records else "cpu"
@@ -204,29 +218,34 @@ class Opened:
     def readinto(self, buffer: Any) -> int:
         at = self._file.tell()
         size, self._next = self._next, self._records.get(at, -1)
+        header, self._header = self._header, at
         # torch reads the header of a member, and then all of it into the memory of a tensor.
         if len(buffer) == size and self._next < 0:
             memory = torch.frombuffer(buffer, dtype=torch.uint8)
+            if header in self._together:
+                self.together.add(memory.data_ptr())
             self.places[memory.data_ptr()] = (at, memory)
             self._file.seek(size, os.SEEK_CUR)
             return size
         return self._file.readinto(buffer)
 
 
-def _large_records(path: Path) -> dict[int, int]:
-    """Where the headers of large tensors are in a file, with their sizes; nothing where contents are looked at."""
+def _records(path: Path) -> tuple[dict[int, int], set[int]]:
+    """Where in a file are the headers of members to note, with their sizes; and which are of tensors put together.
+
+    Those are noted that are large, or of tensors put together; none where torch looks at contents.
+    """
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
         pickled = next((member for member in members if member.filename.endswith("/data.pkl")), None)
         # Sparse tensors are looked at by torch when they are made, and others are made for a device that it asks for.
         if pickled is None or re.search(b"sparse|_rebuild_(wrapper|device)", archive.read(pickled)):
-            return {}
+            return {}, set()
         # What a machine with another order of bytes has written is turned round when it is read.
         order = next((member for member in members if member.filename.endswith("/byteorder")), None)
         if order is not None and archive.read(order) != sys.byteorder.encode():
-            return {}
-        return {
-            member.header_offset: member.file_size
-            for member in members
-            if "/data/" in member.filename and member.file_size >= _LARGE and member.compress_type == zipfile.ZIP_STORED
-        }
+            return {}, set()
+        stored = [m for m in members if "/data/" in m.filename and m.compress_type == zipfile.ZIP_STORED]
+        together = {member.header_offset for member in stored if f"/data/{TOGETHER}" in member.filename}
+        noted = [member for member in stored if member.file_size >= _LARGE or member.header_offset in together]
+        return {member.header_offset: member.file_size for member in noted}, together

@@ -158,7 +158,9 @@ def tell_manifest(folder: Path, entries: dict[str, Entry]) -> None:
 def with_tied(model: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
     """Weights under all names that the model has for them, where they were stored under one."""
     state = model.state_dict()
-    homes = {view_of(value): name for name, value in state.items() if name in weights}
     missing = {name: view for name, value in state.items() if name not in weights and (view := view_of(value))}
+    if not missing:
+        return weights
+    homes = {view_of(value): name for name, value in state.items() if name in weights}
     tied = {name: weights[homes[view]] for name, view in missing.items() if view in homes}
     return {**weights, **tied}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial, reduce
 from itertools import chain
@@ -23,7 +23,7 @@ from accelerate.checkpoint.state import Run, fill, in_words, named_parameters, p
 from accelerate.checkpoint.weights import with_tied
 from accelerate.errors import CheckpointError
 from accelerate.files import each_once
-from accelerate.torch_internals.modules import has_post_load_hooks, has_pre_load_hooks, loads_by_code_of
+from accelerate.torch_internals.modules import has_post_load_hooks, has_pre_load_hooks, load_state, loads_by_code_of
 from accelerate.torch_internals.optimizers import has_load_hooks
 
 
@@ -33,7 +33,7 @@ def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> 
         for number, state in enumerate(weights):
             yield File(layout.model(number, safe), each_once(state) if safe else state, safe)
         for number, optimizer in enumerate(run.optimizers):
-            yield File(layout.optimizer(number), optimizer.state_dict())
+            yield File(layout.optimizer(number), optimizer.state_dict(), together=True)
     if run.gradients is not None:
         yield File(layout.gradients(run.rank), run.gradients, True)
 
@@ -56,7 +56,8 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
         weights = _read_model(model, reader, number, in_place=not (assign or own))
         weights = _fitting(model, weights, folder, strict)
         expanded = [] if assign or _has_own_code(model) else list(_expanded(model, weights, folder))
-        puts.append(partial(_load_model, model, weights, expanded, folder, kwargs))
+        into = model.load_state_dict if _has_own_code(model) else partial(load_state, model)
+        puts.append(partial(_load_model, model, into, weights, expanded, folder, kwargs))
     optimizers = []
     for number, optimizer in enumerate(run.optimizers):
         name = layout.optimizer(number)
@@ -70,6 +71,8 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
             )
         state = numbered(state, names_of(run.models, optimizer))  # as engines save that hold pieces
         _check_groups(optimizer, state, folder / name)
+        if _loads_as_torch(_inner(optimizer)):
+            state = _quick_to_search(state)
         optimizers.append(partial(fill, optimizer, state, name, _inner(optimizer)))
     gradients, everyone = read_gradients(run, reader)
 
@@ -195,6 +198,7 @@ def _expanded(
 
 def _load_model(
     model: torch.nn.Module,
+    into: Callable[..., Any],
     weights: dict[str, Any],
     expanded: list[tuple[torch.Tensor, torch.Tensor]],
     folder: Path,
@@ -204,7 +208,7 @@ def _load_model(
         for memory, value in expanded:
             memory.copy_(value)
     try:
-        model.load_state_dict(weights, **kwargs)
+        into(weights, **kwargs)
     except Exception as error:
         raise CheckpointError(
             f"This {type(model).__name__} has not taken the weights in {folder} ({in_words(error)}): create it as it "
@@ -265,6 +269,12 @@ def _lacking(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> 
     except Exception:  # it needs more than that to tell
         return []
     return sorted({name for group in twin.param_groups for name in optimizer.defaults.keys() - group.keys()})
+
+
+def _quick_to_search(state: dict[str, Any]) -> dict[str, Any]:
+    """For each tensor torch looks for the number of its parameter in the groups: in a dict, not through a list."""
+    groups = [{**group, "params": dict.fromkeys(group["params"])} for group in state["param_groups"]]
+    return {**state, "param_groups": groups}
 
 
 Gradients = dict[str, torch.Tensor]

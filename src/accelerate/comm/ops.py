@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -83,6 +83,11 @@ def gather_object(object: Any) -> Any:
     communicator = current()
     if communicator.size == 1:
         return object
+    if isinstance(object, Mapping):
+        raise TypeError(
+            f"gather_object joins lists, and of a {type(object).__name__} only the keys would be left: pass it in a "
+            "list, `gather_object([object])`, for a list with the one of each process."
+        )
     return [item for items in communicator.gather_objects(object) for item in items]
 
 

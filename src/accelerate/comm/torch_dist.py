@@ -6,15 +6,18 @@ import os
 import pickle
 import zlib
 from collections.abc import Callable
+from ctypes import memmove
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from accelerate.comm.base import Communicator
 from accelerate.environments import World
 from accelerate.errors import DistributedOperationException
+from accelerate.torch_internals.process_groups import all_gather_on
 
 _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
@@ -27,6 +30,7 @@ _EAGER_BYTES = 8192
 _HEADER = 64  # numbers: how many tensors, whether they are in this message, a check sum of their kinds, their lengths
 _FIXED = 3
 _HEADER_BYTES = _HEADER * 8
+_MOST_KNOWN = 1024
 
 
 class Joined(NamedTuple):
@@ -110,9 +114,14 @@ class TorchDistributed(Communicator):
         self._side_group: dist.ProcessGroup | None = None
         self._on_device = device.type != "cpu" and _has_backend(device)
         self.fast_device: torch.device | None = device if self._on_device else None
-        self._eager = torch.zeros(_EAGER_BYTES, dtype=torch.uint8)
-        self._eager_header = self._eager[:_HEADER_BYTES].view(torch.int64).numpy()
-        self._kinds: dict[Any, int] = {}
+        self._exchange = all_gather_on(self._host_group)
+        self._message = torch.zeros(_EAGER_BYTES, dtype=torch.uint8)
+        self._message_address = self._message.data_ptr()
+        self._received = torch.empty(self.size * _EAGER_BYTES, dtype=torch.uint8)
+        self._messages = [self._received.data_ptr() + rank * _EAGER_BYTES for rank in range(self.size)]
+        received = memoryview(self._received.numpy())  # type: ignore[arg-type]
+        self._headers = [received[at : at + _HEADER_BYTES] for at in range(0, len(received), _EAGER_BYTES)]
+        self._known: dict[Any, tuple[bytes, bool]] = {}
 
     def _group_for_host(self) -> dist.ProcessGroup | None:
         """A group that takes CPU tensors: the main one (None), or a gloo group beside an NCCL-only one."""
@@ -154,12 +163,8 @@ class TorchDistributed(Communicator):
 
     def gather_objects(self, value: Any) -> list[Any]:
         content = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        lengths, messages = self._exchange([content], 1)
-        if messages is None:
-            gathered = self._gather_large(content, lengths[0])
-        else:
-            gathered = _unpack([content], lengths, messages)[0]
-        return [pickle.loads(part.numpy().data) for part in gathered.split(lengths[0])]
+        (gathered,), (lengths,) = self._gather([content], 1)
+        return [pickle.loads(part.numpy().data) for part in gathered.split(lengths)]
 
     def side_channel(self) -> tuple[Callable[[Any], list[Any]], Any]:
         if self._side_group is None:
@@ -181,50 +186,59 @@ class TorchDistributed(Communicator):
         limit = _HEADER - _FIXED
         if len(tensors) > limit:
             # The first message tells how many there are in all, so that nobody waits for more than the others bring.
-            first = self._gather_at_once(tensors[:limit], len(tensors))
+            first = self._gather(tensors[:limit], len(tensors))[0]
             return first + self.gather(tensors[limit:])
-        return self._gather_at_once(tensors, len(tensors))
+        return self._gather(tensors, len(tensors))[0]
 
-    def _gather_at_once(self, tensors: list[torch.Tensor], total: int) -> list[torch.Tensor]:
+    def _gather(self, tensors: list[torch.Tensor], total: int) -> tuple[list[torch.Tensor], list[list[int]]]:
+        """Tensors of all ranks, and their lengths by tensor and rank. total: how many this rank is going to bring."""
         tensors = [_one_dim_at_least(tensor) for tensor in tensors]
-        lengths, messages = self._exchange(tensors, total)
-        if messages is not None:
-            return _unpack(tensors, lengths, messages)
-        return [self._gather_large(tensor, sizes) for tensor, sizes in zip(tensors, lengths, strict=True)]
-
-    def _exchange(self, tensors: list[torch.Tensor], count: int) -> tuple[list[list[int]], torch.Tensor | None]:
-        """Tell every rank what each one brings: lengths by tensor and rank, and the messages if they hold it all."""
-        size = sum(tensor.nbytes for tensor in tensors)
-        small = size <= _EAGER_BYTES - _HEADER_BYTES and all(tensor.device.type == "cpu" for tensor in tensors)
-        used = _FIXED + len(tensors)
-        kinds = tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors)
-        kind = self._kinds.get(kinds)
-        if kind is None:
-            kind = self._kinds[kinds] = zlib.crc32(repr(kinds).encode())
-        self._eager_header[:used] = [count, small, kind, *[tensor.shape[0] for tensor in tensors]]
-        message = self._eager
+        header, small = self._described(tensors, total)
+        # By address: to call torch takes longer than to move so little.
+        address = self._message_address
+        memmove(address, header, len(header))
         if small:
-            offset = _HEADER_BYTES
+            address += _HEADER_BYTES
             for tensor in tensors:
-                message[offset : offset + tensor.nbytes].copy_(_bytes(tensor))
-                offset += tensor.nbytes
-        messages = torch.empty((self.size, _EAGER_BYTES), dtype=torch.uint8)
-        _all_gather(messages.view(-1), message, group=self._host_group)
-        headers = messages[:, : used * 8].view(torch.int64).tolist()
-        first = headers[0]
-        if any(header[0] != count or header[2] != first[2] for header in headers):
-            self._raise_mismatch(tensors, count - len(tensors))
-        lengths = [[header[_FIXED + i] for header in headers] for i in range(len(tensors))]
-        return lengths, messages if all(header[1] for header in headers) else None
+                size = tensor.nbytes
+                memmove(address, tensor.data_ptr(), size)
+                address += size
+        self._exchange(self._received, self._message)
+        if all(told[: len(header)] == header for told in self._headers):
+            lengths = [[tensor.shape[0]] * self.size for tensor in tensors]
+            all_small = small
+        else:
+            headers = [np.frombuffer(told, np.int64).tolist() for told in self._headers]
+            first = headers[0]
+            if any(header[0] != total or header[2] != first[2] for header in headers):
+                self._raise_mismatch(tensors, total - len(tensors))
+            lengths = [[header[_FIXED + i] for header in headers] for i in range(len(tensors))]
+            all_small = all(header[1] for header in headers)
+        if all_small:
+            return _unpack(tensors, lengths, self._messages), lengths
+        return [self._gather_large(tensor, sizes) for tensor, sizes in zip(tensors, lengths, strict=True)], lengths
+
+    def _described(self, tensors: list[torch.Tensor], total: int) -> tuple[bytes, bool]:
+        """What this rank says of its tensors, and whether they are in the same message."""
+        look = (total, *[(tensor.dtype, tensor.shape, tensor.is_cpu) for tensor in tensors])
+        found = self._known.get(look)
+        if found is None:
+            size = sum(tensor.nbytes for tensor in tensors)
+            small = size <= _EAGER_BYTES - _HEADER_BYTES and all(tensor.is_cpu for tensor in tensors)
+            kind = zlib.crc32(repr(tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors)).encode())
+            numbers = [total, small, kind, *[len(tensor) for tensor in tensors]]
+            if len(self._known) >= _MOST_KNOWN:
+                self._known.clear()
+            found = self._known[look] = np.array(numbers, np.int64).tobytes(), small
+        return found
 
     def _raise_mismatch(self, tensors: list[torch.Tensor], more: int) -> None:
-        mine = [f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}" for tensor in tensors]
-        mine += [f"{more} more"] if more else []
-        everyone = self.gather_objects(", ".join(mine) or "nothing")
+        mine = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+        everyone = self.gather_objects((mine, more))
         raise DistributedOperationException(
             "Cannot gather tensors that differ between ranks in more than their first dimension: "
-            + "; ".join(f"rank {rank} has {shapes}" for rank, shapes in enumerate(everyone))
-            + ". Pad them with `pad_across_processes`, or gather them as objects."
+            + "; ".join(f"rank {rank} has {_in_words(*brought)}" for rank, brought in enumerate(everyone))
+            + f". {_remedy(everyone)}, or gather them as objects."
         )
 
     def _gather_large(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -254,7 +268,8 @@ def _has_backend(device: torch.device) -> bool:
 
 
 def _one_dim_at_least(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
+    if tensor.requires_grad:
+        tensor = tensor.detach()
     if tensor.ndim == 0:
         tensor = tensor[None]
     return _solid(tensor)
@@ -262,6 +277,8 @@ def _one_dim_at_least(tensor: torch.Tensor) -> torch.Tensor:
 
 def _solid(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a copy of it whose memory holds its elements in order and as they read."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
     return tensor.contiguous().resolve_conj().resolve_neg()
 
 
@@ -271,22 +288,39 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _unpack(tensors: list[torch.Tensor], lengths: list[list[int]], messages: torch.Tensor) -> list[torch.Tensor]:
-    """Cut the tensors of all ranks out of the messages that carry them."""
+def _unpack(tensors: list[torch.Tensor], lengths: list[list[int]], messages: list[int]) -> list[torch.Tensor]:
+    """Cut the tensors of all ranks out of the messages that carry them. messages: their addresses."""
     results = []
     offsets = [_HEADER_BYTES] * len(messages)
     for tensor, sizes in zip(tensors, lengths, strict=True):
         rest = tensor.shape[1:]
         row = tensor.dtype.itemsize * rest.numel()
-        if min(sizes) == max(sizes) and min(offsets) == max(offsets):
-            part = messages[:, offsets[0] : offsets[0] + sizes[0] * row].contiguous()
-        else:
-            part = torch.cat(
-                [
-                    messages[rank, start : start + size * row]
-                    for rank, (start, size) in enumerate(zip(offsets, sizes, strict=True))
-                ]
-            )
-        results.append(part.reshape(-1).view(tensor.dtype).reshape(sum(sizes), *rest))
-        offsets = [start + size * row for start, size in zip(offsets, sizes, strict=True)]
+        ends = [start + size * row for start, size in zip(offsets, sizes, strict=True)]
+        out = torch.empty((sum(sizes), *rest), dtype=tensor.dtype)
+        address = out.data_ptr()
+        for message, start, end in zip(messages, offsets, ends, strict=True):
+            memmove(address, message + start, end - start)
+            address += end - start
+        results.append(out)
+        offsets = ends
     return results
+
+
+def _in_words(tensors: list[tuple[str, list[int]]], more: int) -> str:
+    words = [f"{dtype}{shape}" for dtype, shape in tensors] + ([f"{more} more"] if more else [])
+    return ", ".join(words) or "nothing"
+
+
+def _remedy(brought: list[tuple[list[tuple[str, list[int]]], int]]) -> str:
+    """What would make the tensors of all ranks fit. brought: by rank, dtype and shape of each, and how many more."""
+
+    def differ(seen: Callable[[str, list[int]], Any]) -> bool:
+        return len({str([seen(*tensor) for tensor in tensors]) for tensors, _ in brought}) > 1
+
+    if len({len(tensors) + more for tensors, more in brought}) > 1:
+        return "Bring the same tensors, in the same nesting, on every rank"
+    if differ(lambda dtype, shape: dtype):
+        return "Convert them to one dtype with `tensor.to(dtype)`"
+    if differ(lambda dtype, shape: len(shape)):
+        return "Give them the same number of dimensions"
+    return "Pad them with `pad_across_processes`"

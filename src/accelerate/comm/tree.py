@@ -101,9 +101,12 @@ def recursively_apply(
     if is_nested(data):
         return map_items(inner, data)
     if error_on_other_type:
+        wanted, remedy = "tensors", "pass a tensor, as in `torch.tensor(value)`"
+        if test_type is not is_torch_tensor:
+            wanted, remedy = f"objects that satisfy {getattr(test_type, '__name__', test_type)}", "convert or remove it"
         raise TypeError(
-            f"Found a value of type {type(data).__name__} where only nested lists, tuples, dicts and dataclasses of "
-            f"objects that satisfy {getattr(test_type, '__name__', test_type)} are accepted: remove it or convert it."
+            f"Found a value of type {type(data).__name__} where only {wanted}, and nested lists, tuples, dicts and "
+            f"dataclasses of them, are accepted: {remedy}."
         )
     return data
 

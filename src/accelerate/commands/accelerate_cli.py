@@ -15,6 +15,7 @@ from accelerate.text import did_you_mean
 COMMANDS: dict[str, tuple[str, str]] = {
     "config": ("accelerate.commands.config:get_config_parser", "answer questions, keep the answers for `launch`"),
     "launch": ("accelerate.commands.launch:launch_command_parser", "run a script on one process or many"),
+    "runs": ("accelerate.commands.runs:runs_command_parser", "list, compare and show runs that were logged here"),
     "env": ("accelerate.commands.env:env_command_parser", "show versions, hardware, config and what was detected"),
     "test": ("accelerate.commands.test:test_command_parser", "check this machine as a launch would use it"),
     "estimate-memory": (
@@ -56,6 +57,8 @@ def _maker(place: str) -> Callable[..., argparse.ArgumentParser]:
 def main() -> None:
     """What the shell calls."""
     words = sys.argv[1:]
+    if words[:1] == ["help"]:  # `accelerate help launch` as well
+        words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
         print(_help())
         sys.exit(0 if words else 1)

@@ -8,12 +8,13 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from accelerate.commands.utils import CustomArgumentParser, HelpFormatter, one_sentence
 from accelerate.config.options import FAMILIES, FLAG, Option
 from accelerate.config.options.base import WORDS
 from accelerate.config.options.compiling import LEGACY_DYNAMO_BACKENDS as DYNAMO_BACKENDS
+from accelerate.config.options.compiling import MISSPELT
 from accelerate.constants import DEEPSPEED_MULTINODE_LAUNCHERS, TORCH_DYNAMO_MODES
 from accelerate.errors import NotInstalled, NotYetSupported
 
@@ -51,14 +52,17 @@ def clean_option(option: str) -> str:
 
 
 class CustomHelpFormatter(HelpFormatter):
-    """Help that leaves out other engines once the command line names one: `launch --use_fsdp --help`."""
+    """Help without what this version lacks, and without other engines once the command line names one:
+    `launch --use_fsdp --help`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         words = {clean_option(word) for word in sys.argv[1:]}
-        named = any(family.switch and f"--{family.switch}" in words for family in FAMILIES)
+        named = {family.title for family in FAMILIES if family.switch and f"--{family.switch}" in words}
         self._left_out = {
-            family.title for family in FAMILIES if named and family.switch and f"--{family.switch}" not in words
+            family.title
+            for family in FAMILIES
+            if family.title not in named and (family.absent or (named and family.switch))
         }
 
     def add_argument(self, action: argparse.Action) -> None:
@@ -85,9 +89,13 @@ class _Parser(CustomArgumentParser):
         after = [found.training_script, *found.training_script_args]
         after = after[1:] if after[0] == self.STAND_IN else after  # `launch --cpu -- script`
         if not after:
-            self.error("the script is missing")
+            self.error("name the script to run")
         found.training_script, *found.training_script_args = ("--" if word == self.STAND_IN else word for word in after)
         return found, rest
+
+    def error(self, message: str) -> NoReturn:
+        missing = message.startswith("the following arguments are required: script")
+        super().error("name the script to run" if missing else message)
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -97,6 +105,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "allow_abbrev": False,
         "formatter_class": CustomHelpFormatter,
         "usage": "accelerate launch [flags] script [arguments of the script]",
+        "epilog": f"Not shown, because what they are for is not part of this version: flags of {_absent()}.",
     }
     if subparsers is None:
         parser: argparse.ArgumentParser = _Parser("accelerate launch", **settings)
@@ -110,6 +119,11 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument("training_script_args", metavar="...", nargs=argparse.REMAINDER, help="its arguments")
     parser.set_defaults(func=_from_shell)
     return parser
+
+
+def _absent() -> str:
+    *titles, last = [family.title for family in FAMILIES if family.absent]
+    return f"{', '.join(titles)} and {last}"
 
 
 def _add(group: Any, option: Option) -> None:
@@ -128,8 +142,9 @@ def _add(group: Any, option: Option) -> None:
 
 
 def _default_in_words(option: Option) -> str:
-    many = f" ({', '.join(option.choices)})" if len(option.choices) >= 6 else ""
-    return many + (f"; default: {option.default}" if option.default not in (None, "") else "")
+    many = f" ({', '.join(choice for choice in option.choices if choice not in MISSPELT)})"
+    many = many if len(option.choices) >= 6 else ""
+    return many + (f"; default: {option.kind.shown(option.default)}" if option.default not in (None, "") else "")
 
 
 def _reader(option: Option) -> Callable[[str], Any]:
@@ -173,6 +188,10 @@ def _planned(args: argparse.Namespace) -> LaunchPlan | None:
     if settings.dry_run:
         from accelerate.launch.show import show
 
+        try:
+            _check_script(settings)
+        except OSError as problem:
+            settings.notes.append(str(problem))
         show(planned, settings)
         return None
     _ready(planned, settings)
@@ -187,14 +206,19 @@ def _ready(planned: LaunchPlan, settings: Settings) -> None:
         raise NotInstalled(planned.missing)
     if settings.mixed_precision == "fp8":
         raise NotYetSupported("mixed precision in fp8", "use bf16, which every current GPU supports.")
-    if settings.mpirun_hostfile is None and not settings.module:
-        _check_script(settings.script, settings.no_python)
+    if settings.use_megatron_lm:
+        raise NotYetSupported("Megatron-LM", "use `--use_fsdp`, or `--use_deepspeed`, to spread a model.")
+    _check_script(settings)
     if not settings.quiet:
         for line in [*settings.notes, *planned.notes]:
             print(f"accelerate: {line}", file=sys.stderr, flush=True)
 
 
-def _check_script(script: str, program: bool) -> None:
+def _check_script(settings: Settings) -> None:
+    """Refuses a script that is not there, where it is one of this machine."""
+    script, program = settings.script, settings.no_python
+    if settings.mpirun_hostfile is not None or settings.module:
+        return
     if program and shutil.which(script) is not None:
         return
     if os.path.isdir(script) and not program and not os.path.exists(os.path.join(script, "__main__.py")):
@@ -202,6 +226,10 @@ def _check_script(script: str, program: bool) -> None:
     if not os.path.exists(script):
         what = "program" if program else "script"
         raise FileNotFoundError(f"There is no {what} {script} (in {os.getcwd()}): correct its name or path.")
+    if program and os.access(script, os.X_OK) and not os.path.isdir(script):
+        raise FileNotFoundError(
+            f"There is no program {script} on the PATH: for the one in this folder write ./{script}."
+        )
     if program:
         raise PermissionError(f"{script!r} may not be run: make it executable, or leave out `--no_python`.")
 

@@ -31,6 +31,11 @@ def test_command(args: argparse.Namespace) -> None:
     """Launch the checks; exits with their code if one failed."""
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     if args.config_file is not None:
+        if not Path(args.config_file).expanduser().is_file():
+            sys.exit(
+                f"accelerate test: There is no config file {args.config_file}: give another one with `--config_file`, "
+                "or make one with `accelerate config`."
+            )
         command += ["--config_file", args.config_file]
     code = subprocess.run([*command, str(SCRIPT)]).returncode
     if code != 0:

@@ -123,7 +123,12 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     target = Path(args.output_file or args.config_file).expanduser()
     if target.exists() and not args.overwrite:
         raise FileExistsError(f"{target} is there already: name another --output_file, or pass --overwrite.")
-    file.write(convert_config_to_fsdp2(load_config(args.config_file)), target)
+    before = load_config(args.config_file)
+    after = convert_config_to_fsdp2(before)
+    if after is before:
+        return  # it was said why
+    file.write(after, target)
+    print(f"Written to {target}.")
 
 
 def _from_shell(args: argparse.Namespace) -> None:

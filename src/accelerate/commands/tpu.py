@@ -29,7 +29,7 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     work.add_argument("--use_alpha", action="store_true", help="use `gcloud alpha` instead of `gcloud`")
     work.add_argument("--command_file", default=None, help="a file with a command per line")
     work.add_argument("--command", action="append", nargs="+", help="a command; may be given several times")
-    work.add_argument("--install_accelerate", action="store_true", help="install accelerate there first")
+    work.add_argument("--install_accelerate", action="store_true", help="install accelerate there first, from PyPI")
     work.add_argument(
         "--accelerate_version", default="latest", help="its version: a number, `latest` (the default) or `dev`"
     )
@@ -42,7 +42,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     """Run (or print) the command for the pod."""
     command = _gcloud(args)
     if args.debug:
-        print(f"Running {' '.join(command)}")
+        print(f"Not run, as --debug asks: {' '.join(command)}\nTo be pasted: {shlex.join(command)}")
         return
     try:
         code = subprocess.run(command).returncode

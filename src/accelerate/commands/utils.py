@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -89,16 +89,37 @@ class CustomArgumentParser(argparse.ArgumentParser):
         namespace = argparse.Namespace() if namespace is None else namespace
         if not hasattr(namespace, "nondefault"):
             namespace.nondefault = set()
+        self._check_flags(sys.argv[1:] if args is None else args)
         return super().parse_known_args(args, namespace)
+
+    def _check_flags(self, words: Sequence[str]) -> None:
+        """A misspelt flag before a subcommand, whose value argparse would take for the subcommand."""
+        commands = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
+        for word in words if commands else ():
+            if any(word in choices for choices in commands):
+                return
+            if word.startswith("--") and word.partition("=")[0] not in self._option_string_actions:
+                self._refuse([word])
+
+    def _refuse(self, unknown: list[str]) -> NoReturn:
+        words = [word + did_you_mean(word.partition("=")[0], self._option_string_actions) for word in unknown]
+        self.error(f"unrecognized arguments: {' '.join(words)}")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            words = [word + did_you_mean(word.partition("=")[0], self._option_string_actions) for word in unknown]
-            self.error(f"unrecognized arguments: {' '.join(words)}")
+            self._refuse(unknown)
         return found
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            choices = list(map(str, action.choices))
+            near = did_you_mean(str(value), choices)
+            named = None if isinstance(action, argparse._SubParsersAction) else action
+            raise argparse.ArgumentError(named, f"there is no {value!r}{near}; choose one of {', '.join(choices)}")
+
     def error(self, message: str) -> NoReturn:
+        message = message.removeprefix("argument ")
         # The usage of `launch` fills two screens and would hide the sentence that matters.
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` shows what there is.\n")
 

@@ -38,3 +38,14 @@ class DataLoaderConfiguration:
         default=False,
         metadata={"help": "After `load_state`, have each loader start by itself at the next unseen sample."},
     )
+    shuffle: str | None = field(
+        default=None,
+        metadata={
+            "help": "How loaders with shuffle=True shuffle: None as torch does, with a list of all indices; 'indexed' "
+            "with none, by seed and epoch, for datasets of any size."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if self.shuffle not in (None, "indexed"):
+            raise ValueError(f"shuffle is {self.shuffle!r}: it is None or 'indexed'.")

@@ -129,6 +129,7 @@ class LoggerType(BaseEnum):
     CLEARML = "clearml"
     DVCLIVE = "dvclive"
     SWANLAB = "swanlab"
+    LOCAL = "local"
 
 
 class RNGType(BaseEnum):

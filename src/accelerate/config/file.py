@@ -126,6 +126,8 @@ class ClusterConfig(BaseConfig):
     enable_cpu_affinity: bool = False
     hang_timeout: float | None = None
     hang_timeout_action: str | None = None
+    preemption: str | None = None
+    resume: str | None = None
 
     fp8_config: dict[str, Any] | None = None
     deepspeed_config: dict[str, Any] | None = None

@@ -117,6 +117,8 @@ class FullyShardedDataParallelPlugin:
 
     # Whether the names in the settings were found in a model; another one may have other parts.
     _has_met_a_model = False
+    # Version 2, and nobody has said which parts are gathered one at a time: the engine finds the blocks of the model.
+    _finds_blocks = False
 
     def __post_init__(self) -> None:
         self.fsdp_version = version_of(self.fsdp_version)
@@ -228,6 +230,8 @@ class FullyShardedDataParallelPlugin:
 
     def _set_wrap_policy(self) -> None:
         policy: Any = self.auto_wrap_policy
+        named = policy is not None or PREFIX + "AUTO_WRAP_POLICY" in os.environ
+        self._finds_blocks = self.fsdp_version == 2 and not named
         if policy is None:
             policy = os.environ.get(PREFIX + "AUTO_WRAP_POLICY", "NO_WRAP")
         if not isinstance(policy, str):

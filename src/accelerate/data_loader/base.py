@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -45,6 +46,9 @@ class DataLoaderStateMixin:
     _left_out_samples = 0
     _left_out_batches = 0
     _left_out_steps = 0
+    # Called when a loop that trains comes back for another batch, if not for the first one of all.
+    between_batches: Callable[[], None] | None = None
+    _backwards = 0
     # What the dataset drew from when the batches before were done, until the loader is iterated.
     _goes_on_with: dict[str, Any] | None = None
 
@@ -86,7 +90,20 @@ class DataLoaderStateMixin:
         if counts is None and self.end_of_dataloader:
             counts = self._counts_if_short(batch)
         self.real_samples, self.batch_samples = counts or (None, None)
+        self._backwards = self.gradient_state.backwards
         return batch
+
+    def _came_back(self, last: bool) -> None:
+        """The loop has done with the batch at hand. last: and ends now."""
+        if self.between_batches is not None:
+            self.position.trains = self.gradient_state.backwards > self._backwards
+            if self.position.trains and not last:
+                self.between_batches()
+
+    def _starts(self) -> None:
+        """A loop is about to begin."""
+        if self.between_batches is not None and self.position.trains:
+            self.between_batches()
 
     def _counts_if_short(self, batch: Any) -> tuple[int, int] | None:
         """A last batch that is smaller than the others counts too: some scripts give one value per expected sample."""
@@ -167,6 +184,8 @@ class DataLoaderAdapter:
     attributes."""
 
     skip_batches = 0
+    # Whether anybody has asked for the length, to lay out a schedule for one.
+    length_asked = False
     # The loader of torch whose workers stay, once it has been iterated: it is iterated again.
     reused: Any = None
     _continued: Any
@@ -179,8 +198,8 @@ class DataLoaderAdapter:
         **kwargs: Any,
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
-        kind: Any = _stateful_loader() if use_stateful_dataloader else DataLoader
-        self.base_dataloader: Any = kind(dataset, batch_sampler=batch_sampler, **kwargs)
+        make: Any = _stateful_loader if use_stateful_dataloader else DataLoader
+        self.base_dataloader: Any = make(dataset, batch_sampler=batch_sampler, **kwargs)
         self.dl_state_dict: dict[str, Any] | None = None
         self.position: Position = Position()
 
@@ -196,6 +215,7 @@ class DataLoaderAdapter:
         return type(self) if base is None else _both(type(self), type(base))  # type: ignore[arg-type]
 
     def __len__(self) -> int:
+        self.length_asked = True
         return max(len(self.base_dataloader) - self.skip_batches, 0)
 
     def __iter__(self) -> Iterator[Any]:
@@ -207,7 +227,14 @@ class DataLoaderAdapter:
         own = {name: value for name, value in self.__dict__.items() if name not in self._of_this_process}
         return _revived, (type(self), own)
 
-    _of_this_process: tuple[str, ...] = ("gradient_state", "on_uneven_end", "_continued", "state", "reused")
+    _of_this_process: tuple[str, ...] = (
+        "gradient_state",
+        "on_uneven_end",
+        "between_batches",
+        "_continued",
+        "state",
+        "reused",
+    )
 
     def _join_process(self) -> None:
         """Find what belongs to the process that this loader has come to."""
@@ -290,7 +317,7 @@ class DataLoaderAdapter:
         make: Any = type(self)
         arguments = kept_arguments(self) | self.own_arguments()
         loader = make(dataset, skip_batches=skip_batches, **arguments, **batches)
-        for name in ("gradient_state", "on_uneven_end", "synchronized_generator", "position"):
+        for name in ("gradient_state", "on_uneven_end", "between_batches", "synchronized_generator", "position"):
             if name in self.__dict__:
                 setattr(loader, name, self.__dict__[name])
         for name in ("_left_out_samples", "_left_out_batches", "_left_out_steps"):
@@ -353,12 +380,15 @@ def _revived(kind: type[DataLoaderAdapter], own: dict[str, Any]) -> DataLoaderAd
     return loader
 
 
-def _stateful_loader() -> Any:
+def _stateful_loader(dataset: Any, **kwargs: Any) -> Any:
     if not is_torchdata_stateful_dataloader_available():
         raise ImportError("use_stateful_dataloader=True needs torchdata 0.8 or later: pip install 'torchdata>=0.8'")
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    return StatefulDataLoader
+    with warnings.catch_warnings():
+        # torchdata calls what torch is about to drop; nothing that a script could change.
+        warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+        return StatefulDataLoader(dataset, **kwargs)
 
 
 def forward_epoch(loader: Any, epoch: int) -> None:

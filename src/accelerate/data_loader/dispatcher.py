@@ -66,6 +66,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self._share_of_rank = self.data_shares or shares_of_ranks(self.device_mesh, self.state.num_processes)
 
     def __iter__(self) -> Iterator[Any]:
+        self._starts()
         if (rest := self.position.rest_of(self)) is not None:
             yield from rest
             return
@@ -87,6 +88,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                 self.adjust_state_dict_for_prefetch()
                 place.handed_out(part.is_last)
                 yield self._hand_out(transfer.finish(transfer.start(part.batch)), part.counts)
+                self._came_back(part.is_last)
         finally:
             self.position.caught_up(self)
             self._end_of(place)

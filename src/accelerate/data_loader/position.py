@@ -60,9 +60,11 @@ class Position:
     """The places of the loops over a loader, shared by it and the loaders for the rest of its epochs.
 
     follows_dataset: whether to keep the state of a dataset that can tell its place, after each batch.
+    trains: whether the last loop called `backward` for its batches.
     """
 
     follows_dataset = False
+    trains = False
 
     def __init__(self) -> None:
         # Those that are being read: the last one counts, the others are the loops around it.

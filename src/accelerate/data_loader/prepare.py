@@ -17,6 +17,7 @@ from torch.utils.data import (
 from accelerate.comm import current
 from accelerate.data_loader.base import kept_arguments, same_batches
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
+from accelerate.data_loader.indexed import IndexedRandomSampler
 from accelerate.data_loader.iterable import CountingCollate, IterableDatasetShard, knows_shards
 from accelerate.data_loader.samplers import (
     RANDOM_SAMPLERS,
@@ -49,6 +50,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
     data_shares: list[int] | None = None,
+    shuffle: str | None = None,
 ) -> Any:
     """A loader with the same data as `dataloader`, of which each process gets its share.
 
@@ -57,7 +59,7 @@ def prepare_data_loader(
     out; by default for iterable datasets (when batches are put on the device). even_batches: repeat samples so that
     all processes get equally many. use_seedable_sampler, data_seed: shuffle by seed and epoch alone.
     torch_device_mesh: its processes along `tp`, `cp` and `sp` get the same data. data_shares: or, for every rank, the
-    number of the share it gets.
+    number of the share it gets. shuffle: "indexed" to shuffle without a list of all indices.
     rng_types: random states that follow rank 0 at each start. slice_fn_for_dispatch: how a dispatched batch is cut.
     """
     if isinstance(dataloader, (DataLoaderShard, DataLoaderDispatcher)):
@@ -81,9 +83,8 @@ def prepare_data_loader(
             "(device placement switched on)."
         )
     _check_batch_size(dataloader, split_batches, processes)
-    generator = _shared_order(
-        dataloader, use_seedable_sampler, data_seed, all_read=processes > 1 and not dispatch_batches
-    )
+    kind = IndexedRandomSampler if shuffle == "indexed" else SeedableRandomSampler if use_seedable_sampler else None
+    generator = _shared_order(dataloader, kind, data_seed, all_read=processes > 1 and not dispatch_batches)
     arguments = kept_arguments(dataloader) | {
         "use_stateful_dataloader": use_stateful_dataloader,
         "_drop_last": dataloader.drop_last,
@@ -158,9 +159,12 @@ def _sharded_batches(
     return {"batch_sampler": shard(loader.batch_sampler, split_batches)}
 
 
-def _shared_order(loader: Any, seedable: bool, data_seed: int | None, *, all_read: bool) -> torch.Generator | None:
+def _shared_order(
+    loader: Any, seedable: type[SeedableRandomSampler] | None, data_seed: int | None, *, all_read: bool
+) -> torch.Generator | None:
     """Make all processes shuffle alike; the generator, if any, that has to follow rank 0 for that.
 
+    seedable: the sampler that shuffles in place of torch's own, if any.
     all_read: whether several processes read, each of them its part; otherwise the order is that of the plain loader.
     """
     if isinstance(loader.dataset, IterableDataset):
@@ -168,11 +172,13 @@ def _shared_order(loader: Any, seedable: bool, data_seed: int | None, *, all_rea
         return generator if isinstance(generator, torch.Generator) else None
     owner = sampler_owner(loader)
     sampler: Any = loader.sampler if owner is None else getattr(owner, "sampler", None)
-    if seedable and isinstance(sampler, RandomSampler) and owner is not None:
+    if seedable is not None and isinstance(sampler, RandomSampler) and owner is not None:
+        if sampler.replacement:
+            seedable = SeedableRandomSampler  # what may come twice is no order of all there is
         seed: list[Any] = [torch.random.initial_seed() if data_seed is None else data_seed]
         # Processes may have been seeded differently on purpose; the order of the data must be one.
         current().broadcast_objects(seed)
-        owner.sampler = SeedableRandomSampler(
+        owner.sampler = seedable(
             sampler.data_source,
             replacement=sampler.replacement,
             num_samples=_asked_samples(sampler),

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, Sampler
 
+from accelerate.data_loader.indexed import IndexedRandomSampler
 from accelerate.data_loader.samplers import BatchSamplerShard, KeptShard, SamplerShard, cuts_in_order
 
 
@@ -23,7 +24,7 @@ class SkipSampler(Sampler[Any]):
         return max(len(self.sampler) - self.skip_samples, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(self.sampler, self.skip_samples, None)
+        return indices_after(self.sampler, self.skip_samples)
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.sampler, "set_epoch"):
@@ -93,6 +94,9 @@ class SkipBatchSampler(BatchSampler):
         return uneven and len(self.batch_sampler) + self.batch_sampler.missed_steps > self.skip_batches  # type: ignore[attr-defined]
 
     def __iter__(self) -> Iterator[list[Any]]:
+        if can_jump(self.batch_sampler):
+            self.kept = first_batches(self.batch_sampler, min(self.keeps, self.skip_batches))
+            return batches_after(self.batch_sampler, self.skip_batches)
         # At once, not with the first batch: its order may be drawn here, before torch's loader draws a number.
         return self._left(iter(self.batch_sampler))
 
@@ -107,6 +111,58 @@ class SkipBatchSampler(BatchSampler):
 
     def __len__(self) -> int:
         return max(len(self.batch_sampler) - self.skip_batches, 0)
+
+
+# --- samplers that can start anywhere ---------------------------------------------------------------------------
+
+
+def indices_after(sampler: Any, count: int) -> Iterator[Any]:
+    """An iteration of a sampler without its first `count` indices."""
+    if isinstance(sampler, SkipSampler):
+        return indices_after(sampler.sampler, sampler.skip_samples + count)
+    if isinstance(sampler, IndexedRandomSampler):
+        return sampler.after(count)
+    return itertools.islice(sampler, count, None)
+
+
+def can_jump(batches: Any) -> bool:
+    """Whether the batches after any number of others are found without a look at those."""
+    if isinstance(batches, (BatchSamplerShard, SkipBatchSampler)):
+        return can_jump(batches.batch_sampler)
+    return cuts_in_order(batches) and isinstance(_innermost(batches.sampler)[0], IndexedRandomSampler)
+
+
+def batches_after(batches: Any, count: int) -> Iterator[list[Any]]:
+    """An iteration without the first `count` batches, of batches that can jump."""
+    if isinstance(batches, SkipBatchSampler):
+        return batches_after(batches.batch_sampler, batches.skip_batches + count)
+    if isinstance(batches, BatchSamplerShard):
+        inner, step = batches.batch_sampler, batches.batches_per_step
+        return batches.iterate(batches_after(inner, count * step), count, first_batches(inner, step))
+    sampler: Any = SkipSampler(batches.sampler, count * batches.batch_size)
+    return iter(type(batches)(sampler, batches.batch_size, batches.drop_last))
+
+
+def first_batches(batches: Any, count: int) -> list[list[Any]]:
+    """The first batches, of batches that can jump; it is no iteration of them."""
+    if isinstance(batches, SkipBatchSampler):
+        return first_batches(batches.batch_sampler, batches.skip_batches + count)[batches.skip_batches :]
+    if isinstance(batches, BatchSamplerShard):
+        twin = copy.copy(batches)
+        inside = first_batches(batches.batch_sampler, count * batches.batches_per_step)
+        return list(itertools.islice(twin.iterate(iter(inside)), count))
+    sampler, skipped = _innermost(batches.sampler)
+    indices = itertools.islice(sampler.order(skipped), count * batches.batch_size)
+    cut: Any = type(batches)(list(indices), batches.batch_size, batches.drop_last)
+    return list(cut)
+
+
+def _innermost(sampler: Any) -> tuple[Any, int]:
+    """The sampler of which a first part is left out, and how many indices that has."""
+    skipped = 0
+    while isinstance(sampler, SkipSampler):
+        sampler, skipped = sampler.sampler, skipped + sampler.skip_samples
+    return sampler, skipped
 
 
 def innermost_skip(batches: Any) -> SkipBatchSampler | None:

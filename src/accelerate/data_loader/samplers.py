@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -121,21 +121,32 @@ class BatchSamplerShard(BatchSampler):
         last = len(self.sampler) % self.batch_size
         return 0 < last <= self.batch_size // self.num_processes * self.process_index
 
+    @property
+    def batches_per_step(self) -> int:
+        """How many batches of the batch sampler all processes together take for one of theirs."""
+        return 1 if self.split_batches else self.num_processes
+
     def __iter__(self) -> Iterator[list[Any]]:
+        # At once, not with the first batch: its order may be drawn here, before torch's loader draws a number.
+        return self.iterate(iter(self.batch_sampler))
+
+    def iterate(
+        self, batches: Iterator[list[Any]], done: int = 0, first: Sequence[list[Any]] = ()
+    ) -> Iterator[list[Any]]:
+        """This process's share of `batches`, which follow those of the first `done` steps. first: those of step 0."""
         self.missed_steps = 0
         self.uneven = False
         self._counts = {}
         self._last = -1
-        # At once, not with the first batch: its order may be drawn here, before torch's loader draws a number.
-        batches = iter(self.batch_sampler)
-        return self._iter_pieces(batches) if self.split_batches else self._iter_whole(map(list, batches))
+        if self.split_batches:
+            return self._iter_pieces(batches, done, list(first[0]) if first else [])
+        return self._iter_whole(map(list, batches), done, list(first))
 
-    def _iter_whole(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    def _iter_whole(self, batches: Iterator[list[Any]], done: int, first: list[list[Any]]) -> Iterator[list[Any]]:
         """Batches in groups of one per process; the group at the end may be incomplete."""
         processes, mine, size = self.num_processes, self.process_index, self.batch_size
-        first: list[list[Any]] = []
         held: list[list[Any]] | None = None
-        number = -1
+        number = done - 1
         while group := list(itertools.islice(batches, processes)):
             number += 1
             if held is not None:
@@ -164,14 +175,13 @@ class BatchSamplerShard(BatchSampler):
         else:
             self.missed_steps = 1
 
-    def _iter_pieces(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
+    def _iter_pieces(self, batches: Iterator[list[Any]], done: int, start: list[Any]) -> Iterator[list[Any]]:
         """A piece of every batch; the last one may be too small to cut."""
         assert self.batch_size is not None
         size = self.batch_size // self.num_processes
         mine = slice(size * self.process_index, size * (self.process_index + 1))
-        start: list[Any] = []
         partial: list[Any] | None = None
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(batches, done):
             if partial is not None:
                 yield self._fill(self._last, partial, start, size)
                 partial = None

@@ -52,6 +52,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         self.iteration = iteration
 
     def __iter__(self) -> Iterator[Any]:
+        self._starts()
         if (rest := self.position.rest_of(self)) is not None:
             yield from rest
             return
@@ -114,6 +115,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             place.handed_out(last)
             yield self._hand_out(transfer.finish(current), counts or counts_of(-1 if last else index))
             index += 1
+            self._came_back(last or self.on_uneven_end is not None)
 
     def _set_end(self, last: bool) -> None:
         self.end_of_dataloader = self.ends_everywhere = last

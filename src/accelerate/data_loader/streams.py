@@ -65,7 +65,8 @@ def draws_at_once(sampler: Any) -> bool:
 
 _GLOBAL: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "python": (random.getstate, lambda state: random.setstate((state[0], tuple(state[1]), state[2]))),
-    "numpy": (np.random.get_state, np.random.set_state),
+    # numpy imports its generators at their first use.
+    "numpy": (lambda: np.random.get_state(), lambda state: np.random.set_state(state)),
     "torch": (torch.get_rng_state, lambda state: torch.set_rng_state(torch.as_tensor(state))),
 }
 NAMES = tuple(_GLOBAL)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from accelerate.config.environment import str_to_bool
-from accelerate.devices import cuda_start
 from accelerate.devices.base import Device, Memory
 from accelerate.devices.cpu import CPU
 from accelerate.devices.cuda import CUDA
@@ -96,4 +95,6 @@ def choose(environ: Mapping[str, str], cpu: bool = False, devices: Sequence[Devi
 
 if "IPython" in sys.modules:
     # A notebook may call for several processes later, and then wants to know which of its cells started CUDA.
+    from accelerate.devices import cuda_start
+
     cuda_start.remember()

@@ -22,46 +22,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from accelerate.diagnosis import place, roll
+from accelerate.diagnosis import limits, place, roll
 from accelerate.diagnosis.roll import Note, Notes
 from accelerate.environments import World
 from accelerate.torch_internals.process_groups import collectives_begun, own_connection
 
-LIMIT = "ACCELERATE_HANG_TIMEOUT"
-ACTION = "ACCELERATE_HANG_TIMEOUT_ACTION"
-DEFAULT_LIMIT = 60.0
 ABORTED = 124  # as `timeout` ends
 
 _LOOK = 1.0
 _NOTE_AFTER = 5.0
 # Of a question to the store.
 _PATIENCE = timedelta(seconds=5)
-
-
-def limit_from(environ: Any) -> float:
-    """After how many seconds a rank that waits is said to hang; 0 for never."""
-    text = environ.get(LIMIT, "") or str(DEFAULT_LIMIT)
-    try:
-        limit = float(text)
-        if not 0 <= limit < float("inf"):
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"{LIMIT} is {text!r}: give a number of seconds, or 0 to turn it off.") from None
-    return limit
-
-
-def aborts(environ: Any) -> bool:
-    """Whether a hang ends the run."""
-    action = environ.get(ACTION, "") or "warn"
-    if action not in ("warn", "abort"):
-        raise ValueError(f"{ACTION} is {action!r}: it is warn or abort.")
-    return bool(action == "abort")
-
-
-def check(environ: Any) -> None:
-    """Raises for settings that cannot be read."""
-    limit_from(environ)
-    aborts(environ)
 
 
 class Watch:
@@ -242,7 +213,7 @@ _watch: Watch | None = None
 def start(world: World, attempt: str, environ: Any) -> None:
     """Begin to watch this rank. Called by all of them, in the thread that trains."""
     global _watch
-    limit, abort = limit_from(environ), aborts(environ)
+    limit, abort = limits.limit_from(environ), limits.aborts(environ)
     stop()
     if limit == 0:
         return

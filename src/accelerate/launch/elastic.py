@@ -8,24 +8,29 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 from accelerate.config.environment import parse_flag_from_env
+from accelerate.config.preemption import NOTE, PREEMPTED
 from accelerate.launch import processes, program
 from accelerate.launch.engines.single import PROGRAM, WORKER
-from accelerate.launch.failure import details, say
+from accelerate.launch.failure import details, say, say_of_several
 from accelerate.launch.meeting import PortTaken, meeting_point
 from accelerate.launch.waiting import NobodyThere, saying_who_is_awaited, wait_for_main
 
-_STAND_IN = "\0--"
+# In front of the words for the script.
+_SHIELD = "\0"
 # Words for this module, before those for torchrun.
 _OWN = ("--quiet", "--any_port")
 
@@ -48,14 +53,18 @@ def main(argv: list[str] | None = None) -> int:
     if not parse_flag_from_env("ACCELERATE_DEBUG_MODE"):
         # Its report of a failure says less than ours, and hides it.
         logging.disable(logging.CRITICAL)
-    # Its parser would take a `--` that belongs to the script for its own.
-    shielded = [_STAND_IN if word == "--" else word for word in words[len(own) :]]
+    # Its parser would take a `--` of the script for its own, and an option that begins as some of its own for unclear.
+    words = words[len(own) :]
+    script = next(place for place, word in enumerate(words) if not word.startswith("--")) + 1
+    shielded = [*words[:script], *(_SHIELD + word for word in words[script:])]
     arguments = torchrun.get_args_parser().parse_args(shielded)
     if arguments.master_port is None:
         arguments.master_port = 29500
     config, command, command_args = torchrun.config_from_args(arguments)
-    command_args = ["--" if word == _STAND_IN else word for word in command_args]
+    command_args = [word.removeprefix(_SHIELD) for word in command_args]
     command, command_args = _through_worker(arguments, str(command), command_args)
+    note = Path(tempfile.mkdtemp(prefix="accelerate-launch-"), "preempted")
+    os.environ[NOTE] = str(note)
     try:
         with _listening(config, "--any_port" in own):
             elastic_launch(config=config, entrypoint=command)(*command_args)
@@ -69,6 +78,8 @@ def main(argv: list[str] | None = None) -> int:
         return _report(failure, quiet, processes.out_of_memory_kills() - kills)
     except SignalException as stopped:
         number = int(stopped.sigval)
+        if note.exists():
+            return PREEMPTED  # the ranks have said what they did
         _say(f"The run {processes.signal_in_words(number)}.")
         return 128 + number
     except RendezvousError as problem:
@@ -76,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     finally:
         program.signal_descendants()
+        shutil.rmtree(note.parent, ignore_errors=True)
 
 
 @contextmanager
@@ -110,7 +122,7 @@ def _report(failure: Any, quiet: bool, memory_kills: int) -> int:
     """Says who failed first and how, with its traceback as the last thing on the screen."""
     first = min(failure.failures.values(), key=_when)
     code = processes.exit_code(first.exitcode)
-    if quiet:
+    if quiet or code == PREEMPTED:  # that was said already
         return code
     rank = _rank(failure, first)
     who = f"Rank {rank} on {_host()}"
@@ -122,8 +134,11 @@ def _report(failure: Any, quiet: bool, memory_kills: int) -> int:
     alike = [n for n, other in failed.items() if details(other.error_file_data).get("py_callstack") == traceback]
     others = len(failed) - (len(alike) if traceback and len(alike) > 1 else 1)
     also = f" (and {others} more after it)" if others > 0 else ""
-    if traceback:
-        say(rank, _host(), traceback, also, alike)
+    if traceback and len(alike) > 1:
+        shown = others == 0 and all(details(failed[number].error_file_data).get("on_screen") for number in alike)
+        say_of_several(alike, _host(), traceback, also, shown=shown)
+    elif traceback:
+        say(rank, _host(), traceback, also)
     else:
         _say(f"{who} was the first to fail{also}, with exit code {first.exitcode}.")
     return code

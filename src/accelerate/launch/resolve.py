@@ -24,7 +24,7 @@ def resolve(
     read_flags(settings, args)
     read_file(settings, environ)
     settings.devices = machine.accelerators(environ) if devices is None else devices
-    for detect in (_engine, _precision, _cluster, _deepspeed, _machines, _processes, _missing_gpus, _threads):
+    for detect in (_engine, _precision, _cluster, _deepspeed, _machines, _processes, _missing_gpus, _threads, _files):
         detect(settings, environ)
     _port(settings, port_in_use)
     return settings
@@ -164,6 +164,20 @@ def _gpus_asked_for(settings: Settings) -> str:
     return ""
 
 
+def _files(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Says of files that were asked for where they are, or why there are none."""
+    if settings.tee == "0" and settings.log_dir is not None:
+        settings.notes.append("`--log_dir` is where `--tee` writes, which was not given: add `--tee 3` to write files.")
+    if settings.tee != "0" and settings.log_dir is None:
+        where = os.path.join(environ.get("TMPDIR") or "/tmp", "torchelastic_*")
+        settings.notes.append(f"`--tee` writes to a new folder {where}: name one with `--log_dir` to find it again.")
+
+
+def _share(processes: int) -> str:
+    word = "process" if processes == 1 else "processes"
+    return f"{machine.cores()} cores, {processes} {word}"
+
+
 def _chosen_devices(settings: Settings) -> int:
     if settings.devices.count and settings.gpu_ids not in (None, "all"):
         return len(str(settings.gpu_ids).split(","))
@@ -176,7 +190,7 @@ def _threads(settings: Settings, environ: Mapping[str, str]) -> None:
     here = settings.world.local_size if settings.world is not None else settings.local_processes
     if settings.on_cpu:
         threads = max(1, machine.cores() // max(1, here))
-        settings.put("num_cpu_threads_per_process", threads, "detected", f"{machine.cores()} cores, {here} processes")
+        settings.put("num_cpu_threads_per_process", threads, "detected", _share(here))
     else:
         settings.put("num_cpu_threads_per_process", 1, "default", "the work is on the accelerator")
 

@@ -71,7 +71,7 @@ def deepspeed_fields(values: Any) -> str:
 
 
 def _switches(values: Any) -> dict[str, str]:
-    given = ("hang_timeout", "hang_timeout_action")
+    given = ("hang_timeout", "hang_timeout_action", "preemption", "resume")
     env = {option(name).env: str(getattr(values, name)) for name in given if getattr(values, name, None) is not None}
     words = {"debug": "true", "enable_cpu_affinity": "1"}
     return env | {option(name).env: word for name, word in words.items() if getattr(values, name, False)}

@@ -19,6 +19,8 @@ from types import CodeType, ModuleType, TracebackType
 
 # What was `__main__` before the script took its place; without a reference it would be torn down.
 _kept: list[ModuleType] = []
+# What this process was the first to say on the screen.
+_said: set[str] = set()
 
 
 def die_with_parent(parent: int) -> None:
@@ -102,6 +104,7 @@ def record(error: BaseException, traceback: TracebackType | None) -> None:
         "time": now,
         "rank": _rank(),
         "host": platform.node(),
+        "on_screen": _shares_the_screen(),
     }
     try:
         with open(path, "w", encoding="utf-8") as file:
@@ -110,31 +113,53 @@ def record(error: BaseException, traceback: TracebackType | None) -> None:
         pass  # the traceback is on the screen, too
 
 
-@contextmanager
-def _once_on_the_screen() -> Iterator[None]:
-    """What is written to the screen in here is not, if another process of this run has written the same."""
+def _is_first_to_say(text: str) -> bool:
+    """Whether no other process of this run has said the same on the screen that they share."""
     folder = os.path.dirname(os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", "")))
     if not folder or not _shares_the_screen():
-        yield
-        return
+        return True
     import re
     from hashlib import sha256
 
+    # Torch writes which rank it is in front of each line.
+    digest = sha256(re.sub(r"(?m)^\[rank\d+\]:", "", text).encode()).hexdigest()
+    if digest in _said:
+        return True
+    try:
+        os.close(os.open(os.path.join(folder, f"said-{digest}"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:
+        pass
+    _said.add(digest)
+    return True
+
+
+@contextmanager
+def _once_on_the_screen() -> Iterator[None]:
+    """What is written to the screen in here is not, if another process of this run has written the same: the launcher
+    says which ranks have failed like this."""
     screen, sys.stderr = sys.stderr, io.StringIO()
     try:
         yield
         text = sys.stderr.getvalue()
     finally:
         sys.stderr = screen
-    # Torch writes which rank it is in front of each line.
-    digest = sha256(re.sub(r"(?m)^\[rank\d+\]:", "", text).encode()).hexdigest()
-    try:
-        os.close(os.open(os.path.join(folder, f"said-{digest}"), os.O_CREAT | os.O_EXCL))
-    except FileExistsError:
-        return  # the launcher says which ranks have failed like this
-    except OSError:
-        pass
-    print(text, end="", file=screen, flush=True)
+    if _is_first_to_say(text):
+        print(text, end="", file=screen, flush=True)
+
+
+def warn_once() -> None:
+    """Shows a warning that several processes of this run have in common once, by the first that comes to it."""
+    import warnings
+
+    show = warnings.showwarning
+
+    def show_if_new(message, category, filename, lineno, file=None, line=None):  # type: ignore[no-untyped-def]
+        if file is not None or _is_first_to_say(f"{filename}:{lineno}: {category.__name__}: {message}"):
+            show(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show_if_new
 
 
 def _shares_the_screen() -> bool:
@@ -166,10 +191,17 @@ def _inside(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
+def tell_recorders(code: object) -> None:
+    """Lets what records this run, if anything does, know how it ends: a code is no error that Python shows."""
+    if (overheard := sys.modules.get("accelerate.tracking.overheard")) is not None:
+        overheard.exits(code)
+
+
 def main() -> None:
     parent, kind, target, *arguments = sys.argv[1:]
     die_with_parent(int(parent))
     print_lines()
+    warn_once()
     sys.argv = [target, *arguments]
     try:
         run_module(target) if kind == "module" else run_script(target)
@@ -178,8 +210,10 @@ def main() -> None:
             record(end, None)
             if (watch := sys.modules.get("accelerate.diagnosis.watch")) is not None and watch.current() is not None:
                 watch.current().exits(end.code)  # those who wait for this process are told
+            tell_recorders(end.code)
         raise
     except KeyboardInterrupt:
+        tell_recorders(130)
         sys.exit(130)
     except BaseException as error:
         traceback = _inside(error.__traceback__)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.torch_internals.mesh import set_exchange_of_context
+
+if TYPE_CHECKING:
+    from accelerate.parallelism_config import ParallelismConfig
 
 
 @contextmanager

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.torch_internals.mesh import join_axes
+
+if TYPE_CHECKING:
+    from accelerate.parallelism_config import ParallelismConfig
 
 # The axes along which processes work on the same batch.
 SAME_DATA = ("cp", "sp", "tp")

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from accelerate.config.deepspeed import DeepSpeedPlugin, get_active_deepspeed_plugin
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, PrecisionType
 from accelerate.config.environment import parse_flag_from_env
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.errors import NotYetSupported
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.per_rank import ThreadLocalSharedDict
 from accelerate.state import engines
 from accelerate.state.partial import PartialState
+
+if TYPE_CHECKING:
+    from accelerate.config.deepspeed import DeepSpeedPlugin
+    from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
 
 
 class AcceleratorState(PartialState):
@@ -121,7 +123,7 @@ class AcceleratorState(PartialState):
         """The settings of DeepSpeed; None where it is not the engine."""
         if self.deepspeed_plugins is None:
             return None
-        plugin: DeepSpeedPlugin = get_active_deepspeed_plugin(self)
+        plugin: DeepSpeedPlugin = next(plugin for plugin in self.deepspeed_plugins.values() if plugin.selected)
         return plugin
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:

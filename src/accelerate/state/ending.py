@@ -11,11 +11,13 @@ take them down by torch's own function, of which nobody tells us: then what stil
 from __future__ import annotations
 
 import atexit
+import functools
 import time
+from typing import Any
 
 import torch.distributed as dist
 
-from accelerate.comm import set_current
+from accelerate.comm import Communicator, current, set_current
 from accelerate.torch_internals.process_groups import all_groups
 
 _taken_down: list[dist.ProcessGroup] = []
@@ -59,5 +61,28 @@ def _free_groups() -> None:
     # torch's to end.
     _taken_down.clear()
     _earlier.clear()
-    if _joined and not dist.is_initialized():  # else exit handlers of the script, of which some come later, may need it
-        set_current(None)
+    if not _joined:
+        return
+    # Exit handlers that the script registered before it imported this package come later, and may still talk.
+    set_current(Unhurried(current()) if dist.is_initialized() else None)  # type: ignore[arg-type]
+
+
+class Unhurried:
+    """A communicator that lets the threads finish after each call, for each may be the last one of the program."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._inner, name)
+        if not callable(value):
+            return value
+
+        @functools.wraps(value)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return value(*args, **kwargs)
+            finally:
+                let_threads_finish(naps=40)
+
+        return call

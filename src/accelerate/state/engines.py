@@ -8,19 +8,21 @@ import logging
 import os
 from importlib import import_module
 from types import FunctionType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.available import is_deepspeed_available
 from accelerate.comm.torch_dist import join_alone
-from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.environment import parse_flag_from_env
-from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.config.parallel import TorchTensorParallelPlugin
 from accelerate.errors import NotYetSupported
-from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state.partial import PartialState
 from accelerate.versions import compare_versions
+
+if TYPE_CHECKING:
+    from accelerate.config.deepspeed import DeepSpeedPlugin
+    from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+    from accelerate.config.parallel import TorchTensorParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -31,9 +33,14 @@ def mesh_config(
     config: ParallelismConfig | None, tensor_parallel: TorchTensorParallelPlugin | None
 ) -> ParallelismConfig | None:
     """The axes of the mesh, if there shall be one."""
+    asked = parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")
+    if config is None and tensor_parallel is None and not asked:
+        return None
+    from accelerate.parallelism_config import ParallelismConfig
+
     if config is not None and not isinstance(config, ParallelismConfig):
         raise TypeError(f"parallelism_config is a {type(config).__name__}: pass a ParallelismConfig.")
-    if config is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+    if config is None and asked:
         config = ParallelismConfig()
     if tensor_parallel is not None:
         if config is not None:
@@ -49,14 +56,18 @@ def fsdp_plugin(
     plugin: FullyShardedDataParallelPlugin | None, config: ParallelismConfig | None
 ) -> FullyShardedDataParallelPlugin | None:
     """The settings of FSDP, where it was asked for, or is needed for an axis of the mesh."""
-    if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
-        raise TypeError(f"fsdp_plugin is a {type(plugin).__name__}: pass a FullyShardedDataParallelPlugin.")
     needed = config is not None and (config.dp_shard_enabled or config.cp_enabled)
     asked = parse_flag_from_env("ACCELERATE_USE_FSDP")
-    if plugin is None and (needed or asked):
+    if plugin is None and not needed and not asked:
+        return None
+    from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+
+    if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
+        raise TypeError(f"fsdp_plugin is a {type(plugin).__name__}: pass a FullyShardedDataParallelPlugin.")
+    if plugin is None:
         version: Any = 2 if needed and not (asked and "FSDP_VERSION" in os.environ) else None
         plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
-    if plugin is not None and needed and plugin.fsdp_version != 2:
+    if needed and plugin.fsdp_version != 2:
         raise ValueError(
             f"{config!r} needs FSDP version 2, but the plugin is for version {plugin.fsdp_version}: "
             "pass FullyShardedDataParallelPlugin(fsdp_version=2), or set FSDP_VERSION=2."
@@ -66,10 +77,12 @@ def fsdp_plugin(
 
 def deepspeed_plugins(given: Any, fsdp: FullyShardedDataParallelPlugin | None) -> dict[str, DeepSpeedPlugin]:
     """The settings of DeepSpeed by name, where it was asked for; none where it was not."""
-    if given is None and parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        given = DeepSpeedPlugin()
-    if given is None:
+    if given is None and not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
         return {}
+    from accelerate.config.deepspeed import DeepSpeedPlugin
+
+    if given is None:
+        given = DeepSpeedPlugin()
     plugins: dict[str, Any] = given if isinstance(given, dict) else {"default": given}
     for name, plugin in plugins.items():
         if not isinstance(plugin, DeepSpeedPlugin):

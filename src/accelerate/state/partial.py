@@ -11,13 +11,12 @@ import torch.distributed as dist
 
 from accelerate import devices, environments
 from accelerate.comm import Communicator, set_current, set_factory
-from accelerate.comm.checked import Checked
 from accelerate.config.enums import DistributedType
 from accelerate.config.environment import override_numa_affinity, parse_flag_from_env
-from accelerate.diagnosis import watch
+from accelerate.diagnosis import limits
 from accelerate.environments import World
 from accelerate.per_rank import ThreadLocalSharedDict, are_ranks_threads
-from accelerate.state import ending, lost
+from accelerate.state import ending, stopping
 from accelerate.state.processes import ProcessControl
 
 
@@ -97,7 +96,10 @@ class PartialState(ProcessControl):
             return  # the notebook's main process still needs it
         if dist.is_available() and dist.is_initialized():
             if group is None:
+                from accelerate.diagnosis import watch
+
                 watch.stop()
+                stopping.close()
             ending.take_down(group)
             if group is None:
                 self._group_ended = True
@@ -123,7 +125,7 @@ class PartialState(ProcessControl):
         debug = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
         fork_launched = parse_flag_from_env("FORK_LAUNCHED")
         affinity = parse_flag_from_env("ACCELERATE_CPU_AFFINITY")
-        watch.check(os.environ)
+        limits.check(os.environ)
         world = environments.detect(os.environ)
         if "rank" not in kwargs and not (dist.is_available() and dist.is_initialized()):
             environments.refuse_half_a_world(os.environ)
@@ -140,6 +142,9 @@ class PartialState(ProcessControl):
         device = _select(choice, world) if distributed else _single(choice)
         communicator = choice.device.communicator(device) if distributed else Communicator()
         if communicator.size > 1 and not are_ranks_threads():
+            from accelerate.diagnosis import watch
+            from accelerate.state import lost
+
             lost.watch(world, communicator)
             watch.start(replace(world, rank=communicator.rank, size=communicator.size), self._attempt(), os.environ)
 
@@ -155,7 +160,7 @@ class PartialState(ProcessControl):
         self.world = world
         self.device_kind: devices.Device = choice.device
         self.device_reason: str = choice.reason
-        set_current(Checked(communicator) if self.debug and distributed else communicator)  # type: ignore[arg-type]
+        set_current(_checked(communicator) if self.debug and distributed else communicator)
         _share_the_cores(choice.device, world)
         if affinity:
             override_numa_affinity(self.local_process_index)
@@ -163,6 +168,12 @@ class PartialState(ProcessControl):
 
 def _select(choice: devices.Choice, world: World) -> torch.device:
     return choice.device.select(world.local_rank) if choice.pinned is None else choice.device.pin(choice.pinned)
+
+
+def _checked(communicator: Communicator) -> Any:
+    from accelerate.comm.checked import Checked
+
+    return Checked(communicator)
 
 
 def _single(choice: devices.Choice) -> torch.device:

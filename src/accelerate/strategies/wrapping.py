@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import types
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,8 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from accelerate.available import is_cuda_available
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.state import PartialState
 from accelerate.torch_internals.modules import parameters_of
 from accelerate.torch_internals.wrap_policies import chosen_by
+
+logger = logging.getLogger(__name__)
 
 
 def ignored_modules(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn.Module]:
@@ -47,17 +52,53 @@ def matching(expression: str, model: nn.Module) -> list[nn.Module]:
 def parts(plugin: FullyShardedDataParallelPlugin, model: nn.Module, ignored: list[nn.Module]) -> list[nn.Module]:
     """The parts that the policy chooses, inner ones first; the model itself is not among them."""
     plugin.set_auto_wrap_policy(model)
-    plugin._has_met_a_model = True
+    first, plugin._has_met_a_model = not plugin._has_met_a_model, True
     policy: Any = plugin.auto_wrap_policy
-    if policy is None:
-        return []
-    chosen = chosen_by(policy, model, ignored)
-    if chosen is None:
-        chosen = set()
-        _choose(model, policy, {id(m) for root in ignored for m in root.modules()}, chosen)
+    left_alone = {id(module) for root in ignored for module in root.modules()}
+    chosen: set[nn.Module] | None = set()
+    if policy is not None:
+        chosen = chosen_by(policy, model, ignored)
+        if chosen is None:
+            chosen = set()
+            _choose(model, policy, left_alone, chosen)
+    elif plugin._finds_blocks:
+        chosen = {module for module in blocks_of(model) if id(module) not in left_alone}
+    assert chosen is not None
     chosen.discard(model)
     chosen = {module for module in chosen if _owns_its_parameters(module, model)}
+    if chosen and policy is None and first and PartialState().is_main_process:
+        classes = " and ".join(sorted({type(module).__name__ for module in chosen}))
+        logger.warning(
+            f"FSDP gathers each {classes} of this {type(model).__name__} by itself, since no auto_wrap_policy was "
+            "given: name one to choose others, or 'no_wrap' to gather the whole model at once."
+        )
     return [module for module in reversed(list(model.modules())) if module in chosen]
+
+
+def blocks_of(model: nn.Module) -> set[nn.Module]:
+    """The parts that are best gathered one at a time: what the model itself calls `_no_split_modules`, else the blocks
+    that it repeats, where they are most of it."""
+    names = {name for part in model.modules() for name in getattr(part, "_no_split_modules", None) or ()}
+    found = {part for part in model.modules() if type(part).__name__ in names}
+    if not found:
+        found = set(_repeated(model))
+        size = sum(parameter.numel() for parameter in model.parameters())
+        if 2 * sum(parameter.numel() for part in found for parameter in part.parameters()) < size:
+            return set()
+    return found
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    """Blocks of several layers that come more than once in a row or a list; not those inside of such blocks."""
+    listed = isinstance(module, (nn.ModuleList, nn.Sequential))
+    counts = Counter(type(child) for child in module.children())
+    for name, child in module.named_children():
+        called = not isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        layers = any(parameters_of(part) for part in child.modules() if part is not child)
+        if listed and called and layers and counts[type(child)] > 1:
+            yield child
+        elif "expert" not in name:  # called by some processes, and not by others, as their data wants it
+            yield from _repeated(child)
 
 
 def _choose(module: nn.Module, policy: Callable[..., bool], ignored: set[int], chosen: set[nn.Module]) -> int:

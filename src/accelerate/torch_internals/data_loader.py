@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -67,3 +68,13 @@ def numpy_seed(base: int, worker: int) -> Any:
     except ImportError:
         return (base + worker) % 2**32
     return _generate_state(base, worker)
+
+
+def is_being_read() -> bool:
+    """Whether any loader of torch is being iterated; never, where torch has no such class."""
+    try:
+        from torch.utils.data.dataloader import _BaseDataLoaderIter as Reading
+    except ImportError:
+        return False
+    # By type: to ask some objects what they are would wake them up.
+    return any(issubclass(type(item), Reading) for item in gc.get_objects())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 
@@ -24,6 +27,25 @@ def all_groups() -> list[Any]:
     world: Any = getattr(dist.distributed_c10d, "_world", None)
     groups = getattr(world, "pg_map", None)
     return [dist.group.WORLD] if groups is None else list(groups)
+
+
+def all_gather_on(group: Any | None) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    """What puts the bytes of all ranks one after the other into its first argument; group: None for the default one.
+
+    Straight from the group, since torch's function around it takes half as long as the exchange of a small tensor; it
+    is that function where groups have no such method.
+    """
+    own: Any = dist.group.WORLD if group is None else group
+    method: Any = getattr(own, "all_gather_single", None) or getattr(own, "_allgather_base", None)
+    if method is None:
+        return functools.partial(dist.all_gather_into_tensor, group=group)
+
+    def gather(out: torch.Tensor, tensor: torch.Tensor) -> None:
+        work = method(out, tensor)
+        if work is not None:
+            work.wait()
+
+    return gather
 
 
 def collectives_begun() -> int:

@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 
+# How a pickle asks for the function that makes a tensor of a memory, an offset, a size and strides. Files of all
+# releases have it, so torch goes on to read it.
+REBUILD_TENSOR = b"ctorch._utils\n_rebuild_tensor\n"
+
 
 def storage_parts(storage: Any) -> tuple[torch.UntypedStorage, torch.dtype, int, Any]:
     """The memory of a typed storage, its dtype, its length, and the class that stands for it in a file.

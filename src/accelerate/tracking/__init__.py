@@ -13,6 +13,7 @@ from accelerate.tracking.base import GeneralTracker, check_attributes, missing_s
 from accelerate.tracking.clearml import ClearMLTracker
 from accelerate.tracking.comet_ml import CometMLTracker
 from accelerate.tracking.dvclive import DVCLiveTracker
+from accelerate.tracking.local import LocalTracker
 from accelerate.tracking.mlflow import MLflowTracker
 from accelerate.tracking.swanlab import SwanLabTracker
 from accelerate.tracking.tensorboard import TensorBoardTracker
@@ -26,6 +27,7 @@ __all__ = [
     "CometMLTracker",
     "DVCLiveTracker",
     "GeneralTracker",
+    "LocalTracker",
     "MLflowTracker",
     "SwanLabTracker",
     "TensorBoardTracker",
@@ -49,6 +51,7 @@ LOGGER_TYPE_TO_CLASS: dict[str, Any] = {
         DVCLiveTracker,
         SwanLabTracker,
         TrackioTracker,
+        LocalTracker,
     )
 }
 for _kind in (GeneralTracker, *LOGGER_TYPE_TO_CLASS.values()):
@@ -56,8 +59,8 @@ for _kind in (GeneralTracker, *LOGGER_TYPE_TO_CLASS.values()):
 
 
 def get_available_trackers() -> list[Any]:
-    """The trackers whose library is installed, and those that were registered."""
-    return [_as_member(name) for name, kind in LOGGER_TYPE_TO_CLASS.items() if kind.is_installed()]
+    """The trackers of `log_with="all"`: those whose library is installed, and those that were registered."""
+    return [_as_member(name) for name, kind in LOGGER_TYPE_TO_CLASS.items() if kind.in_all and kind.is_installed()]
 
 
 def _as_member(name: str) -> Any:
@@ -86,7 +89,8 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
     """The trackers to use of those asked for: instances as they are, names if their library is installed.
 
     log_with: names, members of `LoggerType`, tracker objects, or several of them; "all" stands for every tracker that
-    is installed. A name nobody knows, and a tracker that writes to a folder when there is none, are errors.
+    is installed, but not for "local". A name nobody knows is an error, and so is a tracker that writes to a folder when
+    there is none.
     """
     asked = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
     for item in asked:
@@ -101,7 +105,8 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
             _warn_once_for_all(
                 f"Left out of log_with='all': {missed}, because there is no folder to write to; pass `project_dir`."
             )
-        return instances + chosen
+        named = [item for item in asked if not isinstance(item, GeneralTracker) and not _in_all(str(item))]
+        return instances + chosen + filter_trackers(named, logging_dir)
     chosen = []
     for item in asked:
         if isinstance(item, GeneralTracker):
@@ -128,6 +133,10 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
 def _warn_once_for_all(message: str) -> None:
     if PartialState().is_main_process:
         warn(message)
+
+
+def _in_all(name: str) -> bool:
+    return name == "all" or (name in LOGGER_TYPE_TO_CLASS and LOGGER_TYPE_TO_CLASS[name].in_all)
 
 
 def _has_folder(name: Any, logging_dir: str | os.PathLike[str] | None) -> bool:

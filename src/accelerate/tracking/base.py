@@ -6,7 +6,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from accelerate.available import has_package
 from accelerate.state import PartialState
@@ -42,6 +42,7 @@ class GeneralTracker:
     requires_logging_directory: bool
     main_process_only: bool = True
     in_background: bool = True
+    in_all: ClassVar[bool] = True  # whether `log_with="all"` means it, too
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:  # stands in for a tracker that lives on another process
@@ -69,6 +70,13 @@ class GeneralTracker:
 
     def finish(self) -> None:
         """Close the run. Nothing is logged after it."""
+
+    def _after_step(self) -> Callable[[], None] | None:
+        """What to call after each optimizer step of this process; None for nothing."""
+        return None
+
+    def _note(self, kind: str, text: str) -> None:
+        """Something happened to the run: "saved" or "loaded" a checkpoint, whose folder is the text."""
 
     def _release(self) -> None:
         """Take back what the library did to the thread that trains: called on it, before `finish` runs elsewhere."""

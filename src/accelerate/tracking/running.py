@@ -43,6 +43,13 @@ class RunningTrackers:
         """Have a tracker keep the settings of the run."""
         self._outbox(tracker).call("store_init_configuration", tracker.store_init_configuration, config)
 
+    def note(self, kind: str, text: str) -> None:
+        """Tell the trackers what happened to the run."""
+        for tracker in self.all:
+            # A script may have put anything into the list.
+            if isinstance(tracker, GeneralTracker) and not self._outbox(tracker).closed:
+                tracker._note(kind, text)
+
     def in_order(self, trackers: list[GeneralTracker]) -> None:
         """Wait until these trackers have got what was logged so far, so that direct calls come after it."""
         for tracker in trackers:

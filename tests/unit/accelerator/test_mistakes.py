@@ -38,6 +38,7 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
 
 def _bypassed() -> None:
     accelerator = Accelerator()
+    accelerator.backward(accelerator.prepare(Net())(X).sum())  # in the first backward, all is well
     net = Net()
     _, optimizer = accelerator.prepare(net, sgd(net))
     accelerator.backward(net(X).sum())

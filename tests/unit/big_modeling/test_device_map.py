@@ -170,7 +170,7 @@ def test_every_decision_is_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_short_of_memory(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="accelerate.big_modeling.device_map"):
         infer_auto_device_map(Net(), {0: 50, "cpu": 10_000}, ["Block"], offload_buffers=True)
-    assert caplog.messages[-1].startswith("No module fits on 0 (needs 272 bytes, has 50)")
+    assert caplog.messages[-1].startswith("No module fits on 0 (needs 272 bytes, has 50 bytes)")
 
 
 @pytest.mark.parametrize("limits", [{"cpu": 420, "disk": 300}, {"cpu": 0, "disk": 0}, {"disk": 100}])
@@ -184,7 +184,7 @@ def test_the_disk_has_no_end(limits: dict[int | str, int | str]) -> None:
 def test_buffers_that_do_not_fit() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(100), nn.BatchNorm1d(100))
     limits: dict[Any, int] = {0: 80 + 1700, "cpu": 100_000}
-    with pytest.warns(UserWarning, match="1616 bytes of buffers"):
+    with pytest.warns(UserWarning, match="1.58 KB of buffers"):
         infer_auto_device_map(model, {0: 80 + 1608, "cpu": 100_000})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -314,7 +314,7 @@ def test_tied_weights_on_disk(model: Net, tmp_path: Path, safe: bool, places: di
 
 def test_too_little_memory(model: Net, tmp_path: Path) -> None:
     folder = saved(model, tmp_path)
-    with pytest.raises(ValueError, match=r"it needs 636 bytes, .* cpu has 400; the remaining \d+ bytes"):
+    with pytest.raises(ValueError, match=r"it needs 636 bytes, .* cpu has 400 bytes; the remaining \d+ bytes"):
         load_checkpoint_and_dispatch(empty(), folder, device_map="auto", max_memory={"cpu": 400})
 
 

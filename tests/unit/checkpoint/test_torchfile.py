@@ -131,3 +131,78 @@ def test_many_members(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x") as found:
         assert len(found.namelist()) == count + 1 and found.read(f"archive/{count - 1}") == b"65999"
     assert torch._C.PyTorchFileReader(str(tmp_path / "x")).get_record("65998") == b"65998"
+
+
+def small_tensors(count: int = 300) -> dict[str, Any]:
+    """As the state of an optimizer is."""
+    kinds = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
+    state: dict[Any, Any] = {
+        number: {"step": torch.tensor(float(number)), "square": torch.full((2, 3), number).to(kinds[number % 4]).t()}
+        for number in range(count)
+    }
+    state[count] = {"big": torch.arange(LARGE, dtype=torch.float32), "part": torch.arange(9)[2:5], "none": None}
+    group = {"lr": 0.1, "betas": (0.9, -1), "params": [*range(count + 1), 1 << 40], "fused": False, "name": "ä"}
+    return {"state": state, "param_groups": [group, {"alone": (torch.ones(2),)}]}
+
+
+def equal(found: Any, expected: Any) -> bool:
+    if isinstance(expected, torch.Tensor):
+        same_look = (found.dtype, found.shape, found.stride()) == (expected.dtype, expected.shape, expected.stride())
+        return same_look and torch.equal(found, expected)
+    if isinstance(expected, dict):
+        return list(found) == list(expected) and all(equal(found[key], value) for key, value in expected.items())
+    if isinstance(expected, (list, tuple)):
+        same_kind = type(found) is type(expected) and len(found) == len(expected)
+        return same_kind and all(map(equal, found, expected))
+    return type(found) is type(expected) and bool(found == expected)
+
+
+def members(path: Path) -> list[str]:
+    with zipfile.ZipFile(path) as archive:
+        return [name for name in archive.namelist() if "/data/" in name]
+
+
+def test_small_tensors_are_put_together(tmp_path: Path) -> None:
+    entry = write_torch(small_tensors(), tmp_path / "x", together=True)
+    assert len(members(tmp_path / "x")) == 4 + 3  # one for each dtype; the large one, the part, the one in a tuple
+    assert equal(torch.load(tmp_path / "x", weights_only=True), small_tensors())
+    assert equal(torch.load(tmp_path / "x", weights_only=True, mmap=True), small_tensors())
+    found = Reader(tmp_path, {"x": entry}).content("x")
+    assert equal(found, small_tensors())
+    tensors = [value for values in found["state"].values() for key, value in values.items() if key != "none"]
+    assert len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == len(tensors)  # each has its own again
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors if tensor.numel() != 3)
+
+
+def test_what_shares_something_stays_as_torch_writes_it(tmp_path: Path) -> None:
+    for number, change in enumerate(
+        [
+            lambda state: state.update(again=state[0]["step"]),
+            lambda state: state.update(view=state[0]["step"].view(1)),
+            lambda state: state.update(twice=state[0]),
+            lambda state: state.update(ordered=collections.OrderedDict(a=1)),
+            lambda state: state.update(parameter=torch.nn.Parameter(torch.ones(1))),
+            lambda state: state.update(sparse=torch.eye(2).to_sparse()),
+        ]
+    ):
+        content = small_tensors()
+        change(content["state"])
+        write_torch(content, tmp_path / str(number), together=True)
+        assert len(members(tmp_path / str(number))) > 600
+    found = Reader(tmp_path).content("0")["state"]
+    assert found["again"] is found[0]["step"]
+
+
+def test_few_tensors_are_as_torch_writes_them(tmp_path: Path) -> None:
+    write_torch(small_tensors(5), tmp_path / "x", together=True)
+    assert len(members(tmp_path / "x")) == 2 * 5 + 3
+
+
+@pytest.mark.parametrize("damage", ["content", "length"])
+def test_damage_among_small_tensors_is_found(tmp_path: Path, damage: str) -> None:
+    entry = write_torch(small_tensors(), tmp_path / "x", together=True)
+    content = bytearray((tmp_path / "x").read_bytes())
+    at = content.index(torch.tensor([299.0]).numpy().tobytes())
+    (tmp_path / "x").write_bytes(content[:-1] if damage == "length" else content[:at] + b"\xff" + content[at + 1 :])
+    with pytest.raises(CheckpointError, match="x"):
+        Reader(tmp_path, {"x": entry}).content("x")

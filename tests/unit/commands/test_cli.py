@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -63,7 +64,15 @@ def test_every_command_has_a_parser_that_knows_what_to_call() -> None:
     ("words", "sentence"),
     [
         (["nonsense"], "there is no command 'nonsense'; choose one of config"),
-        (["launch"], "the following arguments are required: script"),
+        (["launch"], "accelerate launch: name the script to run; "),
+        (
+            ["launch", "--use_megatron_lm", "x.py"],
+            "Megatron-LM is not part of this version of accelerate: use",
+        ),
+        (["config", "--confg_file", "x"], "unrecognized arguments: --confg_file (did you mean `--config_file`?);"),
+        (["config", "defualt"], "there is no 'defualt' (did you mean `default`?); choose one of default, update;"),
+        (["test", "--config_file", "/nowhere.yaml"], "accelerate test: There is no config file /nowhere.yaml"),
+        (["help", "lanch"], "there is no command 'lanch' (did you mean `launch`?);"),
         (["launch", "--nonsense", "x.py"], "accelerate launch: unrecognized arguments: --nonsense; "),
         (["launch", "--num_processes", "two", "x.py"], "should be a whole number, not 'two'"),
         (["launch", "--cpu", "--multi_gpu", "x.py"], "`--multi_gpu` and `--cpu` exclude each other"),
@@ -136,6 +145,28 @@ def test_what_follows_the_script_is_untouched(rest: list[str]) -> None:
 def test_two_dashes_before_the_script_are_allowed() -> None:
     args = launch_command_parser().parse_args(["--cpu", "--", "x.py", "--", "1"])
     assert (args.training_script, args.training_script_args) == ("x.py", ["--", "1"])
+
+
+def test_help_as_a_command() -> None:
+    assert accelerate("help") == accelerate("--help")
+    assert accelerate("help", "env") == accelerate("env", "--help")
+
+
+def test_a_program_of_this_folder_needs_its_dot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "program.sh"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert "write ./program.sh." in accelerate("launch", "--no_python", "program.sh")[2]
+    program.chmod(0o644)
+    assert "make it executable" in accelerate("launch", "--no_python", "program.sh")[2]
+
+
+def test_help_shows_values_as_they_are_typed_and_nothing_that_is_not_there() -> None:
+    out = accelerate("launch", "--help")[1]
+    assert not {"True", "False", "torhchxla_trace_once"} & set(re.findall(r"\w+", out))
+    assert "--megatron_lm_tp_degree" not in out and "flags of TPU, Megatron-LM, fp8 and AWS." in out
+    assert "--megatron_lm_tp_degree" in accelerate("launch", "--use_megatron_lm", "--help")[1]
 
 
 def test_help_of_one_engine_leaves_the_others_out() -> None:

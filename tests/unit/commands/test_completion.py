@@ -81,4 +81,4 @@ def test_what_follows_the_script_is_its_own(tmp_path: Path) -> None:
 def test_an_unknown_shell() -> None:
     command = [sys.executable, "-m", "accelerate", "completion", "tcsh"]
     done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2 and "'bash', 'zsh', 'fish'" in done.stderr
+    assert done.returncode == 2 and "choose one of bash, zsh, fish" in done.stderr

@@ -31,6 +31,17 @@ def test_default_writes_a_file_that_launch_reads(tmp_path: Path, capsys: pytest.
     assert config.mixed_precision == "bf16"
 
 
+def test_the_file_may_be_named_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    path = tmp_path / "config.yaml"
+    run("--config_file", str(path), "default")
+    assert load_config_from_file(path).mixed_precision == "no"
+    path.write_text("num_processes: 7\n")
+    run("--config_file", str(path), "update")
+    assert "distributed_type" in path.read_text()
+    assert not (tmp_path / "home").exists()
+
+
 def test_default_leaves_a_file_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("num_processes: 7\n")

@@ -70,7 +70,7 @@ def test_arrows_choose_several_processes_and_wrong_numbers_are_asked_again(tmp_p
     terminal.send(ENTER)
     terminal.wait_for("Change how it compiles?")
     terminal.send(ENTER)
-    terminal.wait_for("Check every collective")
+    terminal.wait_for("before each collective")
     terminal.send("y")
     assert terminal.end() == 0
     config = written(tmp_path)
@@ -79,6 +79,28 @@ def test_arrows_choose_several_processes_and_wrong_numbers_are_asked_again(tmp_p
     assert config["mixed_precision"] == "bf16"
     assert config["dynamo_config"] == {"dynamo_backend": "INDUCTOR"}
     assert config["debug"] is True
+    assert "? What will it run on? MULTI_CPU\n" in terminal.shown  # without its explanation
+
+    # The second time, Enter repeats every answer.
+    terminal = Terminal(COMMAND, environment(tmp_path))
+    terminal.wait_for("is there already: its answers are suggested")
+    questions = ["training run?", "it run on?", "How many machines", "model spread", "How many processes", "mpirun?"]
+    questions += ["Which number format", "torch.compile?", "Which compiler?", "Change how", "before each collective"]
+    for question in questions:
+        terminal.wait_for(question)
+        terminal.send(ENTER)
+    assert terminal.end() == 0, terminal.shown
+    assert written(tmp_path) == config
+
+
+def test_what_is_written_elsewhere_has_to_be_named(tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    terminal = Terminal([*COMMAND, "--config_file", str(other)], environment(tmp_path))
+    for question in ("training run?", "it run on?", "Run on the CPU", "Which number format", "torch.compile?"):
+        terminal.wait_for(question)
+        terminal.send(ENTER)
+    terminal.wait_for(f"`accelerate launch --config_file {other}` uses it")
+    assert terminal.end() == 0
 
 
 def test_fsdp(tmp_path: Path) -> None:
@@ -104,7 +126,7 @@ def test_fsdp(tmp_path: Path) -> None:
         "closest to its GPU?": "n",
         "Which number format": "",
         "torch.compile?": "n",
-        "Check every collective": "n",
+        "before each collective": "n",
     }
     for question, keys in answers.items():
         terminal.wait_for(question)
@@ -140,7 +162,7 @@ REST = [
     ("Which GPUs", ""),
     ("closest to its GPU?", "n"),
     ("torch.compile?", "n"),
-    ("Check every collective", "n"),
+    ("before each collective", "n"),
 ]
 WITH_PRECISION = [*REST[:3], ("Which number format", ""), *REST[3:]]
 
@@ -152,7 +174,8 @@ def test_deepspeed_on_two_machines(tmp_path: Path) -> None:
             *BEGINNING,
             ("How many machines", "\x7f2"),
             ("Which machine is this", ""),
-            ("the address of the machine", "10.0.0.1"),
+            ("the address of the machine", ""),
+            ("It is needed", "10.0.0.1"),
             ("At which port", ""),
             ("reach each other directly", "y"),
             ("find each other", ""),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,16 @@ def test_what_needs_no_conversion_stays(caplog: pytest.LogCaptureFixture) -> Non
     assert convert_config_to_fsdp2(plain) is plain
 
 
+def test_only_what_was_converted_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old.yaml", tmp_path / "new.yaml"
+    old.write_text("mixed_precision: 'no'\n")
+    to_fsdp2("--config_file", str(old), "--output_file", str(new))
+    assert not new.exists()
+    old.write_text("fsdp_config: {fsdp_version: 1}\n")
+    to_fsdp2("--config_file", str(old), "--output_file", str(new))
+    assert capsys.readouterr().out == f"Written to {new}.\n" and new.exists()
+
+
 @pytest.mark.parametrize(
     ("words", "kind", "text"),
     [
@@ -131,7 +142,9 @@ SSH = "compute tpus tpu-vm ssh"
 )
 def test_the_command_for_a_pod(words: list[str], command: str, pod: str, capsys: pytest.CaptureFixture[str]) -> None:
     tpu("--config_file", pod, "--debug", *words)
-    assert command in capsys.readouterr().out
+    shown, pasted = capsys.readouterr().out.splitlines()
+    assert command in shown and shown.startswith("Not run")
+    assert " ".join(shlex.split(pasted)).endswith(shown.partition(": ")[2])
 
 
 def test_a_pod_is_run_by_gcloud(pod: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,3 +176,5 @@ def test_merge_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     merge_command(merge_command_parser().parse_args(words))
     assert load_file(tmp_path / "out" / "model.safetensors")["a"].tolist() == [0, 1, 2]
     assert not (tmp_path / "shards").exists() and str(tmp_path / "out") in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"needs no merging: .* in model\.safetensors\."):
+        merge_command(merge_command_parser().parse_args([str(tmp_path / "out"), str(tmp_path / "again")]))

@@ -16,7 +16,6 @@ from accelerate.data_loader import prepare_data_loader
 
 torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 # torchdata calls something that torch has deprecated
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 
 
 class Stream(IterableDataset):

@@ -247,6 +247,12 @@ def test_a_gpu_that_was_asked_for_and_is_not_there_is_mentioned(
         assert plan(found).notes == ["starting 2 processes, on the CPU, talking through gloo"]
 
 
+def test_where_files_of_output_go_is_said() -> None:
+    assert "add `--tee 3`" in settings("--log_dir", "logs").notes[0]
+    assert "a new folder /tmp/torchelastic_*" in settings("--tee", "3").notes[0]
+    assert settings("--tee", "3", "--log_dir", "logs").notes == []
+
+
 def test_a_number_of_processes_asks_for_no_gpu(tmp_path: Path) -> None:
     found = settings(file={"num_processes": 2}, folder=tmp_path)
     assert found.notes == []

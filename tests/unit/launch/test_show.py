@@ -55,6 +55,11 @@ def test_a_table_in_a_terminal(tmp_path: Path) -> None:
     assert "distributed_type is FSDP" in terminal.shown
 
 
+def test_a_script_that_is_not_there_is_noted(tmp_path: Path) -> None:
+    notes = [line for line in shown(tmp_path, "nowhere.py") if line.startswith("Note: ")]
+    assert notes[0].startswith("Note: There is no script nowhere.py")
+
+
 def test_secrets_are_not_shown(tmp_path: Path) -> None:
     text = "\n".join(shown(tmp_path, "--aws_secret_access_key", "hush", "x.py"))
     assert "hush" not in text

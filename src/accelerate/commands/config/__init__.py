@@ -28,8 +28,10 @@ def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     more = parser.add_subparsers(
         title="instead of asking", dest="subcommand", metavar="<what>", prog="accelerate config"
     )
-    default_command_parser(more, [shared])
-    update_command_parser(more, [shared])
+    for follows in (default_command_parser(more, [shared]), update_command_parser(more, [shared])):
+        # Its default would take the place of a file that was named before the subcommand.
+        for action in follows._actions:
+            action.default = argparse.SUPPRESS if action.dest == "config_file" else action.default
     return parser
 
 

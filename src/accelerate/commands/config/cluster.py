@@ -9,7 +9,7 @@ from accelerate.commands.config.config_utils import DYNAMO_BACKENDS
 from accelerate.config.enums import ComputeEnvironment, DistributedType
 from accelerate.config.file import ClusterConfig
 from accelerate.config.options import option
-from accelerate.config.options.compiling import DYNAMO, FP8
+from accelerate.config.options.compiling import DYNAMO, FP8, MISSPELT
 from accelerate.config.options.compiling import DYNAMO_BACKENDS as COMPILERS
 from accelerate.config.options.engines import MEGATRON, OFFLOAD, STAGES
 from accelerate.config.options.launching import RENDEZVOUS
@@ -49,13 +49,13 @@ HARDWARE = {
     "MULTI_MUSA": "several Moore Threads GPUs",
     "MULTI_HPU": "several Intel Gaudis",
     "MULTI_NEURON": "several AWS Neuron cores",
-    "XLA": "a TPU",
+    "XLA": "a TPU (not part of this version)",
 }
 ENGINES = {
     "NONE": "every process has a copy of the model (DDP)",
     "FSDP": "parameters, gradients and optimizer states are sharded by PyTorch",
     "DEEPSPEED": "the same by DeepSpeed",
-    "MEGATRON_LM": "layers and stages are spread by Megatron-LM",
+    "MEGATRON_LM": "layers and stages are spread by Megatron-LM (not part of this version)",
 }
 
 FILTERS = {
@@ -74,7 +74,11 @@ def get_cluster_input() -> ClusterConfig:
     several = hardware.startswith("MULTI_")
     answers["use_cpu"] = hardware == "MULTI_CPU" or (
         hardware == "NO"
-        and questions.confirm("Run on the CPU, even where there is a GPU?", devices.count == 0, devices.reason)
+        and questions.confirm(
+            "Run on the CPU, even where there is a GPU?",
+            bool(questions.earlier.get("cpu", devices.count == 0)),
+            devices.reason,
+        )
     )
     if several:
         answers |= _machines()
@@ -85,7 +89,11 @@ def get_cluster_input() -> ClusterConfig:
     else:
         answers |= {"FSDP": _fsdp, "MEGATRON_LM": _megatron, "NONE": dict}[engine]()
     answers |= _processes(hardware, devices, machines)
-    if hardware == "MULTI_CPU" and engine == "NONE" and questions.confirm("Start the processes with mpirun?", False):
+    if (
+        hardware == "MULTI_CPU"
+        and engine == "NONE"
+        and questions.confirm("Start the processes with mpirun?", "mpirun_hostfile" in questions.earlier)
+    ):
         answers["mpirun_config"] = {"mpirun_hostfile": questions.ask(option("mpirun_hostfile"), "~/hostfile")}
     if hardware == "XLA":
         answers["main_training_function"] = questions.ask(option("main_training_function"), "main")
@@ -101,6 +109,11 @@ def get_cluster_input() -> ClusterConfig:
 
 
 def _hardware(devices: machine.Accelerators) -> tuple[str, str]:
+    before = str(questions.earlier.get("distributed_type"))
+    if before in ENGINES:  # which does not say of what
+        before = "MULTI_CPU" if questions.earlier.get("cpu") else "MULTI_GPU"
+    if before in HARDWARE:
+        return before, "as the file has it"
     if devices.count > 1:
         label = f"MULTI_{'GPU' if devices.kind == 'cuda' else devices.kind.upper()}"
         return label, f"{devices.count} devices: {devices.reason}"
@@ -110,7 +123,9 @@ def _hardware(devices: machine.Accelerators) -> tuple[str, str]:
 def _engine(hardware: str, cpu: bool) -> str:
     if hardware.startswith("MULTI_"):
         engines = {name: words for name, words in ENGINES.items() if not (cpu and name == "MEGATRON_LM")}
-        return questions.choose("How is the model spread over the processes?", engines, "NONE")
+        before = str(questions.earlier.get("distributed_type"))
+        start = before if before in engines else "NONE"
+        return questions.choose("How is the model spread over the processes?", engines, start)
     # On one GPU, DeepSpeed is for what does not fit there.
     if hardware == "NO" and not cpu and questions.confirm("Use DeepSpeed, to keep a part of it off the GPU?", False):
         return "DEEPSPEED"
@@ -122,7 +137,7 @@ def _machines() -> dict[str, Any]:
     answers: dict[str, Any] = {"num_machines": machines}
     if machines > 1:
         answers["machine_rank"] = questions.ask(option("machine_rank"), 0) or 0
-        answers["main_process_ip"] = questions.ask(option("main_process_ip"))
+        answers["main_process_ip"] = questions.ask(option("main_process_ip"), needed=True)
         answers["main_process_port"] = questions.ask(option("main_process_port"), DEFAULT_PORT)
         answers["same_network"] = questions.ask(option("same_network"), True)
         answers["rdzv_backend"] = questions.ask(option("rdzv_backend"), choices=RENDEZVOUS)
@@ -167,9 +182,9 @@ def _fp8() -> dict[str, Any]:
 
 
 def _compile() -> dict[str, Any]:
-    if not questions.confirm("Compile the model with torch.compile?", False):
+    if not questions.confirm("Compile the model with torch.compile?", "dynamo_backend" in questions.earlier):
         return {}
-    compilers = {name: meaning for name, meaning in COMPILERS.items() if name not in ("no", "torhchxla_trace_once")}
+    compilers = {name: meaning for name, meaning in COMPILERS.items() if name not in ("no", *MISSPELT)}
     answers: dict[str, Any] = {"dynamo_backend": questions.ask(option("dynamo_backend"), "inductor", choices=compilers)}
     if questions.confirm("Change how it compiles?", False):
         answers |= {each.name: questions.ask(each) for each in DYNAMO.options[1:]}
@@ -193,7 +208,7 @@ def _fsdp() -> dict[str, Any]:
     }
     for name in names:
         if name == "fsdp_reshard_after_forward":
-            answers[name] = questions.confirm(option(name).question, True)
+            answers[name] = questions.confirm(option(name).question, bool(questions.earlier.get(name, True)))
         else:
             answers[name] = questions.ask(option(name), choices=choices.get(name))
         if answers[name] == "TRANSFORMER_BASED_WRAP":
@@ -208,8 +223,11 @@ def _fsdp() -> dict[str, Any]:
 
 
 def _deepspeed(machines: int) -> dict[str, Any]:
-    answers = _deepspeed_file() if questions.confirm("Is there a config file of DeepSpeed's own?", False) else _zero()
-    if questions.confirm("Has the model layers of experts (MoE)?", False):
+    own = questions.confirm("Is there a config file of DeepSpeed's own?", "deepspeed_config_file" in questions.earlier)
+    answers = _deepspeed_file() if own else _zero()
+    if questions.confirm(
+        "Does the model have layers of experts (MoE)?", "deepspeed_moe_layer_cls_names" in questions.earlier
+    ):
         layers = questions.ask(option("deepspeed_moe_layer_cls_names"))
         answers |= {"deepspeed_moe_layer_cls_names": layers} if layers else {}
     return {"deepspeed_config": answers | (_deepspeed_machines() if machines > 1 else {})}
@@ -253,7 +271,7 @@ def _deepspeed_machines() -> dict[str, Any]:
 
 
 def _confirmed(name: str) -> bool:
-    return questions.confirm(option(name).question, False)
+    return questions.confirm(option(name).question, bool(questions.earlier.get(name)))
 
 
 def _megatron() -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from accelerate.commands.utils import CustomArgumentParser, one_sentence
 from accelerate.config import file
+from accelerate.config.enums import ComputeEnvironment
 from accelerate.config.file import BaseConfig
 
 DESCRIPTION = "Answer questions about the machine and the training; `accelerate launch` uses the answers from then on."
@@ -35,7 +36,10 @@ def get_user_input() -> BaseConfig:
 
     where = questions.choose(
         "Where will the training run?",
-        {"LOCAL_MACHINE": "this machine, or machines like it", "AMAZON_SAGEMAKER": "a job on Amazon SageMaker"},
+        {
+            "LOCAL_MACHINE": "this machine, or machines like it",
+            "AMAZON_SAGEMAKER": "a job on Amazon SageMaker (not part of this version)",
+        },
         "LOCAL_MACHINE",
     )
     return sagemaker.get_sagemaker_input() if where == "AMAZON_SAGEMAKER" else cluster.get_cluster_input()
@@ -50,6 +54,8 @@ def config_command(args: argparse.Namespace) -> None:
         )
     path = Path(args.config_file).expanduser() if args.config_file else file.default_path()
     with one_sentence("accelerate config"):
+        if path.exists():
+            _start_from(path)
         try:
             config = get_user_input()
         except (KeyboardInterrupt, EOFError):
@@ -57,7 +63,39 @@ def config_command(args: argparse.Namespace) -> None:
             sys.exit(130)
         _summary(config)
         file.write(config.to_dict(), path)
-    print(f"Written to {path}: `accelerate launch` uses it, `accelerate test` tries it out.")
+    print(f"Written to {path}{_what_now(config, path)}.")
+
+
+def _start_from(path: Path) -> None:
+    """Have the answers of a file that is there suggested."""
+    from accelerate.commands.config import questions
+    from accelerate.config.options import OPTIONS
+
+    print(
+        f"{path} is there already: its answers are suggested, and at the end it is replaced; Ctrl-C leaves it as it is."
+    )
+    try:
+        content = file.load_config_from_file(path).to_dict()
+    except ValueError as problem:
+        print(f"It cannot be read, so nothing of it is suggested: {problem}")
+        return
+    sections = [value for value in content.values() if isinstance(value, dict)]
+    found = {key: value for section in (content, *sections) for key, value in section.items()}
+    questions.earlier.update(distributed_type=found.get("distributed_type"))
+    for name, each in OPTIONS.items():
+        if each.file_key in found:
+            questions.earlier[name] = found[each.file_key]
+
+
+def _what_now(config: BaseConfig, path: Path) -> str:
+    kind = config.distributed_type
+    absent = {"XLA": "a TPU", "MEGATRON_LM": "Megatron-LM"}.get(getattr(kind, "value", str(kind)))
+    if config.compute_environment != ComputeEnvironment.LOCAL_MACHINE:
+        absent = "a job on Amazon SageMaker"
+    if absent is not None:
+        return f"; {absent} is not part of this version, so `accelerate launch` can only show it, with `--dry_run`"
+    flag = "" if path == file.default_path() else f" --config_file {path}"
+    return f": `accelerate launch{flag}` uses it, `accelerate test{flag}` tries it out"
 
 
 def _summary(config: BaseConfig) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelerate.config.options import FLAG, Option
 from accelerate.config.options.base import YES_NO, YES_NO_DIGIT, YES_NO_WORD
+
+# What a config file answered that is about to be replaced, by the name of the setting.
+earlier: dict[str, Any] = {}
 
 _YES_NO = (FLAG, YES_NO, YES_NO_WORD, YES_NO_DIGIT)
 
@@ -16,50 +20,93 @@ def choose(question: str, choices: Mapping[str, str], default: str, reason: str 
     import questionary
 
     width = max(map(len, choices))
+    room = (
+        shutil.get_terminal_size().columns - 4
+    )  # for the arrow, and so that nothing is broken in the middle of a word
     listed = [
-        questionary.Choice(f"{value:<{width}}  {explained}".rstrip(), value=value)
+        questionary.Choice(_cut(f"{value:<{width}}  {explained}".rstrip(), room), value=value)
         for value, explained in choices.items()
     ]
     _say(reason)
     # Not through `default=`, which would compare titles in some versions.
     start = next(choice for choice in listed if choice.value == default)
-    return str(questionary.select(question, choices=listed, default=start).unsafe_ask())
+    # The list goes, and the answer stays without its explanation.
+    answer = str(questionary.select(question, choices=listed, default=start, erase_when_done=True).unsafe_ask())
+    questionary.print(f"? {question} {answer}")
+    return answer
+
+
+def _cut(line: str, room: int) -> str:
+    return line if len(line) <= room else f"{line[: room - 1].rsplit(' ', 1)[0]}…"
 
 
 def confirm(question: str, default: bool, reason: str = "") -> bool:
     """Yes or no."""
     import questionary
 
-    _say(reason)
-    return bool(questionary.confirm(question, default=default).unsafe_ask())
+    return bool(questionary.confirm(_explained(question, reason), default=default).unsafe_ask())
 
 
-def text(question: str, default: Any, read: Callable[[str], Any], reason: str = "") -> Any:
-    """A word or a number; asked again until it can be read. Nothing typed and no default is None."""
+def text(question: str, default: Any, read: Callable[[str], Any], reason: str = "", *, needed: bool = False) -> Any:
+    """A word or a number; asked again until it can be read. Nothing typed is None, unless it is needed."""
     import questionary
 
     def check(answer: str) -> bool | str:
         try:
             if answer:
                 read(answer)
+            elif needed:
+                return "It is needed."
         except ValueError as error:
             return f"It {error}."
         return True
 
-    _say(reason)
-    answer = questionary.text(question, default="" if default is None else str(default), validate=check).unsafe_ask()
+    shown = "" if default is None else str(default)
+    answer = questionary.text(_explained(question, reason), default=shown, validate=check).unsafe_ask()
     return read(answer) if answer else None
 
 
-def ask(option: Option, default: Any = None, reason: str = "", choices: Mapping[str, str] | None = None) -> Any:
-    """The question that a setting declares, in the form that suits its values."""
+def ask(
+    option: Option,
+    default: Any = None,
+    reason: str = "",
+    choices: Mapping[str, str] | None = None,
+    *,
+    needed: bool = False,
+) -> Any:
+    """The question that a setting declares, in the form that suits its values.
+
+    default: what is suggested, unless the file that is replaced has an answer.
+    """
     default = option.default if default is None else default
     choices = option.choices if choices is None else choices
+    default, reason = _answered(option, choices, default, reason)
     if choices:
         return choose(option.question, choices, str(default if default is not None else next(iter(choices))), reason)
     if option.kind in _YES_NO:
         return confirm(option.question, option.kind.read(default) in (True, "true"), reason)
-    return text(option.question, default, option.read, reason)
+    return text(option.question, default, option.read, reason, needed=needed)
+
+
+def _answered(option: Option, choices: Mapping[str, str], default: Any, reason: str) -> tuple[Any, str]:
+    """The answer of the file that is replaced, where it is one that can be given."""
+    if (value := earlier.get(option.name)) is None:
+        return default, reason
+    try:
+        value = option.read(value)
+    except ValueError:
+        return default, reason
+    value = next((choice for choice in choices if choice.lower() == str(value).lower()), None) if choices else value
+    return (default, reason) if value is None else (value, "as the file has it")
+
+
+def _explained(question: str, reason: str) -> str:
+    """Says the reason of a suggestion, and what explains the question; returns the question alone: it has to fit into
+    a line of the terminal, which would break it in the middle of a word."""
+    question, _, more = question.partition("? ")
+    _say(reason)
+    _say(more.strip("()."))
+    return question if question.endswith("?") else f"{question}?"
 
 
 def _say(reason: str) -> None:

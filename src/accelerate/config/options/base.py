@@ -19,6 +19,13 @@ class Kind:
     write: Callable[[Any], str] = str
     placeholder: str = "TEXT"  # stands for a value in the help
 
+    def shown(self, value: Any) -> str:
+        """A value as it is typed."""
+        if isinstance(value, (list, tuple)):
+            return ",".join(map(self.shown, value))
+        words = {"True": "yes", "False": "no", "true": "yes", "false": "no"}
+        return words.get(str(value), str(value)) if self.name.endswith("yes or no") else str(value)
+
     def check(self, value: Any) -> Any:
         try:
             return self.read(value)
@@ -89,7 +96,7 @@ YES_NO = Kind("yes or no", _yes_no, placeholder="yes|no")
 # Carried as the words `true` and `false`, on the command line and in the variable.
 YES_NO_WORD = Kind("yes or no", _yes_no_word, _lower, "yes|no")
 YES_NO_DIGIT = Kind("yes or no", _yes_no, lambda value: str(int(_yes_no(value))), "yes|no")
-THREE_YES_NO = Kind("three times yes or no, such as `true,false,false`", _three_yes_no, placeholder="A,B,C")
+THREE_YES_NO = Kind("three times yes or no, such as `yes,no,no`", _three_yes_no, placeholder="A,B,C")
 WORDS = Kind("words", list)
 
 
@@ -152,6 +159,7 @@ class Family:
     section: the key of that section; its keys may leave out `prefix`.
     short_keys: the section is written without the prefix.
     switch: the setting that turns the family on; its variables are set only then.
+    absent: its settings are read and carried, but what they are for is not part of this version.
     """
 
     title: str
@@ -161,6 +169,7 @@ class Family:
     prefix: str = ""
     short_keys: bool = False
     switch: str = ""
+    absent: bool = False
 
     def option_for_key(self, key: str) -> Option | None:
         """The setting that a key of the section means, with the prefix or without."""

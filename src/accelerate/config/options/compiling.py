@@ -24,6 +24,8 @@ DYNAMO_BACKENDS = {
     # As one release spelled it; its files and scripts have it.
     "torhchxla_trace_once": "XLA, for inference",
 }
+# Taken, and not shown.
+MISSPELT = ("torhchxla_trace_once",)
 
 # The list that used to be public, in its order and with its slip of the pen.
 LEGACY_DYNAMO_BACKENDS = [
@@ -191,4 +193,5 @@ FP8 = Family(
     section="fp8_config",
     prefix="fp8_",
     short_keys=True,
+    absent=True,
 )

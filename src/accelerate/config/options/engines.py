@@ -198,4 +198,5 @@ MEGATRON = Family(
     section="megatron_lm_config",
     prefix="megatron_lm_",
     switch="use_megatron_lm",
+    absent=True,
 )

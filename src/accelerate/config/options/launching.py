@@ -24,11 +24,11 @@ GENERAL = Family(
         Option("no_python", "the script is a program, not Python", FLAG, False, key=""),
         Option(
             "debug",
-            "check every collective for mismatched shapes before it runs (slower)",
+            "compare what all ranks are about to do before each collective (slower)",
             FLAG,
             False,
             env="ACCELERATE_DEBUG_MODE",
-            question="Check every collective for mismatched shapes? It finds hangs, and costs time.",
+            question="Compare what all ranks are about to do before each collective? It finds hangs, and costs time.",
         ),
     ),
 )
@@ -178,6 +178,18 @@ DISTRIBUTED = Family(
             choices={"warn": "say so, and let it run", "abort": "say so, and end the run"},
             env="ACCELERATE_HANG_TIMEOUT_ACTION",
         ),
+        Option(
+            "preemption",
+            "what to do when SIGTERM or SIGUSR1 comes, as from a cluster that wants its machines back",
+            choices={"save": "save the run at the next step on all ranks, and end with code 75"},
+            env="ACCELERATE_PREEMPTION",
+        ),
+        Option(
+            "resume",
+            "whether `accelerator.resume()` loads a checkpoint",
+            choices={"auto": "the newest complete one of the project, if there is one"},
+            env="ACCELERATE_RESUME",
+        ),
         Option("monitor_interval", "look at the processes every so many seconds", NUMBER, 0.1, key=""),
     ),
 )
@@ -224,6 +236,7 @@ TPU = Family(
             question="Under bf16, should `float` be bf16 and `double` fp32?",
         ),
     ),
+    absent=True,
 )
 
 AWS = Family(
@@ -233,6 +246,7 @@ AWS = Family(
         Option("aws_access_key_id", "the access key of your account", key=""),
         Option("aws_secret_access_key", "its secret", key=""),
     ),
+    absent=True,
 )
 
 # Known to the config file alone: what to run on, and what `tpu-config` and the question of the engine need.

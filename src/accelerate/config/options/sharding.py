@@ -65,7 +65,7 @@ FSDP = Family(
         ),
         Option(
             "fsdp_reshard_after_forward",
-            "free gathered parameters after the forward pass (version 2): less memory, one more gather",
+            "free gathered parameters after the forward pass (version 2): yes or no; less memory, one more gather",
             LOWER,
             "true",
             env="FSDP_RESHARD_AFTER_FORWARD",

@@ -23,6 +23,8 @@ import accelerate
 from accelerate.accelerator import Accelerator
 from accelerate.available import is_datasets_available
 from accelerate.comm import ops
+from accelerate.config.enums import DistributedType
+from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.handlers import InitProcessGroupKwargs
 from accelerate.random import set_seed, synchronize_rng_states
 from accelerate.state import AcceleratorState
@@ -383,7 +385,9 @@ def _last_line(accelerator: Accelerator, failed: list[str], seconds: float) -> s
     ]
     passed = len(CHECKS) - len(failed)
     verdict = f"{passed} of {len(CHECKS)} checks passed in {seconds:.1f} s"
-    return f"{', '.join(facts)}: {verdict}" + (f"; failed: {', '.join(failed)}" if failed else "")
+    asked = parse_flag_from_env("ACCELERATE_USE_FSDP") and accelerator.distributed_type != DistributedType.FSDP
+    untried = "; FSDP was not tried, since one process has nobody to share with" if asked else ""
+    return f"{', '.join(facts)}: {verdict}{untried}" + (f"; failed: {', '.join(failed)}" if failed else "")
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.docs.runner import PLAIN_PROCESS
+from tests.examples.running import EXAMPLES
 from tests.harness import run_world
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "tracking.py"
+EXAMPLE = EXAMPLES / "tracking.py"
 
 
 def on_rank(folder: str) -> tuple[dict[str, float], str]:

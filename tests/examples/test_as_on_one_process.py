@@ -1,19 +1,17 @@
-"""The examples do what they say, on one process and on two."""
+"""Examples that end on several processes with the very numbers of one."""
 
 from __future__ import annotations
 
 import functools
 import runpy
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.docs.runner import PLAIN_PROCESS
+from tests.examples.running import EXAMPLES
 from tests.harness import run_world, world_outcomes
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
 def call(name: str, function: str, *args: Any) -> Any:

@@ -1,0 +1,200 @@
+"""What the first backward of a script shows: something was not prepared, or was prepared and is not used.
+
+Until then it stands in the place of the strategy's `backward`, and afterwards nothing of it is left on the step path.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import sys
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from accelerate.errors import warn
+from accelerate.torch_internals.data_loader import is_being_read
+from accelerate.torch_internals.process_groups import default_store
+
+if TYPE_CHECKING:
+    from accelerate.accelerator import Accelerator
+    from accelerate.strategies import Strategy
+
+# So many processes tell each other their losses, and look for the others' in so many backwards.
+_COMPARED, _LOOKS = 8, 10
+_numbers = itertools.count()
+
+
+class _Check:
+    """Something that shows only later: asked at the backwards that follow whether it is over, for some time."""
+
+    def __init__(self, accelerator: Accelerator, looks: int = _LOOKS) -> None:
+        self.accelerator = weakref.ref(accelerator)
+        self._looks = looks
+
+    def is_over(self) -> bool:
+        """Whether there is nothing left to look for."""
+        self._looks -= 1
+        return self._looks <= 0 or self.accelerator() is None
+
+    def end(self) -> None:
+        """Leave nothing behind."""
+
+
+class FirstBackward:
+    """Called as `strategy.backward`, until all has been seen."""
+
+    def __init__(self, strategy: Strategy) -> None:
+        self._strategy = weakref.ref(strategy)
+        self._checks: list[_Check] | None = None
+        strategy.backward = self  # type: ignore[method-assign]
+
+    def __call__(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        strategy = self._strategy()
+        assert strategy is not None
+        accelerator = strategy.accelerator()
+        if self._checks is None:
+            self._checks = [] if accelerator is None else _look(accelerator, strategy, loss)
+        else:
+            for check in [check for check in self._checks if check.is_over()]:
+                check.end()
+                self._checks.remove(check)
+        if not self._checks:
+            del strategy.backward
+        type(strategy).backward(strategy, loss, **kwargs)
+
+
+def _look(accelerator: Accelerator, strategy: Strategy, loss: torch.Tensor) -> list[_Check]:
+    """Say what can be said now; returns what shows later."""
+    checks: list[_Check] = []
+    if accelerator.gradient_accumulation_steps > 1 and not strategy.owns_accumulation:
+        checks.append(_StepsInBetween(accelerator))
+    if accelerator.num_processes == 1:
+        return checks
+    if not accelerator._models:
+        _look_for_model(accelerator)
+    elif _none_was_called(accelerator, strategy):
+        _say(
+            accelerator,
+            "The model that `accelerator.prepare()` returned was not called before this backward, so gradients are "
+            f"not averaged over the {accelerator.num_processes} processes and each trains a model of its own: use "
+            "what it returns, as in `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`.",
+        )
+        _have_said_so(accelerator)
+    elif accelerator.gradient_state.active_dataloader is None:
+        checks += _Losses.of(accelerator, strategy, loss)
+    return checks
+
+
+def _say(accelerator: Accelerator, sentence: str) -> None:
+    if accelerator.is_main_process:
+        warn(sentence)
+
+
+def _have_said_so(accelerator: Accelerator) -> None:
+    """Prepared optimizers need not find out the same at their first steps."""
+    for optimizer in accelerator._optimizers:
+        optimizer._prepared_parameters = None
+
+
+def _look_for_model(accelerator: Accelerator) -> None:
+    _have_said_so(accelerator)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    wrappers: tuple[type, ...] = (DistributedDataParallel,)
+    if fsdp is not None:
+        wrappers += (fsdp.FullyShardedDataParallel, fsdp.FSDPModule)
+    # By type: to ask some objects what they are would wake them up.
+    if not any(issubclass(type(item), wrappers) for item in gc.get_objects()):
+        _say(
+            accelerator,
+            "No model was passed to `accelerator.prepare()` before this backward, so gradients are not averaged over "
+            f"the {accelerator.num_processes} processes: pass model, optimizer and loader to it, and use what it "
+            "returns; where each process is meant to train a model of its own, call `loss.backward()` instead.",
+        )
+
+
+def _none_was_called(accelerator: Accelerator, strategy: Strategy) -> bool:
+    """Whether every model that the engine has wrapped was left alone so far, as if nobody had it."""
+    models = [model for model in accelerator._models if any(p.requires_grad for p in model.parameters())]
+    idle = strategy.bypassed(models)
+    return bool(idle) and all(id(p) in idle for model in models for p in model.parameters())
+
+
+class _StepsInBetween(_Check):
+    """Looks at the first optimizer that steps by itself: a prepared one would wait for the end of a window."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator, _LOOKS + 2 * accelerator.gradient_accumulation_steps)
+        self._seen = False
+        self._hook = register_optimizer_step_pre_hook(self)
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        accelerator = self.accelerator()
+        if self._seen or accelerator is None:
+            return
+        self._seen = accelerator.gradient_state.sync_gradients
+        if self._seen:
+            return  # it does wait
+        trained = {id(parameter) for model in accelerator._models for parameter in model.parameters()}
+        mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if trained and trained.isdisjoint(map(id, mine)):
+            return  # something else that the script trains
+        self._seen = True
+        known = any(optimizer is prepared.optimizer for prepared in accelerator._optimizers)
+        remedy = "step the one that it returned" if known else "pass it to `accelerator.prepare()`, with the model"
+        _say(
+            accelerator,
+            f"This {type(optimizer).__name__} steps in the middle of an accumulation window of "
+            f"{accelerator.gradient_accumulation_steps} micro-batches, since it is not the one that "
+            f"`accelerator.prepare()` returns, which waits for the last of them: {remedy}.",
+        )
+
+    def is_over(self) -> bool:
+        return super().is_over() or self._seen
+
+    def end(self) -> None:
+        self._hook.remove()  # not while torch goes through its hooks
+
+
+class _Losses(_Check):
+    """Compares the first losses of some processes, through the store: nobody waits for anybody.
+
+    They tell it before their first backward, in which models are exchanged; so they have when rank 0 asks later.
+    """
+
+    def __init__(self, accelerator: Accelerator, mine: float, ranks: list[int]) -> None:
+        super().__init__(accelerator)
+        self._store: Any = default_store("accelerate/first-loss")
+        self._mine, number = mine.hex(), next(_numbers)
+        self._keys = [f"{number}/{rank}" for rank in ranks]
+        if accelerator.process_index in ranks and self._store is not None:
+            self._store.set(f"{number}/{accelerator.process_index}", self._mine)
+
+    @classmethod
+    def of(cls, accelerator: Accelerator, strategy: Strategy, loss: torch.Tensor) -> list[_Check]:
+        """Where a loader is read that was not prepared: the batch at hand may be the same everywhere."""
+        shares = strategy.data_shares()
+        ranks = sorted({share: rank for rank, share in reversed(list(enumerate(shares)))}.values())[:_COMPARED]
+        if len(ranks) < 2 or type(loss) is not torch.Tensor or loss.numel() != 1 or not is_being_read():
+            return []
+        value = float(loss.item())
+        return [cls(accelerator, value, ranks)] if math.isfinite(value) else []
+
+    def is_over(self) -> bool:
+        accelerator = self.accelerator()
+        if super().is_over() or accelerator is None or self._store is None or not accelerator.is_main_process:
+            return True
+        if not self._store.check(self._keys):
+            return False
+        if all(self._store.get(key).decode() == self._mine for key in self._keys):
+            _say(
+                accelerator,
+                f"All {accelerator.num_processes} processes had the same loss in their first step, with batches of a "
+                "DataLoader that was not passed to `accelerator.prepare()`: they train on the same data; pass it to "
+                "`prepare`, and use the loader that it returns.",
+            )
+        return True

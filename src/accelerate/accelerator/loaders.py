@@ -1,0 +1,99 @@
+"""Loaders of an Accelerator: what `prepare` makes of one, and whether a scheduler fits to it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from accelerate.accelerator.base import AcceleratorBase
+from accelerate.accelerator.preemption import SaveAndEnd
+from accelerate.accelerator.prepare import mark
+from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader
+from accelerate.errors import warn
+
+
+def prepare(
+    accelerator: AcceleratorBase,
+    loader: Any,
+    device_placement: bool | None,
+    slice_fn_for_dispatch: Callable[..., Any] | None,
+) -> Any:
+    """See `Accelerator.prepare_data_loader`."""
+    config = accelerator.dataloader_config
+    prepared = prepare_data_loader(
+        loader,
+        accelerator.device,
+        num_processes=accelerator.num_processes,
+        process_index=accelerator.process_index,
+        split_batches=config.split_batches,
+        put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+        rng_types=list(accelerator.rng_types),
+        dispatch_batches=config.dispatch_batches,
+        even_batches=config.even_batches,
+        slice_fn_for_dispatch=slice_fn_for_dispatch,
+        use_seedable_sampler=config.use_seedable_sampler,
+        data_seed=config.data_seed,
+        shuffle=config.shuffle,
+        non_blocking=config.non_blocking,
+        use_stateful_dataloader=config.use_stateful_dataloader,
+        torch_device_mesh=accelerator.torch_device_mesh,
+        data_shares=accelerator._strategy.data_shares(),
+    )
+    prepared.gradient_state = accelerator.gradient_state
+    prepared.position.follows_dataset = config.exact_resume
+    if accelerator._preemption is not None:
+        prepared.between_batches = SaveAndEnd(accelerator)
+    if accelerator._strategy.needs_even_batches and _ends_unevenly(prepared):
+        raise ValueError(
+            "even_batches=False leaves some processes with a batch less than others here, and a sharded model has "
+            "to be called equally often on all of them: use even_batches=True, or drop_last=True in the loader."
+        )
+    if isinstance(prepared, DataLoaderShard) and accelerator.num_processes > 1 and not config.even_batches:
+        prepared.on_uneven_end = UnevenEnd(accelerator)
+        if not accelerator._watches_forwards:
+            accelerator._watches_forwards = True
+            for model in accelerator._models:
+                watch_forwards(accelerator, model)
+    mark(prepared)
+    if not any(prepared is loader for loader in accelerator._dataloaders):
+        accelerator._dataloaders.append(prepared)
+    return prepared
+
+
+def _ends_unevenly(loader: Any) -> bool:
+    """Whether the first process gets more batches than the last one."""
+    shard = loader.batch_sampler if isinstance(loader, DataLoaderShard) else None
+    if not isinstance(shard, BatchSamplerShard) or shard.even_batches:
+        return False
+    processes = shard.num_processes
+    lengths = {
+        len(BatchSamplerShard(shard.batch_sampler, processes, index, shard.split_batches, even_batches=False))
+        for index in (0, processes - 1)
+    }
+    return len(lengths) > 1
+
+
+def check_horizon(accelerator: AcceleratorBase, steps: int) -> None:
+    """A schedule for whole epochs of a sharded loader, but not of the loader itself, was divided already."""
+    accumulated, processes, divided = accelerator.gradient_accumulation_steps, accelerator.num_processes, 0
+    for loader in accelerator._dataloaders:
+        shard = getattr(loader, "batch_sampler", None)
+        if not isinstance(shard, BatchSamplerShard):
+            continue
+        rounds, batches = math.ceil(len(shard) / accumulated), shard.total_length
+        # What an epoch comes to for scripts that count right: in steps, or in batches.
+        right = (batches, math.ceil(batches / accumulated), rounds * processes)
+        if any(epoch and steps % epoch == 0 for epoch in right):
+            return
+        if getattr(loader, "length_asked", False) and rounds > 1 and steps % rounds == 0:
+            divided = rounds
+    if divided and accelerator.is_main_process:
+        warn(
+            f"This scheduler is laid out for {steps} steps, which is {steps // divided} times the length of "
+            f"the prepared loader ({divided} optimizer steps): a prepared scheduler moves {processes} "
+            f"steps (one per process) each time and will be through after {steps // processes} "
+            "optimizer steps; compute its length from the loader as it was before `prepare`, or do not prepare "
+            "the scheduler."
+        )

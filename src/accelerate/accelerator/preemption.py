@@ -1,0 +1,84 @@
+"""Stopping in good order: all ranks at the same step, with a checkpoint, and the next run goes on from there."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from pathlib import Path
+
+from accelerate.accelerator.base import AcceleratorBase
+from accelerate.config.preemption import NOTE, PREEMPTED
+from accelerate.state import stopping
+
+
+class Preempting(AcceleratorBase):
+    @property
+    def should_stop(self) -> bool:
+        """Whether SIGTERM or SIGUSR1 has reached any rank: True on every rank from the same step on.
+
+        Ask once per step, on all ranks, where a checkpoint would be right. From the first time on, these signals no
+        longer end the process by themselves. No collective is needed for it.
+
+        Example:
+            ```python
+            for batch in loader:
+                ...
+                if accelerator.should_stop:
+                    accelerator.save_state()
+                    break
+            ```
+        """
+        return stopping.current(self.state).now()
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Which signal came to which rank, once the ranks have agreed to stop."""
+        stop = stopping.current(self.state).stop
+        return None if stop is None or not stop.step else stop.reason
+
+    def resume(self) -> bool:
+        """Load the newest complete checkpoint of the project, if the launch asks for it with `--resume auto`.
+
+        Call it on all ranks, when everything is prepared and registered. Without `--resume auto` (or the variable
+        ACCELERATE_RESUME=auto), and in a project without a checkpoint, nothing happens.
+
+        Returns:
+            Whether a checkpoint was loaded.
+
+        Raises:
+            CheckpointError: none of the checkpoints of the project is complete.
+        """
+        if self._resume is None:
+            return False
+        from accelerate.checkpoint import layout
+
+        there = [bool(self.is_main_process and layout.automatic_folders(Path(self.project_dir)))]
+        self._communicator.broadcast_objects(there)
+        if there[0]:
+            self.load_state()  # type: ignore[attr-defined]
+        return there[0]
+
+
+class SaveAndEnd:
+    """Called between two batches of a training loop: saves the run and ends it, when the ranks have agreed to stop."""
+
+    def __init__(self, accelerator: AcceleratorBase) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self._stopping = stopping.current(accelerator.state)
+
+    def __call__(self) -> None:
+        if not self._stopping.now() or (accelerator := self._accelerator()) is None:
+            return
+        folder = accelerator.save_state()  # type: ignore[attr-defined]
+        reason = self._stopping.stop.reason if self._stopping.stop is not None else ""
+        if accelerator.is_main_process:
+            print(
+                f"\n{reason}: the run was saved to {folder} and ends with code {PREEMPTED}. It continues there when it "
+                "is started with `accelerate launch --resume auto` and the script calls `accelerator.resume()`.",
+                file=sys.stderr,
+                flush=True,
+            )
+        if note := os.environ.get(NOTE):
+            Path(note).touch()
+        raise SystemExit(PREEMPTED)

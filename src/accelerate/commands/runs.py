@@ -1,0 +1,121 @@
+"""`accelerate runs`: what trainings with `log_with="local"` have written, in the terminal, on a page or in one file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.commands.utils import CustomArgumentParser, one_sentence
+from accelerate.errors import CommandFailed
+
+if TYPE_CHECKING:
+    from accelerate.runs.read import Project, Run
+
+DESCRIPTION = """Show the runs of a project, which a training with `log_with="local"` writes down: a list with the state
+and the main metric of each; with --run one or several of them, side by side.
+
+--serve shows them on a page in a browser of this machine, with curves that grow while a training goes on.
+--export puts that page with all its data into one file, to be sent to somebody."""
+
+
+def runs_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
+    """The parser of `accelerate runs`."""
+    if subparsers is None:
+        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate runs", description=DESCRIPTION)
+    else:
+        parser = subparsers.add_parser("runs", description=DESCRIPTION)
+    parser.add_argument(
+        "folder", nargs="?", default=None, help="the `project_dir` of the runs; by default here, or the only one below"
+    )
+    parser.add_argument("--run", type=int, nargs="+", default=None, metavar="N", help="only these runs, side by side")
+    parser.add_argument("--metric", default=None, help="the metric to list; by default the first loss")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--serve", action="store_true", help="show a page, until Control-C")
+    parser.add_argument("--port", type=int, default=0, help="the port of the page; by default any that is free")
+    parser.add_argument(
+        "--export", default=None, metavar="FILE", help="write the page with its data into one HTML file"
+    )
+    parser.set_defaults(func=_from_shell)
+    return parser
+
+
+def runs_command(args: argparse.Namespace) -> None:
+    """Show, serve or write the runs that the arguments name."""
+    from accelerate.runs.read import Project, find
+
+    project = Project(find(args.folder))
+    runs = _chosen(project.runs(), args.run)
+    if args.export is not None:
+        _export(project, args)
+    if args.serve:
+        _serve(project, args)
+    elif args.json:
+        from accelerate.runs.page import Page
+
+        print(json.dumps(Page(project, args.run).overview(), indent=2))
+    elif args.export is None:
+        _show(project, runs, args)
+
+
+def _chosen(runs: list[Run], numbers: list[int] | None) -> list[Run]:
+    known = [run.number for run in runs]
+    for number in numbers or ():
+        if number not in known:
+            raise CommandFailed(f"There is no run {number}: the runs are {', '.join(map(str, known)) or 'none'}.")
+    return [run for run in runs if numbers is None or run.number in numbers]
+
+
+def _show(project: Project, runs: list[Run], args: argparse.Namespace) -> None:
+    from rich.console import Console
+
+    from accelerate.runs import terminal
+
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=200)  # in a file or a pipe no line is cut
+    console.print(terminal.list_of(project, runs, args.metric, console.width))
+    for line in terminal.reasons(runs):
+        console.print(line)
+    for table in terminal.comparison(project, runs) if args.run is not None else ():
+        console.print(table)
+
+
+def _serve(project: Project, args: argparse.Namespace) -> None:
+    from accelerate.runs.page import Page
+    from accelerate.runs.serve import Server
+
+    try:
+        server = Server(Page(project, args.run), args.port)
+    except (OSError, OverflowError) as error:
+        raise CommandFailed(f"Port {args.port} cannot be used ({error}): give another, or none for any.") from None
+    with server:
+        print(f"The runs of {project.path} are shown at\n\n    {server.url}\n\nuntil Control-C.", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+
+
+def _export(project: Project, args: argparse.Namespace) -> None:
+    from accelerate.runs.page import Page, one_file
+
+    place = Path(args.export).expanduser()
+    text = one_file(Page(project, args.run))
+    place.write_text(text, encoding="utf-8")
+    print(f"{place} holds the page with all its data ({len(text.encode()) / 1e6:.1f} MB); any browser opens it.")
+
+
+def _from_shell(args: argparse.Namespace) -> None:
+    with one_sentence("accelerate runs"):
+        runs_command(args)
+
+
+def main() -> None:
+    """What `python -m accelerate.commands.runs` does."""
+    _from_shell(runs_command_parser().parse_args())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""What a run does when its machines are taken away, and whether it continues an earlier one."""
+
+from __future__ import annotations
+
+import os
+
+from accelerate.config.project import ProjectConfiguration
+
+# What a rank ends with that was saved because of a signal: "try again" to batch systems (EX_TEMPFAIL).
+PREEMPTED = 75
+# Names a file of the launcher, which is sent the same signal: there it reads that the run was saved.
+NOTE = "ACCELERATE_PREEMPTION_NOTE"
+
+
+def preemption_settings(asked: str | None, project: ProjectConfiguration) -> tuple[str | None, str | None]:
+    """What to do at preemption, by the script or else by the launch; and what the launch says about resuming."""
+    name = "preemption" if asked is not None else "ACCELERATE_PREEMPTION"
+    preemption = asked if asked is not None else os.environ.get(name) or None
+    resume = os.environ.get("ACCELERATE_RESUME") or None
+    _check(name, preemption, "save", project)
+    _check("ACCELERATE_RESUME", resume, "auto", project)
+    return preemption, resume
+
+
+def _check(name: str, value: str | None, only: str, project: ProjectConfiguration) -> None:
+    if value is None:
+        return
+    if value != only:
+        raise ValueError(f"{name} is {value!r}: it is {only!r}, or not given.")
+    if project.project_dir is None or not project.automatic_checkpoint_naming:
+        raise ValueError(
+            f"{name}={value!r} needs a place for checkpoints: pass "
+            "`project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True)` to the Accelerator."
+        )

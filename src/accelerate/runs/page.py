@@ -1,0 +1,142 @@
+"""What the page of runs shows: its files, and the data behind them, for a browser that asks or for one file to send."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from importlib import resources
+from typing import Any
+
+from accelerate.runs.curves import Curves, bucketed
+from accelerate.runs.read import Project, Run, flat
+
+# The files of the page, and what each is.
+FILES = {
+    "index.html": "text/html; charset=utf-8",
+    "style.css": "text/css; charset=utf-8",
+    "script.js": "text/javascript; charset=utf-8",
+}
+# As many points as a chart can show, and as many of the latest events.
+MOST_POINTS = 1000
+MOST_EVENTS = 300
+
+
+def file(name: str) -> str:
+    """One of `FILES`."""
+    return resources.files("accelerate.runs").joinpath("web").joinpath(name).read_text(encoding="utf-8")
+
+
+class Page:
+    """Answers what the page asks of one project. runs: only these, where they are given."""
+
+    def __init__(self, project: Project, runs: list[int] | None = None) -> None:
+        self._project = project
+        self._chosen = runs
+        self._curves = Curves(project)
+
+    def overview(self) -> dict[str, Any]:
+        """All runs, without their curves."""
+        runs = self._project.runs()
+        if self._chosen is not None:
+            runs = [run for run in runs if run.number in self._chosen]
+        return {"project": str(self._project.path), "time": time.time(), "runs": [_as_json(run) for run in runs]}
+
+    def curves(
+        self,
+        overview: dict[str, Any],
+        kind: str,
+        name: str,
+        axis: str,
+        numbers: list[int],
+        low: float | None = None,
+        high: float | None = None,
+        most: int = MOST_POINTS,
+    ) -> list[dict[str, Any]]:
+        """One curve for each run, and each rank of it, that has something of this kind and name.
+
+        axis: "step", or "time" for the seconds since its run began. low, high: only what lies between them.
+        """
+        import numpy as np
+
+        found = []
+        for run in overview["runs"]:
+            if run["number"] not in numbers:
+                continue
+            each: dict[int, Any]
+            if kind == "steps":
+                each = {rank: np.array(_times(rows)) for rank, rows in self._project.step_times(run["number"]).items()}
+            else:
+                chosen = [series for series in run["series"] if (series["kind"], series["name"]) == (kind, name)]
+                each = {series["rank"]: self._curves.of(series["id"]) for series in chosen}
+            for rank, points in each.items():
+                x = points[:, 0] if axis == "step" else points[:, 1] - run["created"]
+                found.append({"run": run["number"], "rank": rank, **bucketed(x, points[:, 2], low, high, most)})
+        return found
+
+
+def _times(rows: list[tuple[float, int, int, float, float]]) -> list[tuple[float, float, float]]:
+    return [(step, moment, median * 1000) for moment, step, _, median, _ in rows]
+
+
+def _as_json(run: Run) -> dict[str, Any]:
+    return {
+        "number": run.number,
+        "name": run.name,
+        "state": run.state,
+        "reason": run.reason,
+        "created": run.created,
+        "until": run.until,
+        "seconds": run.seconds,
+        "resumed": run.resumed,
+        "facts": run.facts,
+        "config": flat(run.config),
+        "processes": [dataclasses.asdict(process) for process in run.processes],
+        "events": [dataclasses.asdict(event) for event in run.events[-MOST_EVENTS:]],
+        "series": [
+            {
+                "id": each.series,
+                "kind": each.kind,
+                "rank": each.rank,
+                "name": each.name,
+                "count": each.count,
+                "last": _finite(each.last),
+                "step": each.last_step,
+                "best": None if each.best is None else [_finite(number) for number in each.best],
+            }
+            for each in run.summaries
+        ],
+    }
+
+
+def _finite(number: float | None) -> float | str | None:
+    """A number as JSON has it: those that it has not become text."""
+    return number if number is None or abs(number) < float("inf") else str(number)
+
+
+def one_file(page: Page) -> str:
+    """The page with all its data, which needs nothing else."""
+    overview = page.overview()
+    numbers = [run["number"] for run in overview["runs"]]
+    kinds = {(series["kind"], series["name"]): None for run in overview["runs"] for series in run["series"]}
+    data = {
+        "overview": overview,
+        "curves": [
+            {"kind": kind, "name": name, "axis": axis, "curves": page.curves(overview, kind, name, axis, numbers)}
+            for kind, name in [*kinds, ("steps", "")]
+            for axis in ("step", "time")
+        ],
+    }
+    # Inside of a script only the end of a script means something to a browser, and that begins with this sign.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+    parts = {
+        '<link rel="stylesheet" href="style.css">': f"<style>\n{file('style.css')}</style>",
+        "<!-- policy -->": f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+        '<script src="script.js"></script>': f'<script type="application/json" id="data">{text}</script>\n'
+        f"<script>\n{file('script.js')}</script>",
+    }
+    html = file("index.html")
+    for place, content in parts.items():
+        html = html.replace(place, content, 1)
+    return html

@@ -1,0 +1,151 @@
+"""The project's own file: one SQLite file for all its runs, which `accelerate runs` shows."""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from accelerate import __version__
+from accelerate.runs import store
+from accelerate.state import PartialState
+from accelerate.torch_internals.process_groups import default_store
+from accelerate.tracking import overheard
+from accelerate.tracking.base import GeneralTracker
+from accelerate.tracking.outbox import end_of_copies, own_copy
+from accelerate.tracking.recorder import Identity, Recorder
+from accelerate.tracking.system import Gauges
+
+# How many runs this process has begun: the ranks tell theirs apart by it.
+_begun = 0
+
+
+class LocalTracker(GeneralTracker):
+    """Writes `runs.sqlite` in `logging_dir`. name: of this run; by default that of the project.
+
+    The first process writes values, config and checkpoints; each one writes its step times, warnings and samples of the
+    system.
+    """
+
+    name = "local"
+    requires_logging_directory = True
+    in_background = False  # `log` only puts values into a queue
+    in_all = False
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], name: str | None = None) -> None:
+        super().__init__()
+        self.run_name = run_name if name is None else name
+        self.path = store.place(logging_dir)
+
+    @classmethod
+    def runs_on_every_process(cls) -> bool:
+        return True
+
+    def start(self) -> None:
+        global _begun
+        state = PartialState()
+        self._first = state.is_main_process
+        self._recorder = Recorder(self.path, _identity(self.run_name, state, _begun), _gauges(state))
+        _begun += 1
+        self._recorder.start()
+        overheard.listen(self._recorder)
+
+    @property
+    def tracker(self) -> Recorder:
+        return self._recorder
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        if self._first:
+            self._recorder.configure(own_copy(values))
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers become curves, also those in nested dicts; text is kept with its time."""
+        if not self._first:
+            return
+        own = {}
+        copied = False
+        for name, value in values.items():
+            kind = type(value)
+            if kind is torch.Tensor and value.numel() == 1 and value.device.type == "cpu":
+                value = value.item()
+            elif kind is not float and kind is not int:
+                value = own_copy(value)
+                copied = True
+            own[name] = value
+        self._recorder.log(own, step, end_of_copies(values) if copied else None)
+        self._say_trouble()
+
+    def finish(self) -> None:
+        overheard.stop(self._recorder)
+        written = self._recorder.end("ended")
+        self._recorder.close()
+        if self._first:
+            self._say_trouble()
+            if not written:
+                raise TimeoutError(f"{self.path} is locked by another program, so the end of the run is not in it.")
+
+    def _after_step(self) -> Callable[[], None]:
+        return self._recorder.step
+
+    def _note(self, kind: str, text: str) -> None:
+        if self._first:
+            self._recorder.event(kind, text)
+
+    def _say_trouble(self) -> None:
+        if self._recorder.trouble is not None:
+            raise OSError(self._recorder.trouble)
+
+
+def _identity(name: str, state: PartialState, number: int) -> Identity:
+    who = Identity(name, state.process_index, state.num_processes)
+    shared = default_store("accelerate/runs") if who.world_size > 1 else None
+    mark = f"{state._attempt()}/{number}"
+    who.attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0)
+    if who.rank != 0:
+        who.find = functools.partial(_find, shared, mark)
+        return who
+    # One launcher starts all attempts, and is the parent of each.
+    who.launch = f"{socket.gethostname()}/{os.getppid()}/{store.born(os.getppid())}/{number}"
+    who.facts = _facts(state)
+    if shared is not None:
+        who.publish = functools.partial(shared.set, mark)
+    if who.attempt == 0:
+        who.key = os.urandom(16).hex()
+        who.publish(who.key)
+    return who
+
+
+def _find(shared: Any, mark: str) -> str | None:
+    # Asked, and not waited for: the training talks through the same connection.
+    if shared is None or not shared.check([mark]):
+        return None
+    return str(shared.get(mark).decode())
+
+
+def _facts(state: PartialState) -> dict[str, Any]:
+    return {
+        "command": " ".join(sys.argv),
+        "folder": os.getcwd(),
+        "host": socket.gethostname(),
+        "processes": state.num_processes,
+        "device": str(state.device.type),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "torch": torch.__version__,
+        "accelerate": __version__,
+    }
+
+
+def _gauges(state: PartialState) -> Gauges:
+    device = state.device
+    if device.type == "cpu":
+        return Gauges(state.is_local_main_process, None, None)
+    index = device.index or 0
+    memory = functools.partial(state.device_kind.memory, index)
+    properties = getattr(state.device_kind.module, "get_device_properties", None)
+    identity = None if properties is None else getattr(properties(index), "uuid", None)
+    return Gauges(state.is_local_main_process, memory, None if identity is None else f"GPU-{identity}")

@@ -1,0 +1,97 @@
+"""The job files: as what starts them would start them, with the variables that it sets."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import yaml
+
+from tests.examples.running import EXAMPLES, assert_learned
+from tests.harness import world_outcomes
+from tests.harness.world import free_port
+
+JOBS = EXAMPLES / "jobs"
+
+
+def documents(name: str) -> dict[str, Any]:
+    """The parts of a job file, by their kind."""
+    return {part["kind"]: part for part in yaml.safe_load_all((JOBS / name).read_text())}
+
+
+def start(container: dict[str, Any], folder: Path, **variables: str) -> subprocess.Popen[str]:
+    """What a pod does, in a folder that holds the examples, on a machine without GPUs."""
+    (folder / "examples").unlink(missing_ok=True)
+    (folder / "examples").symlink_to(EXAMPLES)
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    env = {**os.environ, "PATH": search, "HF_HOME": str(folder), "OMP_NUM_THREADS": "1", **variables}
+    env |= {"ACCELERATE_USE_CPU": "true", "GLOO_SOCKET_IFNAME": "lo"}
+    return subprocess.Popen(
+        [*container["command"], *container["args"]],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_the_pods_of_a_pytorchjob_train_together(tmp_path: Path) -> None:
+    replicas = documents("kubernetes_pytorchjob.yaml")["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
+    assert [(kind, replica["replicas"]) for kind, replica in replicas.items()] == [("Master", 1), ("Worker", 1)]
+    port = str(free_port())
+    pods = []
+    for rank, replica in enumerate(replicas.values()):
+        (container,) = replica["template"]["spec"]["containers"]
+        assert container["name"] == "pytorch"
+        folder = tmp_path / str(rank)
+        folder.mkdir()
+        # As the training operator sets them, for pods of one process each.
+        own = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "RANK": str(rank)}
+        own |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
+        own |= {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "1"}
+        pods.append(start(container, folder, **own))
+    try:
+        outputs = [pod.communicate(timeout=200) for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+    assert [pod.returncode for pod in pods] == [0, 0], outputs
+    first, second = (lines.splitlines() for lines, _ in outputs)
+    assert first == second, "each machine prints, and they have trained one model"
+    assert first[0] == "training on 2 process(es), device cpu" and "accuracy on 359 digits" in first[1]
+
+
+def test_the_pods_of_a_job_would_be_two_machines(tmp_path: Path) -> None:
+    parts = documents("kubernetes_job.yaml")
+    job = parts["Job"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    # The first pod is called after the job, and found through the service.
+    assert parts["Service"]["metadata"]["name"] == job["template"]["spec"]["subdomain"] == "train"
+    assert parts["Service"]["spec"]["selector"]["job-name"] == parts["Job"]["metadata"]["name"] == "train"
+    container["args"] = [container["args"][0].replace("accelerate launch", "accelerate launch --dry_run")]
+    shown, errors = start(container, tmp_path, JOB_COMPLETION_INDEX="1").communicate(timeout=100)
+    assert "4 processes on each of 2 machines" in shown, shown + errors
+    assert "--node_rank=1" in shown and "--rdzv_endpoint=train-0.train:29500" in shown
+    assert (job["completionMode"], job["completions"], job["parallelism"]) == ("Indexed", 2, 2)
+
+
+def as_a_worker_of_ray() -> None:
+    """On a rank: the training function, after what Ray Train does before it."""
+    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    dist.init_process_group("gloo")
+    sys.path.insert(0, str(EXAMPLES))
+    runpy.run_path(str(JOBS / "ray_train.py"))["train"]({"epochs": 2})
+
+
+def test_ray_starts_the_training(tmp_path: Path) -> None:
+    entrypoint = documents("ray_job.yaml")["RayJob"]["spec"]["entrypoint"]
+    assert "cd /workspace/examples && python jobs/ray_train.py" in entrypoint
+    outcomes = world_outcomes(as_a_worker_of_ray, 2, cwd=tmp_path)
+    assert [outcome.reason for outcome in outcomes] == ["finished"] * 2, outcomes[0].traceback
+    assert_learned(outcomes[0].output.splitlines()[-1])

@@ -1,0 +1,270 @@
+"""What a script forgot to prepare, or prepared and did not use: said once, at its line, by rank 0."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import set_seed
+from tests.harness import run_world
+from tests.unit.accelerator.toys import Net, data, loader
+
+
+def sgd(*models: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.1)
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """The sentences that are said in here, each of this file's own line."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    assert all(warning.filename == __file__ for warning in caught), [str(warning) for warning in caught]
+    said += [str(warning.message) for warning in caught]
+
+
+def train(accelerator: Accelerator, model: Any, optimizer: Any, batches: Any) -> None:
+    for _ in range(2):
+        for x, _y in batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+Script = Callable[[Accelerator], None]
+
+
+def nothing(accelerator: Accelerator) -> None:
+    net = Net()
+    train(accelerator, net, sgd(net), loader())
+
+
+def all_but_the_model(accelerator: Accelerator) -> None:
+    net = Net()
+    optimizer, batches = accelerator.prepare(sgd(net), loader())
+    train(accelerator, net, optimizer, batches)
+
+
+def results_dropped(accelerator: Accelerator) -> None:
+    net, batches = Net(), loader()
+    optimizer = sgd(net)
+    accelerator.prepare(net, optimizer, batches)
+    train(accelerator, net, optimizer, batches)
+
+
+def model_dropped(accelerator: Accelerator) -> None:
+    net = Net()
+    _, optimizer, batches = accelerator.prepare(net, sgd(net), loader())
+    train(accelerator, net, optimizer, batches)
+
+
+def all_but_the_loader(accelerator: Accelerator) -> None:
+    net = Net()
+    model, optimizer = accelerator.prepare(net, sgd(net))
+    train(accelerator, model, optimizer, loader())
+
+
+def loader_dropped(accelerator: Accelerator) -> None:
+    set_seed(0)
+    net, batches = Net(), loader(shuffle=True, num_workers=1)
+    model, optimizer, _ = accelerator.prepare(net, sgd(net), batches)
+    train(accelerator, model, optimizer, batches)
+
+
+def all_but_the_optimizer(accelerator: Accelerator) -> None:
+    net = Net()
+    model, batches = accelerator.prepare(net, loader())
+    train(accelerator, model, sgd(net), batches)
+
+
+def optimizer_dropped(accelerator: Accelerator) -> None:
+    net = Net()
+    optimizer = sgd(net)
+    model, _, batches = accelerator.prepare(net, optimizer, loader())
+    train(accelerator, model, optimizer, batches)
+
+
+# --- and scripts in which all is well -----------------------------------------------------------------------------
+
+
+def prepared(accelerator: Accelerator) -> None:
+    net = Net()
+    train(accelerator, *accelerator.prepare(net, sgd(net), loader()))
+
+
+def one_by_one(accelerator: Accelerator) -> None:
+    net = Net()
+    optimizer = accelerator.prepare(sgd(net))
+    batches = accelerator.prepare_data_loader(loader())
+    train(accelerator, accelerator.prepare_model(net), optimizer, batches)
+
+
+def wrapped_by_the_script(accelerator: Accelerator) -> None:
+    net = Net()
+    model = DistributedDataParallel(net) if accelerator.num_processes > 1 else net
+    optimizer, batches = accelerator.prepare(sgd(net), loader())
+    train(accelerator, model, optimizer, batches)
+
+
+def shared_out_by_the_script(accelerator: Accelerator) -> None:
+    """Each process has a dataset of its own, of equal length, and reads it by itself."""
+    net = Net()
+    model, optimizer = accelerator.prepare(net, sgd(net))
+    train(accelerator, model, optimizer, DataLoader(data(seed=accelerator.process_index), batch_size=4))
+
+
+def no_loader(accelerator: Accelerator) -> None:
+    """The same batch everywhere, as measurements have it."""
+    net = Net()
+    model, optimizer = accelerator.prepare(net, sgd(net))
+    train(accelerator, model, optimizer, [(torch.ones(2, 4), None)] * 4)
+
+
+def batches_in_a_list(accelerator: Accelerator) -> None:
+    net = Net()
+    model, optimizer, batches = accelerator.prepare(net, sgd(net), loader())
+    train(accelerator, model, optimizer, list(batches))
+
+
+def two_in_turn(accelerator: Accelerator) -> None:
+    """As GANs train: another model and optimizer first."""
+    one, two = Net(0), Net(1)
+    first, second = sgd(one), sgd(two)
+    one, two, first, second, batches = accelerator.prepare(one, two, first, second, loader())
+    for x, _y in batches:
+        for model, other, optimizer in ((one, two, first), (two, one, second)):
+            with accelerator.accumulate(model):
+                other(x)
+                accelerator.backward(model(x).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def steps_of_its_own(accelerator: Accelerator) -> None:
+    """An optimizer that is not prepared, but waits for the end of each window."""
+    net = Net()
+    model, batches = accelerator.prepare(net, loader())
+    optimizer = sgd(net)
+    for x, _y in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).mean())
+            if accelerator.sync_gradients:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def counted_by_the_script(accelerator: Accelerator) -> None:
+    """Windows without `accumulate`."""
+    net = Net()
+    model, batches = accelerator.prepare(net, loader())
+    optimizer = sgd(net)
+    for (x, _y), last in zip(batches, itertools.cycle((False, True)), strict=False):
+        accelerator.backward(model(x).mean())
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def another_beside_it(accelerator: Accelerator) -> None:
+    """Something small that the script trains by itself, at every micro-batch."""
+    net, own = Net(), Net(3)
+    model, optimizer, batches = accelerator.prepare(net, sgd(net), loader())
+    mine = sgd(own)
+    for x, _y in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).mean())
+            own(x).mean().backward()
+            mine.step()
+            mine.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def with_items(accelerator: Accelerator) -> None:
+    net = Net()
+    model, optimizer, batches = accelerator.prepare(net, sgd(net), loader())
+    for x, _y in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).sum(), num_items=len(x))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+FINE: list[Script] = [
+    prepared,
+    one_by_one,
+    wrapped_by_the_script,
+    shared_out_by_the_script,
+    no_loader,
+    batches_in_a_list,
+    two_in_turn,
+    another_beside_it,
+    with_items,
+]
+MODEL = r"No model was passed to `accelerator.prepare\(\)`"
+UNUSED = "returned was not called"
+LOADER = "2 processes .* same loss"
+OPTIMIZER = "in the middle of an accumulation window"
+
+
+def sentences(script: Script, steps: int = 1) -> list[str]:
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    with heard() as said:
+        script(accelerator)
+    return said if accelerator.is_main_process else [f"{sentence} (rank 1)" for sentence in said]
+
+
+def several() -> dict[tuple[str, int], list[str]]:
+    forgotten = [nothing, all_but_the_model, results_dropped, model_dropped, all_but_the_loader, loader_dropped]
+    found = {(script.__name__, 1): sentences(script) for script in [*forgotten, *FINE]}
+    windows = [all_but_the_optimizer, optimizer_dropped, steps_of_its_own, counted_by_the_script, *FINE]
+    return found | {(script.__name__, 2): sentences(script, 2) for script in windows}
+
+
+def test_several_processes() -> None:
+    first, second = run_world(several, 2)
+    expected: dict[tuple[str, int], str] = {
+        ("nothing", 1): MODEL,
+        ("all_but_the_model", 1): MODEL,
+        ("results_dropped", 1): UNUSED,
+        ("model_dropped", 1): UNUSED,
+        ("all_but_the_loader", 1): LOADER,
+        ("loader_dropped", 1): LOADER,
+        ("all_but_the_optimizer", 2): OPTIMIZER,
+        ("optimizer_dropped", 2): OPTIMIZER,
+    }
+    for case, said in first.items():
+        assert len(said) == (case in expected), (case, said)
+        if case in expected:
+            with pytest.warns(UserWarning, match=expected[case]):
+                warnings.warn(said[0], stacklevel=1)
+    assert [case for case, said in second.items() if said] == []
+
+
+@pytest.mark.parametrize("script", [nothing, all_but_the_optimizer, optimizer_dropped, results_dropped])
+def test_an_optimizer_that_steps_at_every_micro_batch_of_one_process(script: Script) -> None:
+    (said,) = sentences(script, 2)
+    assert OPTIMIZER in said
+    assert sentences(script) == []  # without windows all of it is right
+
+
+@pytest.mark.parametrize("script", [*FINE, steps_of_its_own, counted_by_the_script])
+def test_right_scripts_on_one_process_are_silent(script: Script) -> None:
+    assert sentences(script, 2) == []
+    assert sentences(script) == []

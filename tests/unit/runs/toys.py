@@ -1,0 +1,48 @@
+"""Runs as a training would write them, without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from accelerate.runs import store
+from accelerate.runs.read import Project, Run
+from accelerate.tracking.recorder import Identity, Recorder
+
+HOSTILE = '</script><img src=x onerror="document.title=1"> [red]\x1b[2J"\'{}\n'
+
+
+def write(
+    folder: Path,
+    name: str = "run",
+    logs: list[dict[str, Any]] | None = None,
+    config: dict[str, Any] | None = None,
+    state: str = "ended",
+    reason: str | None = None,
+    events: list[tuple[str, str]] | None = None,
+    steps: int = 0,
+) -> Path:
+    """A whole run of one process."""
+    recorder = Recorder(store.place(folder), Identity(name, key=f"{name}{id(logs)}", facts={"command": "train.py"}))
+    recorder.configure(config or {})
+    for step, values in enumerate(logs or []):
+        recorder.log(values, step, None)
+    for kind, text in events or []:
+        recorder.event(kind, text)
+    for _ in range(steps):
+        recorder.step()
+    recorder.start()
+    assert recorder.end(state, reason)
+    recorder.close()
+    assert recorder.trouble is None
+    return recorder.path
+
+
+def runs_of(path: Path) -> list[Run]:
+    return Project(path).runs()
+
+
+def values(project: Project, run: Run, name: str) -> list[tuple[float, float | None]]:
+    """Step and value of every point of a metric."""
+    [summary] = [each for each in run.summaries if each.name == name and each.kind == "metric"]
+    return [(step, None if isinstance(value, str) else value) for step, _, value, _ in project.points(summary.series)]

@@ -1,0 +1,260 @@
+"""`log_with="local"`: what a training leaves in the file of its project."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import sqlite3
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.runs import store
+from accelerate.runs.read import Project, Run
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, LocalTracker, filter_trackers, get_available_trackers, overheard
+from accelerate.utils import LoggerType
+from tests.unit.runs.toys import HOSTILE, values
+from tests.unit.tracking.toys import ListTracker
+
+
+def started(folder: Path, **init: Any) -> Accelerator:
+    accelerator = Accelerator(cpu=True, log_with="local", project_dir=folder)
+    accelerator.init_trackers("project", **init)
+    return accelerator
+
+
+def only_run(folder: Path) -> tuple[Project, Run]:
+    project = Project(store.place(folder))
+    [run] = project.runs()
+    return project, run
+
+
+def train(accelerator: Accelerator, steps: int, optimizers: int = 1) -> list[Any]:
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    prepared = [
+        accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+        for _ in range(optimizers)  # as a GAN has
+    ]
+    for _ in range(steps):
+        accelerator.backward(model(torch.ones(1, 1)).sum())
+        for optimizer in prepared:
+            optimizer.step()
+        model.zero_grad()
+    return prepared
+
+
+def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *warning: shown.append(warning[0]))
+    before = warnings.showwarning
+    config = {"lr": 0.1, "model": {"layers": 2}, "odd": float("nan"), "kind": torch.float32, HOSTILE: HOSTILE}
+    accelerator = started(tmp_path, config=config, init_kwargs={"local": {"name": HOSTILE}})
+    train(accelerator, 5, optimizers=2)
+    tensor = torch.tensor(3.0)
+    accelerator.log(
+        {"loss": tensor, "array": np.float32(2), "eval": {"acc": 0.5}, "words": "hello", HOSTILE: 1}, step=7
+    )
+    tensor += 1  # it is the value at the time of the call that counts
+    accelerator.log({"loss": math.nan, "picture": object(), "many": torch.ones(3)})
+    warnings.filterwarnings("always", message="look out")
+    warnings.warn("look out", stacklevel=1)
+    logging.getLogger("elsewhere").warning("and %s", "there")
+    folder = accelerator.save_state(tmp_path / "state")
+    accelerator.load_state(folder)
+    accelerator.end_training()
+
+    project, run = only_run(tmp_path)
+    assert (run.name, run.state, run.reason, run.resumed) == (HOSTILE, "ended", None, None)
+    wanted = {"lr": 0.1, "model": {"layers": 2}, "odd": "nan", "kind": "torch.float32", HOSTILE: HOSTILE}
+    assert run.config == wanted
+    assert run.facts["processes"] == 1 and run.facts["torch"] == torch.__version__
+    assert {each.name for each in run.metrics} == {"loss", "array", "eval/acc", HOSTILE}
+    assert values(project, run, "loss") == [(7, 3.0), (1, None)]
+    assert values(project, run, "array") == [(7, 2.0)] and values(project, run, "eval/acc") == [(7, 0.5)]
+    events = [(event.kind, event.text) for event in run.events]
+    assert ("text", "words: hello") in events
+    assert ("warning", "UserWarning: look out") in events and ("warning", "elsewhere: and there") in events
+    assert ("saved", str(folder)) in events and ("loaded", str(folder)) in events
+    steps = project.step_times(run.number)[0]
+    assert steps[-1][1] == 4 == sum(row[2] for row in steps)  # between 5 steps of the first optimizer
+    assert {"process CPU, %", "process memory, GiB", "machine memory, %"} <= {
+        each.name for each in run.summaries if each.kind == "system"
+    }
+    assert list(map(str, shown)) == ["look out"] and warnings.showwarning is before
+    assert logging.getLogRecordFactory() is logging.LogRecord
+
+
+def test_steps_are_heard_whenever_the_optimizer_was_prepared(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="local", project_dir=tmp_path)
+    [optimizer] = train(accelerator, 1)
+    assert optimizer.after_step is None  # nobody listens, so nothing is called
+    accelerator.init_trackers("project")
+    for _ in range(3):
+        optimizer.step()
+    accelerator.end_training()
+    project, run = only_run(tmp_path)
+    assert sum(row[2] for row in project.step_times(run.number)[0]) == 2
+
+
+def test_all_does_not_mean_it(tmp_path: Path) -> None:
+    assert LoggerType.LOCAL not in get_available_trackers()
+    everything = filter_trackers("all", tmp_path)
+    assert LoggerType.LOCAL not in everything
+    assert filter_trackers(["all", "local"], tmp_path) == [*everything, LoggerType.LOCAL]
+    assert filter_trackers(LoggerType.LOCAL, tmp_path) == [LoggerType.LOCAL]
+    assert LOGGER_TYPE_TO_CLASS["local"] is LocalTracker
+    with pytest.raises(ValueError, match="'local' writes to a folder, and there is none: pass `project_dir`"):
+        Accelerator(cpu=True, log_with="local")
+
+
+def test_who_logs_elsewhere_pays_nothing(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with=ListTracker())
+    accelerator.init_trackers("project")
+    [optimizer] = train(accelerator, 1)
+    assert optimizer.after_step is None
+    accelerator.end_training()
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    accelerator = started(tmp_path / "file", config={"a": 1})
+    with pytest.warns(
+        UserWarning, match=r"'local' failed in `\w+`; training goes on, .*runs\.sqlite cannot be"
+    ) as caught:
+        train(accelerator, 2)
+        for number in range(10):
+            accelerator.log({"loss": number})
+        accelerator.end_training()
+    assert 1 <= len(caught) <= 2  # one for each kind of call
+
+
+def test_a_locked_file_is_waited_for(tmp_path: Path) -> None:
+    accelerator = started(tmp_path)
+    other = sqlite3.connect(store.place(tmp_path), isolation_level=None, timeout=60)
+    other.execute("BEGIN EXCLUSIVE")
+    for number in range(100):
+        accelerator.log({"loss": number}, step=number)
+    other.execute("ROLLBACK")
+    other.close()
+    accelerator.end_training()
+    project, run = only_run(tmp_path)
+    assert values(project, run, "loss") == [(number, number) for number in range(100)]
+
+
+def test_a_file_that_was_deleted_is_made_again(tmp_path: Path) -> None:
+    accelerator = started(tmp_path)
+    tracker = accelerator.get_tracker("local")
+    accelerator.log({"loss": 1.0})
+    with tracker.tracker._change:
+        assert tracker.tracker._change.wait_for(lambda: None in tracker.tracker._states, timeout=60)
+    store.place(tmp_path).unlink()
+    accelerator.log({"loss": 2.0})
+    accelerator.end_training()
+    project, run = only_run(tmp_path)
+    assert run.name == "project" and values(project, run, "loss")[-1] == (1, 2.0)
+
+
+def heard(error: BaseException) -> None:
+    sys.excepthook(type(error), error, None)
+
+
+def test_an_error_that_ends_the_program_is_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append(error[0]))
+    monkeypatch.setattr(overheard, "_hears_errors", False)
+    accelerator = started(tmp_path)
+    accelerator.log({"loss": 1.0})
+    heard(ValueError("too bad\nand more"))
+    assert shown == [ValueError]
+    project, run = only_run(tmp_path)
+    assert (run.state, run.reason) == ("died", "ValueError: too bad")
+    assert values(project, run, "loss") == [(0, 1.0)]
+    accelerator.end_training()  # at the exit
+    assert only_run(tmp_path)[1].state == "died"
+
+
+def test_an_error_on_its_way_through_the_end_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "excepthook", lambda *error: None)
+    monkeypatch.setattr(overheard, "_hears_errors", False)
+    accelerator = started(tmp_path)
+    error = KeyError("gone")
+    try:
+        try:
+            raise error
+        finally:
+            accelerator.end_training()
+    except KeyError:
+        pass
+    assert only_run(tmp_path)[1].state == "ended"  # somebody may still catch it
+    heard(RuntimeError("of something else"))
+    assert only_run(tmp_path)[1].state == "ended"
+    heard(error)
+    _, run = only_run(tmp_path)
+    assert (run.state, run.reason) == ("died", "KeyError: 'gone'")
+
+
+@pytest.mark.parametrize(("code", "reason"), [(3, "the script ended with 3"), (130, "interrupted")])
+def test_a_script_that_leaves_with_a_code(tmp_path: Path, code: int, reason: str) -> None:
+    accelerator = started(tmp_path)
+    overheard.exits(code)
+    accelerator.end_training()
+    assert (only_run(tmp_path)[1].state, only_run(tmp_path)[1].reason) == ("died", reason)
+
+
+def test_a_program_that_never_says_that_training_has_ended(tmp_path: Path) -> None:
+    accelerator = started(tmp_path)
+    accelerator.log({"loss": 1.0})
+    accelerator.get_tracker("local").tracker.leave()  # as at the exit
+    project, run = only_run(tmp_path)
+    assert run.state == "ended" and values(project, run, "loss") == [(0, 1.0)]
+    accelerator.end_training()
+
+
+def test_a_fork_writes_nothing(tmp_path: Path) -> None:
+    accelerator = started(tmp_path)
+    accelerator.log({"loss": 1.0}, step=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: there are threads
+        child = os.fork()
+    if child == 0:
+        accelerator.log({"loss": 2.0}, step=2)
+        accelerator.get_tracker("local").tracker.leave()
+        os._exit(0)
+    os.waitpid(child, 0)
+    accelerator.end_training()
+    project, run = only_run(tmp_path)
+    assert values(project, run, "loss") == [(1, 1.0)]
+
+
+def test_more_than_can_be_written_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate.tracking import recorder
+
+    monkeypatch.setattr(recorder, "CAPACITY", 5)
+    writer = recorder.Recorder(store.place(tmp_path), recorder.Identity("name", key="key"))
+    for number in range(8):
+        writer.log({"loss": number}, None, None)
+    writer.start()
+    writer.end("ended")
+    writer.close()
+    project, run = only_run(tmp_path)
+    assert len(values(project, run, "loss")) == 5
+    assert [event.text.partition(":")[0] for event in run.events] == ["3 calls of log are left out"]
+
+
+def test_it_is_plain_json(tmp_path: Path) -> None:
+    accelerator = started(tmp_path, config={"a": {1, 2}, 3: (1, None, True, 10**30, "\udcff\0")})
+    accelerator.log({"half \udcff": 1.0, "huge": 10**400}, step=2**70)
+    accelerator.end_training()
+    project, run = only_run(tmp_path)
+    assert run.config == {"a": "{1, 2}", "3": [1, None, True, 10**30, "?\ufffd"]}
+    assert values(project, run, "half ?") == [(2.0**70, 1.0)]
+    assert values(project, run, "huge") == [(2.0**70, math.inf)]
+    json.dumps(run.config)

@@ -1,0 +1,129 @@
+"""A signal to one rank stops all of them at the same step; a preempted run continues as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.state import stopping
+from accelerate.utils import ProjectConfiguration
+from tests.harness import run_world
+
+TRAIN = Path(__file__).parent / "preempted.py"
+
+
+def steps_until_stopped(together: bool) -> list[Any]:
+    """Rank 1 gets the signal. together: the ranks meet in a collective at each step."""
+    accelerator = Accelerator(cpu=True)
+    steps = 0
+    while not accelerator.should_stop and steps < 20000:
+        steps += 1
+        if together:
+            accelerator.reduce(torch.ones(1))
+        else:
+            time.sleep(0.001 * accelerator.process_index)
+        if steps == 5 and accelerator.process_index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+    still = accelerator.should_stop
+    accelerator.wait_for_everyone()
+    return [steps, still, accelerator.stop_reason]
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_all_ranks_stop_at_the_same_step(together: bool) -> None:
+    told = run_world(steps_until_stopped, 3, together)
+    assert told[0] == told[1] == told[2]
+    steps, still, reason = told[0]
+    assert 5 <= steps < 20000 and still and reason == "SIGTERM on rank 1"
+
+
+def all_signalled_at_once() -> int:
+    accelerator = Accelerator(cpu=True)
+    steps = 0
+    while not accelerator.should_stop and steps < 20000:
+        steps += 1
+        accelerator.reduce(torch.ones(1))
+        if steps == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+    accelerator.end_training()
+    return steps
+
+
+def test_a_signal_to_every_rank_is_one() -> None:
+    first, second = run_world(all_signalled_at_once, 2)
+    assert first == second < 20000
+
+
+def stopped_alone() -> list[Any]:
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
+    mine = signal.getsignal(signal.SIGUSR1)
+    accelerator = Accelerator(cpu=True)
+    answers: list[Any] = [accelerator.should_stop, accelerator.stop_reason]
+    os.kill(os.getpid(), signal.SIGUSR1)
+    answers += [accelerator.should_stop, accelerator.stop_reason, heard == [signal.SIGUSR1]]
+    stopping.close()
+    return [*answers, signal.getsignal(signal.SIGUSR1) is mine, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL]
+
+
+def test_one_process_keeps_the_scripts_own_handler() -> None:
+    assert run_world(stopped_alone, 1) == [[False, None, True, "SIGUSR1 on rank 0", True, True, True]]
+
+
+def test_settings_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    with pytest.raises(ValueError, match="preemption is 'ignore': it is 'save'"):
+        Accelerator(cpu=True, project_config=project, preemption="ignore")
+    with pytest.raises(ValueError, match="preemption='save' needs a place for checkpoints"):
+        Accelerator(cpu=True, preemption="save")
+    monkeypatch.setenv("ACCELERATE_RESUME", "auto")
+    with pytest.raises(ValueError, match="ACCELERATE_RESUME='auto' needs a place for checkpoints"):
+        Accelerator(cpu=True, project_dir=str(tmp_path))
+    assert not Accelerator(cpu=True, project_config=project).resume()  # an empty project
+
+
+def launch(processes: int, folder: Path, *words: str, to_launcher: bool = False) -> tuple[int, str]:
+    """Runs the script; to_launcher: and sends SIGTERM to the launcher once the script asks for it."""
+    folder.mkdir(exist_ok=True)
+    asked = ["--cpu", f"--num_processes={processes}", "--preemption=save", "--resume=auto"]
+    command = [sys.executable, "-m", "accelerate", "launch", *asked, str(TRAIN), str(folder), *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HOME": "/nonexistent"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+    if to_launcher:
+        while not (folder / "ready").exists() and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+    try:
+        _, said = process.communicate(timeout=200)
+    finally:
+        process.kill()
+    return process.returncode, said
+
+
+def seen(folder: Path) -> list[str]:
+    """What all ranks wrote down of their steps, and of their weights at the end."""
+    lines = [line for path in sorted(folder.glob("rank*")) for line in path.read_text().splitlines()]
+    return sorted(lines)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_preempted_run_continues_as_if_nothing_had_happened(processes: int, tmp_path: Path) -> None:
+    code, said = launch(processes, tmp_path / "whole")
+    assert code == 0, said
+    code, said = launch(processes, tmp_path / "cut", "--signal", "rank")
+    assert code == 75, said
+    assert f"SIGTERM on rank {processes - 1}: the run was saved to " in said and "Traceback" not in said
+    code, said = launch(processes, tmp_path / "cut", "--signal", "launcher", to_launcher=True)
+    assert code == 75, said
+    code, said = launch(processes, tmp_path / "cut")
+    assert code == 0, said
+    assert seen(tmp_path / "cut") == seen(tmp_path / "whole")
