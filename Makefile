@@ -208,7 +208,7 @@ wheel-test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest tests/install $(ARGS)
 
 docs: $(SITE)/.ready
-	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs build --strict
 
 docs-serve: $(SITE)/.ready
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/python -m mkdocs serve --dev-addr 127.0.0.1:8000

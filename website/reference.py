@@ -58,6 +58,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "Commands, called from Python": (
         "accelerate.commands.launch",
         "accelerate.commands.config",
+        "accelerate.commands.config.config",
+        "accelerate.commands.config.config_args",
+        "accelerate.commands.config.cluster",
+        "accelerate.commands.config.config_utils",
         "accelerate.commands.config.default",
         "accelerate.commands.config.update",
         "accelerate.commands.env",
@@ -67,6 +71,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "accelerate.commands.to_fsdp2",
         "accelerate.commands.tpu",
         "accelerate.commands.accelerate_cli",
+        "accelerate.commands.utils",
     ),
     "Tests of your own": (
         "accelerate.test_utils",

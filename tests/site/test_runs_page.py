@@ -125,7 +125,7 @@ def test_a_training_goes_on(training: Training, browse: Browse, tmp_path: Path) 
     box = page.locator(chart("loss")).bounding_box()
     assert box is not None
     page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60)
-    assert "step" in page.locator("#tip").inner_text() and "first" in page.locator("#tip").inner_text()
+    page.locator("#tip", has_text="first").filter(has_text="step").wait_for()
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.55, box["y"] + 60, steps=3)
     page.mouse.up()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -25,6 +27,21 @@ def site() -> Path:
 
 def pages_of(site: Path) -> list[Path]:
     return sorted(page for page in site.rglob("*.html") if page.name != "404.html")
+
+
+@pytest.mark.parametrize("link", ["nowhere.md", "#nothing", "other.md#nothing"])
+def test_a_link_that_leads_nowhere_is_an_error(link: str, tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text(f"# First\n\n[a link]({link})\n")
+    (tmp_path / "docs" / "other.md").write_text("# Other\n")
+    config = tmp_path / "mkdocs.yml"
+    config.write_text(f"INHERIT: {ROOT / 'mkdocs.yml'}\nhooks: []\nplugins: []\nnav: [index.md, other.md]\n")
+    (how,) = re.findall(r"-m mkdocs (build .*)", (ROOT / "Makefile").read_text())  # as `make docs` does it
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", *how.split(), "--config-file", str(config)], capture_output=True, text=True
+    )
+    assert built.returncode != 0
+    assert f"contains a link '{link}'" in built.stderr
 
 
 class Text(HTMLParser):

@@ -164,6 +164,9 @@ def test_nothing_imports_from_utils(path: Path) -> None:
         "accelerate.launch.engines",
         "accelerate.commands.launch",
         "accelerate.commands.config",
+        "accelerate.commands.runs",
+        "accelerate.runs.serve",
+        "accelerate.runs.terminal",
     ],
 )
 def test_imports_no_torch(module: str) -> None:

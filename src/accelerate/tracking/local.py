@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,8 +40,8 @@ class LocalTracker(GeneralTracker):
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], name: str | None = None) -> None:
         super().__init__()
-        self.run_name = run_name if name is None else name
-        self.path = store.place(logging_dir)
+        self.run_name: str = run_name if name is None else name
+        self.path: Path = store.place(logging_dir)
 
     @classmethod
     def runs_on_every_process(cls) -> bool:
@@ -50,6 +51,7 @@ class LocalTracker(GeneralTracker):
         global _begun
         state = PartialState()
         self._first = state.is_main_process
+        self._said_trouble = False
         self._recorder = Recorder(self.path, _identity(self.run_name, state, _begun), _gauges(state))
         _begun += 1
         self._recorder.start()
@@ -85,9 +87,8 @@ class LocalTracker(GeneralTracker):
         written = self._recorder.end("ended")
         self._recorder.close()
         if self._first:
-            self._say_trouble()
-            if not written:
-                raise TimeoutError(f"{self.path} is locked by another program, so the end of the run is not in it.")
+            locked = f"{self.path} is locked by another program, so the end of the run is not in it."
+            self._say_trouble(None if written else locked)
 
     def _after_step(self) -> Callable[[], None]:
         return self._recorder.step
@@ -96,9 +97,12 @@ class LocalTracker(GeneralTracker):
         if self._first:
             self._recorder.event(kind, text)
 
-    def _say_trouble(self) -> None:
-        if self._recorder.trouble is not None:
-            raise OSError(self._recorder.trouble)
+    def _say_trouble(self, trouble: str | None = None) -> None:
+        """Raise, once in a run, what the thread that writes has met with; what a tracker raises becomes a warning."""
+        trouble = self._recorder.trouble or trouble
+        if trouble is not None and not self._said_trouble:
+            self._said_trouble = True
+            raise OSError(trouble)
 
 
 def _identity(name: str, state: PartialState, number: int) -> Identity:

@@ -140,6 +140,8 @@ class Recorder:
             self.event("warning", text)
 
     def configure(self, values: dict[str, Any]) -> None:
+        if self._forked():
+            return
         self._config = json.dumps(plain(values))
         self._wake.set()
 
@@ -152,7 +154,7 @@ class Recorder:
 
     def end(self, state: str, reason: str | None = None) -> bool:
         """The final state; False when it could not be written in time."""
-        if self.state == "died" or self._process != os.getpid():
+        if self.state == "died" or self._forked():
             return True
         self.state, self.reason = state, reason
         if not self._thread.is_alive():  # it died of what was on its way when training ended
@@ -167,11 +169,12 @@ class Recorder:
 
     def close(self) -> None:
         """Nothing comes any more."""
+        if self._forked():
+            return
         atexit.unregister(self.leave)
         self._over = True
         self._wake.set()
-        if self._process == os.getpid():
-            self._thread.join(LAST_WRITE)
+        self._thread.join(LAST_WRITE)
 
     def leave(self) -> None:
         """The program ends without a word."""
@@ -180,12 +183,16 @@ class Recorder:
         self.close()
 
     def _put(self, record: Logged | Event) -> None:
-        if self._process != os.getpid():
-            return  # a fork of the process, which has no thread that writes
+        if self._forked():
+            return
         if len(self._queue) < CAPACITY:
             self._queue.append(record)
         else:
             self._lost += 1
+
+    def _forked(self) -> bool:
+        """Whether this is a fork of the process: there is no thread that writes, and locks may be held by nobody."""
+        return self._process != os.getpid()
 
     # --- the thread -----------------------------------------------------------------------------------------------
 
@@ -308,8 +315,8 @@ class Recorder:
         reason = None if self.reason is None else clean(self.reason, LONGEST_TEXT)
         who = (run, self.who.attempt, self.who.rank, socket.gethostname(), *self._identity)
         connection.execute(
-            "INSERT INTO processes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET"
-            " seen = excluded.seen, state = excluded.state, reason = excluded.reason",
+            "INSERT INTO processes VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (run, attempt, rank)"
+            " DO UPDATE SET seen = excluded.seen, state = excluded.state, reason = excluded.reason",
             (*who, self._began, now, beat, self.state, reason),
         )
 
