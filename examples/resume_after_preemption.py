@@ -60,9 +60,6 @@ def main(epochs=6, batch_size=32, folder="runs/preemption", preempt_at=None):
         accelerator.load_state()  # the newest one that is complete
         accelerator.print(f"going on in epoch {progress.epoch} at step {progress.step}")
 
-    # A signal may come at any moment, on one machine before the other, so all that the handler does is raise a flag.
-    signal.signal(signal.SIGTERM, lambda number, frame: accelerator.set_trigger())
-
     while progress.epoch < epochs:
         for inputs, targets in loader:
             loss = nn.functional.mse_loss(model(inputs), targets)
@@ -74,7 +71,8 @@ def main(epochs=6, batch_size=32, folder="runs/preemption", preempt_at=None):
             if progress.step == preempt_at and accelerator.is_main_process:
                 os.kill(os.getpid(), signal.SIGTERM)  # as the cluster would
             # True on every process at the same step, whichever of them got the signal: they stop together.
-            if accelerator.check_trigger():
+            # `Accelerator(preemption="save")` does these lines by itself, between two batches.
+            if accelerator.should_stop:
                 accelerator.save_state()
                 accelerator.print(f"the machine is needed elsewhere: saved at step {progress.step}")
                 accelerator.end_training()

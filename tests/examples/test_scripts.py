@@ -49,8 +49,10 @@ def test_a_preempted_run_ends_as_one_that_was_not(processes: int, tmp_path: Path
     first = printed("resume_after_preemption.py", processes, tmp_path, "--preempt_at", "20")
     rest = printed("resume_after_preemption.py", processes, tmp_path)
     assert_learned(whole[-1])
-    assert first == ["the machine is needed elsewhere: saved at step 20"]
-    assert rest == ["going on in epoch 1 at step 20", *whole]
+    # The ranks agree on a step that none of them has passed.
+    saved = re.fullmatch(r"the machine is needed elsewhere: saved at step (2\d)", first[-1])
+    assert saved is not None, first
+    assert rest == [f"going on in epoch 1 at step {saved[1]}", *whole]
 
 
 def test_answers_come_in_the_order_of_the_questions(tmp_path: Path) -> None:
