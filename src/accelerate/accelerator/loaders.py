@@ -93,9 +93,9 @@ def check_horizon(accelerator: AcceleratorBase, steps: int) -> None:
             divided = rounds
     if divided and accelerator.is_main_process:
         warn(
-            f"This scheduler is laid out for {steps} steps, which is {steps // divided} times the length of "
+            f"This scheduler was built for {steps} steps, which is {steps // divided} times the length of "
             f"the prepared loader ({divided} optimizer steps): a prepared scheduler moves {processes} "
-            f"steps (one per process) each time and will be through after {steps // processes} "
+            f"steps (one per process) each time and will end after {steps // processes} "
             "optimizer steps; compute its length from the loader as it was before `prepare`, or do not prepare "
             "the scheduler."
         )
