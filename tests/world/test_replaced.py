@@ -27,7 +27,9 @@ def _shards_by_itself(wraps_ours: bool) -> int:
         return fully_shard(model)
 
     accelerate.accelerator.fsdp2_prepare_model = prepare  # type: ignore[attr-defined]
-    accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    )
     plain = Tower(seed=0)
     model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
     assert calls == [accelerator]

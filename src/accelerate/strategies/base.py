@@ -80,7 +80,8 @@ class Strategy:
         self.ddp = ddp
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "accelerator"}
+        # Without the Accelerator that it belongs to, and what looks at the first backward of that one.
+        return {name: value for name, value in self.__dict__.items() if name not in ("accelerator", "backward")}
 
     # --- preparing ----------------------------------------------------------------------------------------------
 
