@@ -6,7 +6,6 @@ from typing import Any
 
 from torch.optim.lr_scheduler import PolynomialLR
 
-from accelerate.data_loader.samplers import BatchSamplerShard
 from accelerate.errors import warn
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState, PartialState
@@ -84,6 +83,8 @@ class AcceleratedScheduler:
         each = self._steps_each_time
         if self._optimizer_steps * each < 1.5 * self._horizon + each:
             return
+        from accelerate.data_loader.samplers import BatchSamplerShard  # seldom: the schedule is long over
+
         shard = getattr(self.gradient_state.active_dataloader, "batch_sampler", None)
         if isinstance(shard, BatchSamplerShard):
             # With few batches for the processes, an epoch is far more steps of the schedule than it has batches.

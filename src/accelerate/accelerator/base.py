@@ -34,7 +34,7 @@ from accelerate.errors import NotYetSupported, WrongHandler
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import PrecisionSettings
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, GradientState, stopping
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.state.processes import ProcessControl
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from accelerate.config.fsdp import FullyShardedDataParallelPlugin
     from accelerate.config.parallel import TorchTensorParallelPlugin
     from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.state.stopping import Stopping
 
 _NOT_GIVEN: Any = object()
 
@@ -168,8 +169,14 @@ class AcceleratorBase(ProcessControl):
         self._joining = False
         self._watches_forwards = False
         if self._preemption is not None:
-            stopping.current(self.state)  # from now on a signal no longer ends the process by itself
+            _ = self._stopping  # from now on a signal no longer ends the process by itself
         self.flag_tensor: torch.Tensor | None = None
+
+    @cached_property
+    def _stopping(self) -> Stopping:
+        from accelerate.state import stopping
+
+        return stopping.current(self.state)
 
     @cached_property
     def _background(self) -> Background:

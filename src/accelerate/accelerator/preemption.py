@@ -11,8 +11,7 @@ from pathlib import Path
 from types import FrameType
 
 from accelerate.accelerator.base import AcceleratorBase
-from accelerate.config.preemption import NOTE, PREEMPTED
-from accelerate.state import stopping
+from accelerate.config.preemption import NOTE, PREEMPTED, STOP_SIGNALS
 
 
 class Preempting(AcceleratorBase):
@@ -32,12 +31,12 @@ class Preempting(AcceleratorBase):
                     break
             ```
         """
-        return stopping.current(self.state).now()
+        return self._stopping.now()
 
     @property
     def stop_reason(self) -> str | None:
         """Which signal came to which rank, once the ranks have agreed to stop."""
-        stop = stopping.current(self.state).stop
+        stop = self._stopping.stop
         return None if stop is None or not stop.step else stop.reason
 
     def resume(self) -> bool:
@@ -68,7 +67,7 @@ class SaveAndEnd:
 
     def __init__(self, accelerator: AcceleratorBase) -> None:
         self._accelerator = weakref.ref(accelerator)
-        self._stopping = stopping.current(accelerator.state)
+        self._stopping = accelerator._stopping
 
     def __call__(self) -> None:
         if not self._stopping.now() or (accelerator := self._accelerator()) is None:
@@ -97,7 +96,7 @@ class OutlivesSignals:
         self._inner = inner
 
     def __call__(self, worker: int) -> None:
-        for name in stopping.SIGNALS:
+        for name in STOP_SIGNALS:
             signal.signal(getattr(signal, name), _end_in_a_minute)
         if self._inner is not None:
             self._inner(worker)

@@ -8,6 +8,8 @@ from accelerate.config.project import ProjectConfiguration
 
 # What a rank ends with that was saved because of a signal: "try again" to batch systems (EX_TEMPFAIL).
 PREEMPTED = 75
+# What asks a run to stop.
+STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 # Names a file of the launcher, which is sent the same signal: there it reads that the run was saved.
 NOTE = "ACCELERATE_PREEMPTION_NOTE"
 

@@ -16,7 +16,7 @@ from accelerate.config.environment import override_numa_affinity, parse_flag_fro
 from accelerate.diagnosis import limits
 from accelerate.environments import World
 from accelerate.per_rank import ThreadLocalSharedDict, are_ranks_threads
-from accelerate.state import ending, stopping
+from accelerate.state import ending
 from accelerate.state.processes import ProcessControl
 
 
@@ -97,6 +97,7 @@ class PartialState(ProcessControl):
         if dist.is_available() and dist.is_initialized():
             if group is None:
                 from accelerate.diagnosis import watch
+                from accelerate.state import stopping
 
                 watch.stop()
                 stopping.close()

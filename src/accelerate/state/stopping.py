@@ -19,12 +19,11 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from accelerate.config.preemption import STOP_SIGNALS
 from accelerate.torch_internals.process_groups import own_connection
 
 if TYPE_CHECKING:
     from accelerate.state.partial import PartialState
-
-SIGNALS = ("SIGTERM", "SIGUSR1")
 
 # How long one who asks waits for the others' threads, which answer at once while they live.
 _PATIENCE = timedelta(seconds=30)
@@ -103,7 +102,7 @@ class Stopping:
     def _listen(self) -> dict[int, Any]:
         """Take the signals; returns who had them. Only the main thread may."""
         before: dict[int, Any] = {}
-        for name in SIGNALS:
+        for name in STOP_SIGNALS:
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is not None:  # None: C code has it, and would lose it
                 with suppress(ValueError):

@@ -42,6 +42,9 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
     """A function that says which parts of this model are sharded by themselves; None where none is."""
+    fsdp2_plugin.set_auto_wrap_policy(model)
+    if fsdp2_plugin.auto_wrap_policy is None:  # what `prepare` does then is not a policy of the plugin
+        return None
     chosen = parts(fsdp2_plugin, model, ignored_modules(fsdp2_plugin, model))
     return (lambda module: module in chosen) if chosen else None
 

@@ -51,7 +51,8 @@ def _names(model: nn.Module, chosen: list[nn.Module]) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        ({}, []),
+        ({}, ["blocks.1", "blocks.0"]),  # found by themselves
+        ({"auto_wrap_policy": "no_wrap"}, []),
         (
             {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Sequential"]},
             ["blocks.1", "blocks.0"],
