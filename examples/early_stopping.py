@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import broadcast_object_list, set_seed
 
 
 def make_data(count):
@@ -64,9 +64,10 @@ def main(epochs=100, batch_size=32, folder="runs/early_stopping"):
             accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
             optimizer.step()
             optimizer.zero_grad()
-        # One process decides. Another might round differently, stop alone, and leave the others waiting forever: so it
-        # is said aloud with `set_trigger`, and all hear it at the same place with `check_trigger`.
-        loss = evaluate(accelerator, model, test_loader)
+        # One process might round differently, stop or save alone, and leave the others waiting forever. So all take the
+        # loss of the first one; and a decision of one of them alone would be said aloud with `set_trigger`, which all
+        # hear at the same place with `check_trigger`.
+        loss = broadcast_object_list([evaluate(accelerator, model, test_loader)])[0]
         if patience.better(loss):
             accelerator.save_state(folder)  # replaces the one before, and never leaves half of one
         if accelerator.is_main_process and patience.left == 0:

@@ -1,7 +1,7 @@
 """Evaluate on several processes and get the numbers of one.
 
 One process:    python examples/evaluation.py
-Two processes:  python -m torch.distributed.run --standalone --nproc_per_node 2 examples/evaluation.py
+Two processes:  accelerate launch --cpu --num_processes 2 examples/evaluation.py
 
 The 1,797 digits of scikit-learn do not divide evenly. The last batches are filled up with samples from the start, so
 that all processes take the same steps, and `gather_for_metrics` leaves these repeats out: every sample counts once.

@@ -5,7 +5,7 @@ mean losses is then not the mean over all tokens. Give `backward` the sum of the
 the gradients are those of one big batch, however it is cut into micro-batches and processes:
 
 One process:    python examples/gradient_accumulation.py --accumulate 4
-Two processes:  python -m torch.distributed.run --standalone --nproc_per_node 2 \\
+Two processes:  accelerate launch --cpu --num_processes 2 \\
                     examples/gradient_accumulation.py --accumulate 2
 
 Both make steps of 16 sentences (4 each time, accumulated 4 times, or 2 times on 2 processes), and both end with the

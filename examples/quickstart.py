@@ -1,7 +1,7 @@
 """Train a small network to read handwritten digits, on any number of processes.
 
 One process:    python examples/quickstart.py
-Two processes:  python -m torch.distributed.run --standalone --nproc_per_node 2 examples/quickstart.py
+Two processes:  accelerate launch --cpu --num_processes 2 examples/quickstart.py
 
 It is a plain PyTorch loop. What makes it distributed is marked with (1) to (5).
 """

@@ -1,13 +1,13 @@
 """Train a model whose parameters, gradients and optimizer state are spread over all processes.
 
-Two processes:  python -m torch.distributed.run --standalone --nproc_per_node 2 examples/sharding.py
+Two processes:  accelerate launch --cpu --num_processes 2 examples/sharding.py
 Four, as two copies of two shards:
-                python -m torch.distributed.run --standalone --nproc_per_node 4 examples/sharding.py --copies 2
+                accelerate launch --cpu --num_processes 4 examples/sharding.py --copies 2
 Two, which share each layer, or four, where pairs do so:
-                python -m torch.distributed.run --standalone --nproc_per_node 2 examples/sharding.py --split 2
-                python -m torch.distributed.run --standalone --nproc_per_node 4 examples/sharding.py --split 2
+                accelerate launch --cpu --num_processes 2 examples/sharding.py --split 2
+                accelerate launch --cpu --num_processes 4 examples/sharding.py --split 2
 With FullyShardedDataParallel instead of fully_shard:
-                python -m torch.distributed.run --standalone --nproc_per_node 2 examples/sharding.py --version 1
+                accelerate launch --cpu --num_processes 2 examples/sharding.py --version 1
 """
 
 import argparse

@@ -2,7 +2,7 @@
 
 Needs TensorBoard:  pip install tensorboard scikit-learn
 One process:        python examples/tracking.py
-Two processes:      python -m torch.distributed.run --standalone --nproc_per_node 2 examples/tracking.py
+Two processes:      accelerate launch --cpu --num_processes 2 examples/tracking.py
 Look at it:         tensorboard --logdir runs/tracking
 """
 

@@ -24,7 +24,7 @@ SHOWN = {
     "fsdp2_long_sequences": ["FSDP_VERSION=2", "PARALLELISM_CONFIG_CP_SIZE=4"],
     "fsdp2_offload": ["FSDP_OFFLOAD_PARAMS=true", "FSDP_ACTIVATION_CHECKPOINTING=true"],
     "fsdp2_tensor_parallel": ["PARALLELISM_CONFIG_DP_SHARD_SIZE=4", "PARALLELISM_CONFIG_TP_SIZE=2"],
-    "machines_that_come_and_go": ["4 processes on each of 2 machines", "--rdzv_backend=c10d"],
+    "machines_without_ranks": ["4 processes on each of 2 machines", "--rdzv_backend=c10d"],
     "mpirun": ["mpirun", "ACCELERATE_USE_CPU=True"],
     "one_gpu": ["Plan: one process", "ACCELERATE_MIXED_PRECISION=bf16"],
     "several_gpus": ["Plan: 4 processes", "ACCELERATE_MIXED_PRECISION=bf16"],

@@ -1,4 +1,4 @@
-"""A training that writes down what it sees, for tests that preempt it: FOLDER [--signal rank|launcher]."""
+"""A training that writes down what it sees, for tests that preempt it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Progress:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--signal", choices=["rank", "launcher"])
+    parser.add_argument("--signal", choices=["rank", "launcher", "error"])
+    parser.add_argument("--stay", action="store_true")
     parser.add_argument("--workers", type=int, default=0)
     arguments = parser.parse_args()
     folder: Path = arguments.folder
@@ -45,8 +46,8 @@ def main() -> None:
     parts: list[Any] = [net, torch.optim.AdamW(net.parameters(), lr=0.1)]
     parts.append(torch.optim.lr_scheduler.StepLR(parts[1], 3))
     data = TensorDataset(torch.arange(80.0).reshape(40, 2) / 80)
-    workers = arguments.workers
-    parts += [DataLoader(data, batch_size=2, shuffle=True, num_workers=workers), DataLoader(data, batch_size=8)]
+    workers = {"num_workers": arguments.workers, "persistent_workers": arguments.stay}
+    parts += [DataLoader(data, batch_size=2, shuffle=True, **workers), DataLoader(data, batch_size=8)]
     model, optimizer, scheduler, loader, evaluation = accelerator.prepare(*parts)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
@@ -67,6 +68,8 @@ def main() -> None:
                 file.flush()
                 if arguments.signal == "rank" and last and progress.steps == begun + 7:
                     os.kill(os.getpid(), signal.SIGTERM)
+                if arguments.signal == "error" and last and progress.steps == 7:
+                    raise ValueError("a broken sample")
                 if arguments.signal == "launcher" and progress.steps > begun + 5:
                     (folder / "ready").touch()
                     time.sleep(0.2)  # so that it is still training when the signal comes

@@ -144,7 +144,7 @@ def talked_at_the_end() -> list[Any]:
     accelerator = Accelerator(cpu=True)
     naps: list[float] = []
     ending.time = SimpleNamespace(sleep=naps.append)  # type: ignore[attr-defined]
-    before = ending.current()
+    before = ending.existing()
     ending._free_groups()  # as at the end of the program, with an exit handler of the script still to come
     counts = [len(naps)]
     gathered = accelerator.gather(torch.ones(1)).tolist()

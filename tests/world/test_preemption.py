@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -30,7 +31,7 @@ def steps_until_stopped(together: bool) -> list[Any]:
         if together:
             accelerator.reduce(torch.ones(1))
         else:
-            time.sleep(0.001 * accelerator.process_index)
+            time.sleep(0.001 * (1 + accelerator.process_index))
         if steps == 5 and accelerator.process_index == 1:
             os.kill(os.getpid(), signal.SIGTERM)
     still = accelerator.should_stop
@@ -91,17 +92,25 @@ def test_settings_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not Accelerator(cpu=True, project_config=project).resume()  # an empty project
 
 
-def launch(processes: int, folder: Path, *words: str, to_launcher: bool = False) -> tuple[int, str]:
-    """Runs the script; to_launcher: and sends SIGTERM to the launcher once the script asks for it."""
+def launch(
+    processes: int, folder: Path, *words: str, to_launcher: signal.Signals | None = None, restarts: int = 0
+) -> tuple[int, str]:
+    """Runs the script; to_launcher: and sends this signal to the launcher once the script asks for it."""
     folder.mkdir(exist_ok=True)
-    asked = ["--cpu", f"--num_processes={processes}", "--preemption=save", "--resume=auto"]
+    asked = [
+        "--cpu",
+        f"--num_processes={processes}",
+        "--preemption=save",
+        "--resume=auto",
+        f"--max_restarts={restarts}",
+    ]
     command = [sys.executable, "-m", "accelerate", "launch", *asked, str(TRAIN), str(folder), *words]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HOME": "/nonexistent"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-    if to_launcher:
+    if to_launcher is not None:
         while not (folder / "ready").exists() and process.poll() is None:
             time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(to_launcher)
     try:
         _, said = process.communicate(timeout=200)
     finally:
@@ -119,11 +128,36 @@ def seen(folder: Path) -> list[str]:
 def test_a_preempted_run_continues_as_if_nothing_had_happened(processes: int, tmp_path: Path) -> None:
     code, said = launch(processes, tmp_path / "whole")
     assert code == 0, said
-    code, said = launch(processes, tmp_path / "cut", "--signal", "rank")
+    code, said = launch(processes, tmp_path / "cut", "--signal", "rank", restarts=2)  # which it does not need
     assert code == 75, said
     assert f"SIGTERM on rank {processes - 1}: the run was saved to " in said and "Traceback" not in said
-    code, said = launch(processes, tmp_path / "cut", "--signal", "launcher", to_launcher=True)
+    other = signal.SIGUSR1 if processes == 2 else signal.SIGTERM
+    code, said = launch(processes, tmp_path / "cut", "--signal", "launcher", to_launcher=other)
     assert code == 75, said
     code, said = launch(processes, tmp_path / "cut")
     assert code == 0, said
     assert seen(tmp_path / "cut") == seen(tmp_path / "whole")
+
+
+def test_an_error_ends_the_other_ranks_and_is_the_last_word(tmp_path: Path) -> None:
+    """The launcher ends them by SIGTERM: nobody can be saved together with a rank that is gone."""
+    code, said = launch(2, tmp_path, "--signal", "error")
+    assert code == 1, said
+    assert "Rank 1 on" in said and said.rstrip().endswith("ValueError: a broken sample"), said
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def pickled() -> bool:
+    accelerator = Accelerator(cpu=True)
+    assert not accelerator.should_stop
+    again = pickle.loads(pickle.dumps(accelerator))
+    return not again.should_stop
+
+
+def test_an_accelerator_that_asks_can_be_pickled() -> None:
+    assert run_world(pickled, 1) == [True]
+
+
+def test_workers_that_stay_do_not_hold_up_the_end(tmp_path: Path) -> None:
+    code, said = launch(1, tmp_path, "--workers", "1", "--stay")
+    assert code == 0, said

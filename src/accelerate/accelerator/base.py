@@ -172,6 +172,9 @@ class AcceleratorBase(ProcessControl):
             _ = self._stopping  # from now on a signal no longer ends the process by itself
         self.flag_tensor: torch.Tensor | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_stopping"}  # of this process alone
+
     @cached_property
     def _stopping(self) -> Stopping:
         from accelerate.state import stopping

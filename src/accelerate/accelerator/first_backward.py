@@ -181,6 +181,8 @@ class _Losses(_Check):
         ranks = sorted({share: rank for rank, share in reversed(list(enumerate(shares)))}.values())[:_COMPARED]
         if len(ranks) < 2 or type(loss) is not torch.Tensor or loss.numel() != 1 or not is_being_read():
             return []
+        if loss.dtype not in (torch.float32, torch.float64):  # halves are often equal by chance
+            return []
         value = float(loss.item())
         return [cls(accelerator, value, ranks)] if math.isfinite(value) else []
 

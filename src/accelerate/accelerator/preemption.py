@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import multiprocessing.util
 import os
 import signal
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.config.preemption import NOTE, PREEMPTED, STOP_SIGNALS
@@ -36,7 +38,7 @@ class Preempting(AcceleratorBase):
     @property
     def stop_reason(self) -> str | None:
         """Which signal came to which rank, once the ranks have agreed to stop."""
-        stop = self._stopping.stop
+        stop = self._stopping.stop if "_stopping" in vars(self) else None  # nobody listens before somebody asks
         return None if stop is None or not stop.step else stop.reason
 
     def resume(self) -> bool:
@@ -67,6 +69,8 @@ class SaveAndEnd:
 
     def __init__(self, accelerator: AcceleratorBase) -> None:
         self._accelerator = weakref.ref(accelerator)
+        atexit.unregister(end_workers_at_exit)  # once
+        atexit.register(end_workers_at_exit)
         self._stopping = accelerator._stopping
 
     def __call__(self) -> None:
@@ -81,15 +85,24 @@ class SaveAndEnd:
                 file=sys.stderr,
                 flush=True,
             )
-        if note := os.environ.get(NOTE):
-            Path(note).touch()
+        if accelerator.is_local_main_process:
+            _tell_launcher()
         raise SystemExit(PREEMPTED)
+
+
+def _tell_launcher() -> None:
+    """The run was saved and ends: so the launcher is not to start it again."""
+    launcher, _, note = os.environ.get(NOTE, "").partition(":")
+    if launcher:
+        Path(note).touch()
+        with suppress(OSError):
+            os.kill(int(launcher), signal.SIGTERM)
 
 
 class OutlivesSignals:
     """In place of a `worker_init_fn`: clusters signal all processes of a job, and batches of workers are still needed.
 
-    A worker that is told to end and is not ended by its loader lives for another minute.
+    They end with their loader, or with the process that they work for.
     """
 
     def __init__(self, inner: Callable[[int], None] | None) -> None:
@@ -97,10 +110,14 @@ class OutlivesSignals:
 
     def __call__(self, worker: int) -> None:
         for name in STOP_SIGNALS:
-            signal.signal(getattr(signal, name), _end_in_a_minute)
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
         if self._inner is not None:
             self._inner(worker)
 
 
-def _end_in_a_minute(number: int, frame: FrameType | None) -> None:
-    signal.alarm(60)
+def end_workers_at_exit() -> None:
+    """Python ends the workers that are left by SIGTERM, and waits for them: this comes before it."""
+    for child in multiprocessing.active_children():
+        if child.daemon:
+            child.kill()

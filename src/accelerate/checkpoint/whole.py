@@ -231,7 +231,8 @@ def _is_of_its_own(part: torch.nn.Module) -> bool:
 
 
 def _loads_by_itself(model: torch.nn.Module) -> bool:
-    return any(type(part).load_state_dict is not torch.nn.Module.load_state_dict for part in model.modules())
+    own = torch.nn.Module.load_state_dict
+    return any(type(part).load_state_dict is not own or "load_state_dict" in vars(part) for part in model.modules())
 
 
 def _loads_as_torch(optimizer: Any) -> bool:

@@ -72,6 +72,12 @@ def current() -> Communicator:
     return _make() if _make is not None else Communicator()
 
 
+def existing() -> Communicator | None:
+    """The communicator of this rank, if it has one already."""
+    here = _current.get()
+    return here[0] if here else None
+
+
 def set_current(communicator: Communicator | None) -> None:
     _current.get()[:] = [] if communicator is None else [communicator]
 

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.available import is_torchdata_stateful_dataloader_available
@@ -48,7 +49,6 @@ class DataLoaderStateMixin:
     _left_out_steps = 0
     # Called when a loop that trains comes back for another batch, if not for the first one of all.
     between_batches: Callable[[], None] | None = None
-    _backwards = 0
     # What the dataset drew from when the batches before were done, until the loader is iterated.
     _goes_on_with: dict[str, Any] | None = None
 
@@ -90,20 +90,26 @@ class DataLoaderStateMixin:
         if counts is None and self.end_of_dataloader:
             counts = self._counts_if_short(batch)
         self.real_samples, self.batch_samples = counts or (None, None)
-        self._backwards = self.gradient_state.backwards
         return batch
 
-    def _came_back(self, last: bool) -> None:
-        """The loop has done with the batch at hand. last: and ends now."""
+    def _came_back(self, last: bool, backwards: int) -> None:
+        """The loop has done with the batch at hand. last: and ends now. backwards: how many there were before it."""
         if self.between_batches is not None:
-            self.position.trains = self.gradient_state.backwards > self._backwards
-            if self.position.trains and not last:
+            self.position.trains = self.gradient_state.backwards > backwards
+            if self.position.trains and not last and self._may_be_saved(loops=1):
                 self.between_batches()
 
     def _starts(self) -> None:
         """A loop is about to begin."""
-        if self.between_batches is not None and self.position.trains:
+        if self.between_batches is not None and self.position.trains and self._may_be_saved(loops=0):
             self.between_batches()
+
+    def _may_be_saved(self, loops: int) -> bool:
+        """Whether a run that is saved here finds its way back: not into a loop inside of another one, nor to an
+        evaluation. And whether all ranks come here equally often."""
+        active = [loader for loader in self.gradient_state.dataloader_references if loader is not None]
+        even: bool = getattr(getattr(self, "_shard", None), "even_batches", True)
+        return even and len(active) == loops and torch.is_grad_enabled()
 
     def _counts_if_short(self, batch: Any) -> tuple[int, int] | None:
         """A last batch that is smaller than the others counts too: some scripts give one value per expected sample."""

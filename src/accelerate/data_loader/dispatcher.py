@@ -87,8 +87,9 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                 self.remainder = part.total_samples if part.is_last else -1
                 self.adjust_state_dict_for_prefetch()
                 place.handed_out(part.is_last)
+                backwards = self.gradient_state.backwards
                 yield self._hand_out(transfer.finish(transfer.start(part.batch)), part.counts)
-                self._came_back(part.is_last)
+                self._came_back(part.is_last, backwards)
         finally:
             self.position.caught_up(self)
             self._end_of(place)

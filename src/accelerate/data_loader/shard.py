@@ -113,9 +113,10 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             if self.on_uneven_end is not None:
                 self.on_uneven_end.next_batch(self.gradient_state.backwards)
             place.handed_out(last)
+            backwards = self.gradient_state.backwards
             yield self._hand_out(transfer.finish(current), counts or counts_of(-1 if last else index))
             index += 1
-            self._came_back(last or self.on_uneven_end is not None)
+            self._came_back(last, backwards)
 
     def _set_end(self, last: bool) -> None:
         self.end_of_dataloader = self.ends_everywhere = last

@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import takewhile
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from accelerate.config.environment import parse_flag_from_env
@@ -64,7 +65,8 @@ def main(argv: list[str] | None = None) -> int:
     command_args = [word.removeprefix(_SHIELD) for word in command_args]
     command, command_args = _through_worker(arguments, str(command), command_args)
     note = Path(tempfile.mkdtemp(prefix="accelerate-launch-"), "preempted")
-    os.environ[NOTE] = str(note)
+    os.environ[NOTE] = f"{os.getpid()}:{note}"
+    signal.signal(signal.SIGUSR1, _pass_on)  # as torch elastic does with SIGTERM
     try:
         with _listening(config, "--any_port" in own):
             elastic_launch(config=config, entrypoint=command)(*command_args)
@@ -75,6 +77,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # before torch elastic listens to signals
         return 128 + signal.SIGINT
     except ChildFailedError as failure:
+        if note.exists():
+            return PREEMPTED
         return _report(failure, quiet, processes.out_of_memory_kills() - kills)
     except SignalException as stopped:
         number = int(stopped.sigval)
@@ -151,6 +155,8 @@ def _when(process: Any) -> tuple[int, float]:
     Torch's own time is that of noticing, in whole seconds: after any time that a worker wrote down itself.
     """
     number = -process.exitcode
+    if number == signal.SIGKILL and os.environ.get("ACCELERATE_PREEMPTION"):
+        return 2, float(process.timestamp)  # it had been told to end, and took its time: it listens to SIGTERM
     order = 2 if number == signal.SIGTERM else 0 if number > 0 and number not in (signal.SIGABRT, signal.SIGINT) else 1
     return order, float(details(process.error_file_data).get("time", process.timestamp + 1))
 
@@ -165,6 +171,12 @@ def _host() -> str:
 
 def _say(text: str) -> None:
     print(f"\n{text}", file=sys.stderr, flush=True)
+
+
+def _pass_on(number: int, frame: FrameType | None) -> None:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    raise SignalException(f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number))
 
 
 def _limit_interrupts() -> None:

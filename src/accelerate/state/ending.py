@@ -17,7 +17,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from accelerate.comm import Communicator, current, set_current
+from accelerate.comm import Communicator, existing, set_current
 from accelerate.torch_internals.process_groups import all_groups
 
 _taken_down: list[dist.ProcessGroup] = []
@@ -64,7 +64,8 @@ def _free_groups() -> None:
     if not _joined:
         return
     # Exit handlers that the script registered before it imported this package come later, and may still talk.
-    set_current(Unhurried(current()) if dist.is_initialized() else None)  # type: ignore[arg-type]
+    talking = existing() if dist.is_initialized() else None
+    set_current(None if talking is None else Unhurried(talking))  # type: ignore[arg-type]
 
 
 class Unhurried:

@@ -9,10 +9,12 @@ number is where all stop: nobody has passed it, and the ranks that are behind go
 from __future__ import annotations
 
 import atexit
+import ctypes
 import json
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
     from accelerate.state.partial import PartialState
 
 # How long one who asks waits for the others' threads, which answer at once while they live.
-_PATIENCE = timedelta(seconds=30)
+_PATIENCE = timedelta(seconds=5)
+# For connections, which many ranks may make at once.
+_CONNECTING = timedelta(minutes=2)
 _FOREVER = timedelta(days=365)
 
 
@@ -50,11 +54,9 @@ class Stopping:
         self._told = False
         self._decided = threading.Event()
         self._before = self._listen()
-        self._thread: threading.Thread | None = None
+        self._threads: list[threading.Thread] = []
         if store is not None:
-            self._thread = threading.Thread(target=self._wait_for_word, args=(store,), name="accelerate-stop")
-            self._thread.daemon = True
-            self._thread.start()
+            self._start(self._wait_for_word, store)
 
     def now(self) -> bool:
         """Whether this is the step to stop at, or one after it."""
@@ -65,25 +67,31 @@ class Stopping:
         self._decided.wait()
         return self.stop is not None and 0 < self.stop.step <= self._passed
 
-    def ask(self, reason: str) -> None:
-        """Have all ranks stop. Returns at once; called by signal handlers, too."""
+    def _start(self, target: Callable[..., None], *args: Any) -> None:
+        thread = threading.Thread(target=target, args=args, name="accelerate-stop", daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
+    def _ask(self, number: int) -> None:
+        """Have all ranks stop because of a signal. Returns at once."""
+        reason = f"{signal.Signals(number).name} on rank {self._rank}"
         if self._store is None:
             self._told = True
             self._decide(Stop(self._passed + 1, reason))
         else:
-            threading.Thread(target=self._ask_all, args=(self._store, reason), daemon=True).start()
+            self._start(self._ask_all, self._store, reason, number)
 
-    def _ask_all(self, store: Store, reason: str) -> None:
-        with suppress(RuntimeError, OSError):  # the others are gone: the run is about to fail by itself
+    def _ask_all(self, store: Store, reason: str, number: int) -> None:
+        try:
             if not store.is_first():
                 return
             store.tell_all("asked")
-            try:
-                passed = store.answers()
-                stop = Stop(max(passed) + 1, reason)
-            except (RuntimeError, OSError) as error:
-                stop = Stop(0, f"a rank gave no answer ({error})")
-            store.decide(stop)
+            store.decide(Stop(max(store.answers()) + 1, reason))
+        except (RuntimeError, OSError):
+            # A rank is gone, or not there yet, and its launcher ends the others: nothing can be saved together.
+            with suppress(RuntimeError, OSError):
+                store.decide(Stop(0, reason))
+            _end_by(number)
 
     def _wait_for_word(self, store: Store) -> None:
         try:
@@ -93,7 +101,7 @@ class Stopping:
             store.answer(self._passed)
             self._decide(store.decision())
         except (RuntimeError, OSError):
-            self._decide(Stop(0, "the ranks could not agree"))
+            self._decide(Stop(0, "the ranks could not agree"))  # this one goes on, until it misses those that are gone
 
     def _decide(self, stop: Stop) -> None:
         self.stop = stop
@@ -110,40 +118,54 @@ class Stopping:
         return before
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self.is_here():
-            signal.signal(number, signal.SIG_DFL)
+        handler = self._before.get(number)
+        if not self.is_here() or not self._passed:  # a fork; or no step yet, and so nothing to save
+            signal.signal(number, handler if callable(handler) else signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self.ask(f"{signal.Signals(number).name} on rank {self._rank}")
-        if callable(handler := self._before.get(number)):
+        self._ask(number)
+        if callable(handler):
             handler(number, frame)
 
     def is_here(self) -> bool:
         """Whether this process is the rank, and no fork of it."""
         return os.getpid() == self._process
 
-    def close(self) -> None:
-        """The end of the program, or of the group."""
+    def close(self, at_exit: bool) -> None:
+        """The end of the program (at_exit), or of the group."""
+        if not self.is_here():
+            return
+        stopped = at_exit and self.stop is not None and self.stop.step > 0
         for number, handler in self._before.items():
             with suppress(ValueError):
                 if signal.getsignal(number) == self._on_signal:
-                    signal.signal(number, handler)
-        if self._thread is not None and self._store is not None:
-            with suppress(RuntimeError, OSError):
-                self._store.tell_own_thread()
-            self._thread.join(_PATIENCE.total_seconds())
+                    # Who ends because of a signal is sent another one by launchers, and would not come to its end.
+                    signal.signal(number, signal.SIG_IGN if stopped else handler)
+        if self._store is not None:
+            self._store.close()
+        for thread in self._threads:
+            thread.join(2 * _PATIENCE.total_seconds())
+
+
+def _end_by(number: int) -> None:
+    """End this process by a signal, as if nobody had listened to it."""
+    # Python's own call is for the main thread alone.
+    ctypes.CDLL(None).signal(number, None)
+    os.kill(os.getpid(), number)
 
 
 class Store:
     """What the ranks say to each other, in the store where they have met."""
 
-    def __init__(self, waiting: Any, talking: Any, prefix: str, rank: int, size: int) -> None:
-        # A connection that waits answers nothing else, so there are two.
+    def __init__(self, waiting: Any, asking: Any, closing: Any, prefix: str, rank: int, size: int) -> None:
+        # A connection that waits answers nothing else, so there is one for each that may have to.
         self._waiting = waiting
-        self._talking = talking
+        self._asking = asking
+        self._closing = closing
         self._prefix = prefix
         self._rank = rank
         self._size = size
+        self._over = False
 
     def word(self) -> str:
         """What this rank is told, when it is told something."""
@@ -151,30 +173,38 @@ class Store:
         self._waiting.wait([key], _FOREVER)
         return str(self._waiting.get(key).decode())
 
-    def tell_own_thread(self) -> None:
-        self._talking.set(f"{self._prefix}/word/{self._rank}", "end")
+    def close(self) -> None:
+        """Nobody waits any longer."""
+        self._over = True
+        with suppress(RuntimeError, OSError):
+            self._closing.set(f"{self._prefix}/word/{self._rank}", "end")
 
     def is_first(self) -> bool:
-        return int(self._talking.add(f"{self._prefix}/asked", 1)) == 1
+        return int(self._asking.add(f"{self._prefix}/asked", 1)) == 1
 
     def tell_all(self, word: str) -> None:
         for rank in range(self._size):
-            self._talking.set(f"{self._prefix}/word/{rank}", word)
+            self._asking.set(f"{self._prefix}/word/{rank}", word)
 
     def answer(self, passed: int) -> None:
         self._waiting.set(f"{self._prefix}/passed/{self._rank}", str(passed))
 
     def answers(self) -> list[int]:
         keys = [f"{self._prefix}/passed/{rank}" for rank in range(self._size)]
-        self._talking.wait(keys, _PATIENCE)
-        return [int(self._talking.get(key)) for key in keys]
+        self._asking.wait(keys, _PATIENCE)
+        return [int(self._asking.get(key)) for key in keys]
 
     def decide(self, stop: Stop) -> None:
-        self._talking.set(f"{self._prefix}/stop", json.dumps([stop.step, stop.reason]))
+        self._asking.set(f"{self._prefix}/stop", json.dumps([stop.step, stop.reason]))
 
     def decision(self) -> Stop:
-        self._waiting.wait([f"{self._prefix}/stop"], 2 * _PATIENCE)
-        return Stop(*json.loads(self._waiting.get(f"{self._prefix}/stop")))
+        for _ in range(2 * int(_PATIENCE.total_seconds())):
+            with suppress(RuntimeError):
+                self._waiting.wait([f"{self._prefix}/stop"], timedelta(seconds=1))
+                return Stop(*json.loads(self._waiting.get(f"{self._prefix}/stop")))
+            if self._over:
+                break
+        return Stop(0, "the ranks could not agree")
 
 
 _current: Stopping | None = None
@@ -191,25 +221,22 @@ def current(state: PartialState) -> Stopping:
 def _store(state: PartialState) -> Store | None:
     if state.num_processes == 1:
         return None
-    waiting, talking = own_connection(_PATIENCE), own_connection(_PATIENCE)
+    waiting, asking, closing = (own_connection(_CONNECTING) for _ in range(3))
     if not hasattr(waiting, "port"):
         raise RuntimeError(
             f"Rank {state.process_index} cannot agree with the others on when to stop: the process group has no TCP "
             "store. Leave `init_method` out, or start the script with `accelerate launch` or torchrun."
         )
     prefix = f"accelerate/stop/{state._attempt()}"
-    return Store(waiting, talking, prefix, state.process_index, state.num_processes)
+    return Store(waiting, asking, closing, prefix, state.process_index, state.num_processes)
 
 
-def close() -> None:
+def close(at_exit: bool = False) -> None:
     """Signals are no longer taken."""
     global _current
     stopping, _current = _current, None
     if stopping is not None:
-        stopping.close()
+        stopping.close(at_exit)
 
 
-@atexit.register
-def _at_exit() -> None:
-    if _current is not None and _current.is_here():
-        close()
+atexit.register(close, at_exit=True)
