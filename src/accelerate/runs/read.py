@@ -93,14 +93,16 @@ class Run:
 
     @cached_property
     def reason(self) -> str | None:
-        """Why it died, or what is wrong with it."""
+        """Why it died or ended early, or what is wrong with it."""
         several = len(self.latest) > 1
         failed = sorted((each for each in self.latest if each.state == "died"), key=lambda each: each.seen)
         if failed:
             where = f"rank {failed[0].rank}: " if several else ""
             return f"{where}{failed[0].reason or 'it gave no reason'}"
         gone = [each for each in self.latest if each.state == "gone"]
-        if not gone or self.state == "ended":
+        if self.state == "ended":
+            return next((each.reason for each in self.latest if each.reason is not None), None)
+        if not gone:
             return None
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(each.seen for each in gone)))
         if self.state == "died":

@@ -37,6 +37,9 @@ def test_a_transaction_is_whole_or_nothing(tmp_path: Path) -> None:
         connection.execute("DELETE FROM runs")
         raise KeyError
     assert len(runs_of(path)) == 1
+    with pytest.raises(KeyError), store.writing(path) as connection:
+        connection.execute("ROLLBACK")  # as SQLite does by itself when the disk is full
+        raise KeyError
 
 
 def killed_in_the_middle(folder: str) -> None:
