@@ -160,6 +160,7 @@ class Project:
             series = connection.execute("SELECT run, id, kind, rank, name FROM series ORDER BY id").fetchall()
             for run, *row in series:
                 summaries.setdefault(run, []).append(self._summary(connection, Summary(*row)))
+        resumed = _resumed(events)
         return [
             Run(
                 run,
@@ -169,7 +170,7 @@ class Project:
                 json.loads(config),
                 processes.get(run, []),
                 events.get(run, []),
-                _resumed(run, events),
+                resumed.get(run),
                 summaries.get(run, []),
             )
             for run, name, created, facts, config in rows
@@ -246,18 +247,20 @@ def _process(
     return Process(attempt, rank, host, started, seen, state, reason)
 
 
-def _resumed(run: int, events: dict[int, list[Event]]) -> int | None:
-    """The run that has saved what this one has loaded."""
-    loaded = next((event for event in events.get(run, []) if event.kind == "loaded"), None)
-    if loaded is None:
-        return None
-    saves = [
-        (event.time, other)
-        for other, list_of in events.items()
-        for event in list_of
-        if other != run and event.kind == "saved" and event.text == loaded.text and event.time <= loaded.time
-    ]
-    return max(saves)[1] if saves else None
+def _resumed(events: dict[int, list[Event]]) -> dict[int, int]:
+    """By run, the one that has saved what it has loaded."""
+    saves: dict[str, list[tuple[float, int]]] = {}
+    for run, list_of in events.items():
+        for event in list_of:
+            if event.kind == "saved":
+                saves.setdefault(event.text, []).append((event.time, run))
+    found: dict[int, int] = {}
+    for run, list_of in events.items():
+        loaded = next((event for event in list_of if event.kind == "loaded"), None)
+        if loaded is not None:
+            others = [save for save in saves.get(loaded.text, ()) if save[1] != run and save[0] <= loaded.time]
+            found.update({run: max(others)[1]} if others else {})
+    return found
 
 
 def find(place: str | None) -> Path:

@@ -102,7 +102,8 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     try:
         with closing(_reader(path)) as connection:
             connection.execute("BEGIN")
-            check(connection, path)
+            if check(connection, path) == 0:
+                raise FileNotFoundError(f"{path} holds no runs yet.")
             yield connection
     except sqlite3.Error as error:
         raise OSError(f"{path} cannot be read: {error}.") from error
