@@ -257,9 +257,11 @@ def _resumed(events: dict[int, list[Event]]) -> dict[int, int]:
     found: dict[int, int] = {}
     for run, list_of in events.items():
         loaded = next((event for event in list_of if event.kind == "loaded"), None)
-        if loaded is not None:
-            others = [save for save in saves.get(loaded.text, ()) if save[1] != run and save[0] <= loaded.time]
-            found.update({run: max(others)[1]} if others else {})
+        if loaded is None:
+            continue
+        others = [save for save in saves.get(loaded.text, []) if save[1] != run and save[0] <= loaded.time]
+        if others:
+            found[run] = max(others)[1]
     return found
 
 
