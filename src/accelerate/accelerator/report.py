@@ -152,6 +152,7 @@ class Reporting(AcceleratorBase):
         try:
             self._running.end()
         finally:
+            self._step_listeners.clear()
             self.state.destroy_process_group()
 
     # --- profiles and times -------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ def runs_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument("--metric", default=None, help="the metric to list; by default the first loss")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--serve", action="store_true", help="show a page, until Control-C")
-    parser.add_argument("--port", type=int, default=0, help="the port of the page; by default any that is free")
+    parser.add_argument("--port", type=int, default=None, help="the port of the page; by default any that is free")
     parser.add_argument(
         "--export", default=None, metavar="FILE", help="write the page with its data into one HTML file"
     )
@@ -45,6 +44,8 @@ def runs_command(args: argparse.Namespace) -> None:
     """Show, serve or write the runs that the arguments name."""
     from accelerate.runs.read import Project, find
 
+    if args.port is not None and not args.serve:
+        raise CommandFailed("--port is that of the page: give --serve, too.")
     project = Project(find(args.folder))
     runs = _chosen(project.runs(), args.run)
     if args.export is not None:
@@ -52,9 +53,9 @@ def runs_command(args: argparse.Namespace) -> None:
     if args.serve:
         _serve(project, args)
     elif args.json:
-        from accelerate.runs.page import Page
+        from accelerate.runs.page import Page, to_json
 
-        print(json.dumps(Page(project, args.run).overview(), indent=2))
+        print(to_json(Page(project, args.run).overview(), indent=2))
     elif args.export is None:
         _show(project, runs, args)
 
@@ -72,6 +73,10 @@ def _show(project: Project, runs: list[Run], args: argparse.Namespace) -> None:
 
     from accelerate.runs import terminal
 
+    names = dict.fromkeys(each.name for run in runs for each in run.metrics)
+    if args.metric is not None and args.metric not in names:
+        known = ", ".join(map(repr, names)) or "none"
+        raise CommandFailed(f"No run has a metric {args.metric!r}: there are {known}.")
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)  # in a file or a pipe no line is cut
@@ -87,7 +92,7 @@ def _serve(project: Project, args: argparse.Namespace) -> None:
     from accelerate.runs.serve import Server
 
     try:
-        server = Server(Page(project, args.run), args.port)
+        server = Server(Page(project, args.run), args.port or 0)
     except (OSError, OverflowError) as error:
         raise CommandFailed(f"Port {args.port} cannot be used ({error}): give another, or none for any.") from None
     with server:

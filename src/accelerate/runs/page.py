@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from accelerate.runs.curves import Curves, bucketed
-from accelerate.runs.read import Project, Run, flat
+from accelerate.runs.read import Event, Project, Run, flat
 
 # The files of the page, and what each is.
 FILES = {
@@ -17,9 +17,13 @@ FILES = {
     "style.css": "text/css; charset=utf-8",
     "script.js": "text/javascript; charset=utf-8",
 }
-# As many points as a chart can show, and as many of the latest events.
+# As many points as a chart can show, and as many of the latest texts and warnings.
 MOST_POINTS = 1000
 MOST_EVENTS = 300
+# Seconds for which the charts of a page are asked for by the same overview.
+RECENT = 1.0
+# What a file that is sent to others says nothing of.
+PRIVATE_FACTS = ("command", "folder", "host")
 
 
 def file(name: str) -> str:
@@ -34,13 +38,22 @@ class Page:
         self._project = project
         self._chosen = runs
         self._curves = Curves(project)
+        self._recent: tuple[float, dict[str, Any]] | None = None
 
     def overview(self) -> dict[str, Any]:
         """All runs, without their curves."""
         runs = self._project.runs()
         if self._chosen is not None:
             runs = [run for run in runs if run.number in self._chosen]
-        return {"project": str(self._project.path), "time": time.time(), "runs": [_as_json(run) for run in runs]}
+        found = {"project": str(self._project.path), "time": time.time(), "runs": [_as_json(run) for run in runs]}
+        self._recent = time.monotonic(), found
+        return found
+
+    def recent_overview(self) -> dict[str, Any]:
+        """The last one, unless it is old."""
+        if self._recent is not None and time.monotonic() - self._recent[0] < RECENT:
+            return self._recent[1]
+        return self.overview()
 
     def curves(
         self,
@@ -92,7 +105,7 @@ def _as_json(run: Run) -> dict[str, Any]:
         "facts": run.facts,
         "config": flat(run.config),
         "processes": [dataclasses.asdict(process) for process in run.processes],
-        "events": [dataclasses.asdict(event) for event in run.events[-MOST_EVENTS:]],
+        "events": [dataclasses.asdict(event) for event in _shown(run.events)],
         "series": [
             {
                 "id": each.series,
@@ -101,7 +114,7 @@ def _as_json(run: Run) -> dict[str, Any]:
                 "name": each.name,
                 "count": each.count,
                 "last": _finite(each.last),
-                "step": each.last_step,
+                "step": _finite(each.last_step),
                 "best": None if each.best is None else [_finite(number) for number in each.best],
             }
             for each in run.summaries
@@ -109,14 +122,33 @@ def _as_json(run: Run) -> dict[str, Any]:
     }
 
 
+def _shown(events: list[Event]) -> list[Event]:
+    """All checkpoints, and the latest of the rest."""
+    rest = [event for event in events if event.kind not in ("saved", "loaded")]
+    left_out = set(map(id, rest[:-MOST_EVENTS]))
+    return [event for event in events if id(event) not in left_out]
+
+
+def to_json(data: Any, **options: Any) -> str:
+    """Text that any reader of JSON takes: Python alone writes numbers that are none."""
+    return json.dumps(data, allow_nan=False, **options)
+
+
 def _finite(number: float | None) -> float | str | None:
     """A number as JSON has it: those that it has not become text."""
     return number if number is None or abs(number) < float("inf") else str(number)
 
 
+def _for_others(run: dict[str, Any]) -> dict[str, Any]:
+    processes = [{name: value for name, value in each.items() if name != "host"} for each in run["processes"]]
+    facts = {name: fact for name, fact in run["facts"].items() if name not in PRIVATE_FACTS}
+    return {**run, "facts": facts, "processes": processes}
+
+
 def one_file(page: Page) -> str:
     """The page with all its data, which needs nothing else."""
     overview = page.overview()
+    overview = {**overview, "runs": [_for_others(run) for run in overview["runs"]]}
     numbers = [run["number"] for run in overview["runs"]]
     kinds = {(series["kind"], series["name"]): None for run in overview["runs"] for series in run["series"]}
     data = {
@@ -124,11 +156,11 @@ def one_file(page: Page) -> str:
         "curves": [
             {"kind": kind, "name": name, "axis": axis, "curves": page.curves(overview, kind, name, axis, numbers)}
             for kind, name in [*kinds, ("steps", "")]
-            for axis in ("step", "time")
+            for axis in (("time",) if kind == "system" else ("step", "time"))
         ],
     }
     # Inside of a script only the end of a script means something to a browser, and that begins with this sign.
-    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
+    text = to_json(data, separators=(",", ":")).replace("<", "\\u003c")
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
     parts = {
         '<link rel="stylesheet" href="style.css">': f"<style>\n{file('style.css')}</style>",

@@ -93,14 +93,16 @@ class Run:
 
     @cached_property
     def reason(self) -> str | None:
-        """Why it died, or what is wrong with it."""
+        """Why it died or ended early, or what is wrong with it."""
         several = len(self.latest) > 1
         failed = sorted((each for each in self.latest if each.state == "died"), key=lambda each: each.seen)
         if failed:
             where = f"rank {failed[0].rank}: " if several else ""
             return f"{where}{failed[0].reason or 'it gave no reason'}"
         gone = [each for each in self.latest if each.state == "gone"]
-        if not gone or self.state == "ended":
+        if self.state == "ended":
+            return next((each.reason for each in self.latest if each.reason is not None), None)
+        if not gone:
             return None
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(max(each.seen for each in gone)))
         if self.state == "died":
@@ -158,6 +160,7 @@ class Project:
             series = connection.execute("SELECT run, id, kind, rank, name FROM series ORDER BY id").fetchall()
             for run, *row in series:
                 summaries.setdefault(run, []).append(self._summary(connection, Summary(*row)))
+        resumed = _resumed(events)
         return [
             Run(
                 run,
@@ -167,7 +170,7 @@ class Project:
                 json.loads(config),
                 processes.get(run, []),
                 events.get(run, []),
-                _resumed(run, events),
+                resumed.get(run),
                 summaries.get(run, []),
             )
             for run, name, created, facts, config in rows
@@ -244,18 +247,22 @@ def _process(
     return Process(attempt, rank, host, started, seen, state, reason)
 
 
-def _resumed(run: int, events: dict[int, list[Event]]) -> int | None:
-    """The run that has saved what this one has loaded."""
-    loaded = next((event for event in events.get(run, []) if event.kind == "loaded"), None)
-    if loaded is None:
-        return None
-    saves = [
-        (event.time, other)
-        for other, list_of in events.items()
-        for event in list_of
-        if other != run and event.kind == "saved" and event.text == loaded.text and event.time <= loaded.time
-    ]
-    return max(saves)[1] if saves else None
+def _resumed(events: dict[int, list[Event]]) -> dict[int, int]:
+    """By run, the one that has saved what it has loaded."""
+    saves: dict[str, list[tuple[float, int]]] = {}
+    for run, list_of in events.items():
+        for event in list_of:
+            if event.kind == "saved":
+                saves.setdefault(event.text, []).append((event.time, run))
+    found: dict[int, int] = {}
+    for run, list_of in events.items():
+        loaded = next((event for event in list_of if event.kind == "loaded"), None)
+        if loaded is None:
+            continue
+        others = [save for save in saves.get(loaded.text, []) if save[1] != run and save[0] <= loaded.time]
+        if others:
+            found[run] = max(others)[1]
+    return found
 
 
 def find(place: str | None) -> Path:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hmac
-import json
 import secrets
+import sys
 from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from accelerate.runs.page import FILES, MOST_POINTS, Page, file
+from accelerate.runs.page import FILES, MOST_POINTS, Page, file, to_json
 
 ADDRESS = "127.0.0.1"
 _HEADERS = {
@@ -39,6 +39,11 @@ class Server(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://{ADDRESS}:{self.server_port}/{self.token}/"
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        # A browser that has closed its window has not done anything wrong.
+        if not isinstance(sys.exc_info()[1], (ConnectionError, TimeoutError)):
+            super().handle_error(request, client_address)
+
 
 class Handler(BaseHTTPRequestHandler):
     """Answers GET alone, under the token, and asked by the name of this machine's own address."""
@@ -53,9 +58,14 @@ class Handler(BaseHTTPRequestHandler):
         # A page of somebody else's whose name is made to lead here would ask by that name.
         allowed = {f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")}
         if self.headers.get("Host", "") not in allowed:
-            self._refuse(HTTPStatus.FORBIDDEN, "Ask by the address that was printed.")
+            port = self.server.server_port
+            self._refuse(HTTPStatus.FORBIDDEN, f"Ask by {ADDRESS}:{port} or localhost:{port}, with this very port.")
             return
-        asked = urlsplit(self.path)
+        try:
+            asked = urlsplit(self.path)
+        except ValueError as error:
+            self._refuse(HTTPStatus.BAD_REQUEST, f"The address cannot be read: {error}.")
+            return
         token, _, name = asked.path.lstrip("/").partition("/")
         if not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._refuse(HTTPStatus.FORBIDDEN, "The address lacks its token: use the one that was printed.")
@@ -71,7 +81,7 @@ class Handler(BaseHTTPRequestHandler):
     def _answer_json(self, answer: Any, query: dict[str, list[str]]) -> None:
         try:
             with self.server.lock:
-                text = json.dumps(answer(self.server.page, query), separators=(",", ":"))
+                text = to_json(answer(self.server.page, query), separators=(",", ":"))
         except (ValueError, KeyError) as error:
             self._refuse(HTTPStatus.BAD_REQUEST, f"The question cannot be read: {error}.")
         except Exception as error:  # a file that is locked or gone: the page asks again
@@ -93,8 +103,10 @@ class Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         # Python answers so what it has no method for.
         self.close_connection = True
-        status = HTTPStatus.METHOD_NOT_ALLOWED if code == HTTPStatus.NOT_IMPLEMENTED else HTTPStatus(code)
-        self._refuse(status, "Only GET is answered here.")
+        if code == HTTPStatus.NOT_IMPLEMENTED:
+            self._refuse(HTTPStatus.METHOD_NOT_ALLOWED, "Only GET is answered here.")
+        else:
+            self._refuse(HTTPStatus(code), f"{HTTPStatus(code).phrase}.")
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the terminal belongs to the person who started this."""
@@ -110,7 +122,7 @@ def _curves(page: Page, query: dict[str, list[str]]) -> Any:
 
     most = min(max(int(query.get("most", [MOST_POINTS])[0]), 2), 10 * MOST_POINTS)
     numbers = [int(word) for word in query["runs"][0].split(",")]
-    ask = partial(page.curves, page.overview(), query["kind"][0], query.get("name", [""])[0], query["axis"][0])
+    ask = partial(page.curves, page.recent_overview(), query["kind"][0], query.get("name", [""])[0], query["axis"][0])
     return ask(numbers, number("low"), number("high"), most)
 
 

@@ -65,6 +65,14 @@ def born(pid: int) -> float | None:
         return None
 
 
+def began(pid: int) -> str:
+    """When a process began, by a clock that nobody sets, where there is one: always the same text for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return str(born(pid))
+
+
 def place(folder: str | os.PathLike[str]) -> Path:
     """The file of the runs of a folder."""
     return Path(folder).expanduser() / FILE_NAME
@@ -80,7 +88,8 @@ def writing(path: Path) -> Iterator[sqlite3.Connection]:
             _prepare(connection, path)
             yield connection
         except BaseException:
-            connection.execute("ROLLBACK")
+            if connection.in_transaction:  # after some errors, such as a full disk, SQLite has done it by itself
+                connection.execute("ROLLBACK")
             raise
         connection.execute("COMMIT")
 
@@ -93,7 +102,8 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
     try:
         with closing(_reader(path)) as connection:
             connection.execute("BEGIN")
-            check(connection, path)
+            if check(connection, path) == 0:
+                raise FileNotFoundError(f"{path} holds no runs yet.")
             yield connection
     except sqlite3.Error as error:
         raise OSError(f"{path} cannot be read: {error}.") from error

@@ -113,8 +113,7 @@ def _identity(name: str, state: PartialState, number: int) -> Identity:
     if who.rank != 0:
         who.find = functools.partial(_find, shared, mark)
         return who
-    # One launcher starts all attempts, and is the parent of each.
-    who.launch = f"{socket.gethostname()}/{os.getppid()}/{store.born(os.getppid())}/{number}"
+    who.launch = f"{_launcher()}/{number}"
     who.facts = _facts(state)
     if shared is not None:
         who.publish = functools.partial(shared.set, mark)
@@ -122,6 +121,13 @@ def _identity(name: str, state: PartialState, number: int) -> Identity:
         who.key = os.urandom(16).hex()
         who.publish(who.key)
     return who
+
+
+def _launcher() -> str:
+    """What all attempts of one launch have in common."""
+    named = os.environ.get("TORCHELASTIC_RUN_ID") or "none"
+    # Without a name: the one launcher is the parent of each attempt.
+    return f"{socket.gethostname()}/{os.getppid()}/{store.began(os.getppid())}" if named == "none" else named
 
 
 def _find(shared: Any, mark: str) -> str | None:

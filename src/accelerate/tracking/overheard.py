@@ -9,17 +9,27 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
+from accelerate.config.preemption import PREEMPTED
 from accelerate.tracking.recorder import Recorder
 
-# Those that are open, and those that ended while an error was on its way, with that error.
+# Those that are open.
 _open: list[Recorder] = []
-_ended: list[tuple[Recorder, BaseException]] = []
+# Under this name an error knows those that ended while it was on its way. (Here it would live, with its traceback.)
+_ENDED = "_accelerate_recorders"
 _hears_errors = False
 # Takes back what was put in the place of others while any is open.
 _undo: list[Callable[[], None]] = []
+
+
+class _Ended(list[Recorder]):
+    """They belong to this process: an error that is sent to another one leaves them here."""
+
+    def __reduce__(self) -> tuple[type[list[Any]], tuple[()]]:
+        return list, ()
 
 
 def listen(recorder: Recorder) -> None:
@@ -38,7 +48,7 @@ def stop(recorder: Recorder) -> None:
     if recorder in _open:
         _open.remove(recorder)
     if (error := sys.exc_info()[1]) is not None:
-        _ended.append((recorder, error))
+        error.__dict__.setdefault(_ENDED, _Ended()).append(recorder)
     while not _open and _undo:
         _undo.pop()()
 
@@ -46,6 +56,9 @@ def stop(recorder: Recorder) -> None:
 def exits(code: Any) -> None:
     """The program ends with a code that is no success: called by what runs the script."""
     for recorder in list(_open):
+        if code == PREEMPTED:
+            recorder.end("ended", "preempted, and saved")
+            continue
         recorder.end("died", "interrupted" if code == 130 else f"the script ended with {code!r}")
 
 
@@ -57,22 +70,24 @@ def sentence(error: BaseException) -> str:
 
 def _errors(previous: Callable[..., Any]) -> Callable[..., Any]:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for recorder in list(_open):
+        for recorder in [*_open, *error.__dict__.get(_ENDED, ())]:
             recorder.end("died", sentence(error))
-        for recorder, own in _ended:
-            if own is error:
-                recorder.end("died", sentence(error))
         previous(kind, error, trace)
 
     return hook
+
+
+def _tell(text: str) -> None:
+    for recorder in list(_open):
+        recorder.warning(text)
 
 
 def _listen_to_warnings() -> Callable[[], None]:
     previous = warnings.showwarning
 
     def show(message: Any, category: type[Warning], *rest: Any, **more: Any) -> None:
-        for recorder in _open:
-            recorder.warning(f"{category.__name__}: {message}")
+        with suppress(Exception):  # of a message that cannot be shown: what was there before may know better
+            _tell(f"{category.__name__}: {message}")
         previous(message, category, *rest, **more)
 
     def undo() -> None:
@@ -89,9 +104,10 @@ def _listen_to_logs() -> Callable[[], None]:
 
     def make(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = previous(*args, **kwargs)
-        if record.levelno >= logging.WARNING:
-            for recorder in _open:
-                recorder.warning(f"{record.name}: {_message(record)}")
+        # A record that comes from elsewhere is made empty, and has no level yet.
+        if record.levelno is not None and record.levelno >= logging.WARNING:
+            with suppress(Exception):
+                _tell(f"{record.name}: {_message(record)}")
         return record
 
     def undo() -> None:

@@ -41,6 +41,9 @@ LONG_LOCK = 30.0
 LONGEST_NAME = 500
 LONGEST_TEXT = 4000
 MOST_WARNINGS = 200
+MOST_TEXTS = 1000
+# Steps beyond it cannot be counted on: a float has no number for each.
+_LARGEST_STEP = 2.0**53
 
 
 @dataclass
@@ -63,13 +66,14 @@ class Identity:
 
 
 class Logged(NamedTuple):
-    """One call of `log`. ready: waits for copies from a device."""
+    """One call of `log`. step: None for that of the calls before. ready: waits for copies from a device."""
 
     time: float
-    step: float
+    step: float | None
     values: dict[str, Any]
     ready: Callable[[], Any] | None = None
     kind: str = "metric"
+    calls_before: int = 0
 
 
 class Point(NamedTuple):
@@ -105,7 +109,8 @@ class Recorder:
         self._config: str | None = None
         self._durations: list[float] = []
         self._last_step: float | None = None
-        self._steps = self._logs = self._lost = self._warnings = 0
+        self._steps = self._logs = self._lost = self._warnings = self._texts = 0
+        self._first_log: int | None = 0 if who.attempt == 0 else None  # None: the file knows how far the others came
         self._began = time.time()
         self._number = int(self._began * 1e6)  # so that later attempts go on with greater numbers
         self._process = os.getpid()
@@ -126,8 +131,11 @@ class Recorder:
     # --- called by the training -----------------------------------------------------------------------------------
 
     def log(self, values: dict[str, Any], step: Any, ready: Callable[[], Any] | None) -> None:
-        """Values of a step; without one, of as many as there were calls before."""
-        self._put(Logged(time.time(), self._logs if step is None else float(step), values, ready))
+        """Values of a step; without one, of as many as there were calls before, as with one that is no number."""
+        number = None if step is None else float(step)
+        if number is not None and not math.isfinite(number):
+            number = None
+        self._put(Logged(time.time(), number, values, ready, calls_before=self._logs))
         self._logs += 1
 
     def event(self, kind: str, text: str) -> None:
@@ -147,6 +155,8 @@ class Recorder:
 
     def step(self) -> None:
         """An optimizer step is over: its time is that since the one before."""
+        if self._over:
+            return
         now = time.perf_counter()
         if self._last_step is not None:
             self._durations.append(now - self._last_step)
@@ -154,7 +164,7 @@ class Recorder:
 
     def end(self, state: str, reason: str | None = None) -> bool:
         """The final state; False when it could not be written in time."""
-        if self.state == "died" or self._forked():
+        if self.state == "died" or self.reason is not None or self._forked():
             return True
         self.state, self.reason = state, reason
         if not self._thread.is_alive():  # it died of what was on its way when training ended
@@ -232,6 +242,8 @@ class Recorder:
             self.who.key = self.who.find()
             if self.who.key is None:
                 return
+        if self._first_log is None and not self._go_on():
+            return
         now = time.time()
         self._collect(now)
         beat = max(BEAT, 2 * self._interval)
@@ -259,6 +271,22 @@ class Recorder:
             self._states.add(state)
             self._change.notify_all()
 
+    def _go_on(self) -> bool:
+        """Count from where the earlier attempts of this run came to; False as long as there is no run."""
+        with store.writing(self.path) as connection:
+            run = self._run_row(connection)
+            if run is None:
+                return False
+            where = (run, self.who.rank)
+            times = "SELECT ifnull(max(step), 0) FROM step_times WHERE run = ? AND rank = ?"
+            self._steps = int(connection.execute(times, where).fetchone()[0])
+            logged = (
+                "SELECT ifnull(max(step) + 1, 0) FROM points JOIN series ON series = id"
+                " WHERE run = ? AND rank = ? AND kind = 'metric' AND step < ?"
+            )
+            self._first_log = int(connection.execute(logged, (*where, _LARGEST_STEP)).fetchone()[0])
+        return True
+
     def _collect(self, now: float) -> None:
         """Take what waits, and what is due of step times and samples."""
         while self._queue and len(self._pending) < CAPACITY:
@@ -285,14 +313,19 @@ class Recorder:
                 record.ready()
         except Exception:  # of the device: the training hears of it where it matters
             return
+        step = (self._first_log or 0) + record.calls_before if record.step is None else record.step
         for name, value in flat(record.values):
             if isinstance(value, str):
-                yield Event(record.time, "text", f"{name}: {value}")
+                self._texts += 1
+                if self._texts <= MOST_TEXTS:
+                    yield Event(record.time, "text", f"{name}: {value}")
+                elif self._texts == MOST_TEXTS + 1:
+                    yield Event(record.time, "warning", f"Of logged texts only the first {MOST_TEXTS} are kept.")
                 continue
             number = as_number(value)
             if number is not None:
                 self._number += 1
-                yield Point(record.kind, name, self._number, record.step, record.time, _stored(number))
+                yield Point(record.kind, name, self._number, step, record.time, _stored(number))
 
     def _run_row(self, connection: sqlite3.Connection) -> int | None:
         """The run in the file. The first rank makes its row, or goes on with that of an earlier attempt."""
@@ -331,8 +364,9 @@ class Recorder:
                     "SELECT id FROM series WHERE run = ? AND kind = ? AND rank = ? AND name = ?", key
                 )
                 series[point.kind, point.name] = int(rows.fetchone()[0])
+        # A row that the tables do not take is left out: nothing that was logged keeps the rest from the file.
         connection.executemany(
-            "INSERT INTO points VALUES (?, ?, ?, ?, ?)",
+            "INSERT OR IGNORE INTO points VALUES (?, ?, ?, ?, ?)",
             (
                 (series[point.kind, point.name], point.number, point.step, point.time, point.value)
                 for point in self._pending
@@ -340,7 +374,7 @@ class Recorder:
             ),
         )
         connection.executemany(
-            "INSERT INTO events (run, rank, time, kind, text) VALUES (?, ?, ?, ?, ?)",
+            "INSERT OR IGNORE INTO events (run, rank, time, kind, text) VALUES (?, ?, ?, ?, ?)",
             (
                 (run, rank, event.time, event.kind, clean(event.text, LONGEST_TEXT))
                 for event in self._pending

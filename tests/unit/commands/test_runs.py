@@ -56,6 +56,10 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "seed 1" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit, match=r"accelerate runs: There is no run 7: the runs are 1, 2, 3\."):
         runs(str(tmp_path), "--run", "7")
+    with pytest.raises(SystemExit, match=r"accelerate runs: No run has a metric 'los': there are 'loss'\."):
+        runs(str(tmp_path), "--metric", "los")
+    with pytest.raises(SystemExit, match=r"accelerate runs: --port is that of the page: give --serve, too\."):
+        runs(str(tmp_path), "--port", "8000")
     with pytest.raises(SystemExit, match="accelerate runs: There are no runs in"):
         runs(str(_empty(tmp_path)))
     runs(str(tmp_path), "--json", "--run", "2")
@@ -81,25 +85,28 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_serve_prints_its_address_and_needs_no_torch(tmp_path: Path) -> None:
     write(tmp_path, "a", [{"loss": 2.0}])
     code = (
-        "import sys; from accelerate.commands.accelerate_cli import main; sys.argv[0] = 'accelerate'\n"
+        "import signal, sys; from accelerate.commands.accelerate_cli import main; sys.argv[0] = 'accelerate'\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # these tests may run in the background of a shell
         "try:\n    main()\nfinally:\n    print('torch' in sys.modules, flush=True)"
     )
     command = [sys.executable, "-c", code, "runs", str(tmp_path), "--serve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ}) as process:
-        assert process.stdout is not None
-        lines = iter(process.stdout)
-        url = next(line.strip() for line in lines if "http://" in line)
-        with urllib.request.urlopen(f"{url}overview.json", timeout=60) as answer:
-            assert [run["name"] for run in json.load(answer)["runs"]] == ["a"]
-        query = "curves.json?kind=metric&name=loss&axis=step&runs=1"
-        with urllib.request.urlopen(f"{url}{query}", timeout=60) as answer:
-            assert json.load(answer)[0]["y"] == [2]
-        with pytest.raises(
-            SystemExit, match=r"accelerate runs: Port \d+ cannot be used .*: give another, or none for any"
-        ):
-            runs(str(tmp_path), "--serve", "--port", url.split(":")[2].split("/")[0])
-        process.send_signal(signal.SIGINT)
-        assert "False" in list(lines)[-1]
+        try:
+            assert process.stdout is not None
+            url = next(line.strip() for line in process.stdout if "http://" in line)
+            with urllib.request.urlopen(f"{url}overview.json", timeout=60) as answer:
+                assert [run["name"] for run in json.load(answer)["runs"]] == ["a"]
+            query = "curves.json?kind=metric&name=loss&axis=step&runs=1"
+            with urllib.request.urlopen(f"{url}{query}", timeout=60) as answer:
+                assert json.load(answer)[0]["y"] == [2]
+            with pytest.raises(
+                SystemExit, match=r"accelerate runs: Port \d+ cannot be used .*: give another, or none for any"
+            ):
+                runs(str(tmp_path), "--serve", "--port", url.split(":")[2].split("/")[0])
+            process.send_signal(signal.SIGINT)
+            assert "False" in process.communicate(timeout=120)[0]
+        finally:
+            process.kill()
     assert process.returncode == 0
 
 

@@ -6,6 +6,7 @@ import http.client
 import json
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ from urllib.parse import quote
 
 import pytest
 
-from accelerate.runs.page import FILES, Page, file, one_file
+from accelerate.runs import store
+from accelerate.runs.page import FILES, Page, file, one_file, to_json
 from accelerate.runs.read import Project
 from accelerate.runs.serve import Server
 from tests.unit.runs.toys import HOSTILE, write
@@ -63,6 +65,10 @@ def test_the_server_answers_who_has_the_token(server: Server) -> None:
 def test_the_server_refuses_other_names_and_methods(server: Server) -> None:
     for name in ("evil.example", f"evil.example:{server.server_port}", "127.0.0.1", ""):
         assert ask(server, f"/{server.token}/", Host=name)[0] == 403
+    assert f"localhost:{server.server_port}" in ask(server, "/", Host="127.0.0.1:1")[1]
+    assert ask(server, "x://[")[0] == 400
+    status, text, _ = ask(server, "/" + "x" * 70000)
+    assert (status, "GET" in text) == (414, False)
     for method in ("POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
         assert ask(server, f"/{server.token}/", method)[0] == 405
 
@@ -89,8 +95,36 @@ def test_the_server_gives_data(server: Server) -> None:
     [times] = curves("kind=steps&axis=step&runs=1,2")
     assert (times["run"], times["rank"], times["x"]) == (1, 0, [2])
     assert curves("kind=metric&name=nothing&axis=step&runs=1") == []
+    # The charts of a page go by the overview that it has just got.
+    server.page._recent = time.monotonic() + 1000, {"runs": []}
+    assert curves("kind=metric&name=loss&axis=step&runs=1,2") == []
+    server.page._recent = time.monotonic() - 1000, {"runs": []}
+    assert len(curves("kind=metric&name=loss&axis=step&runs=1,2")) == 2
     for wrong in ("", "kind=metric&axis=step", "kind=metric&name=loss&axis=step&runs=x"):
         assert curves(wrong) == 400
+
+
+def test_a_browser_that_leaves_is_no_error(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    for error in (ConnectionResetError(), BrokenPipeError(), ValueError("of ours")):
+        try:
+            raise error
+        except Exception:
+            server.handle_error(None, ("127.0.0.1", 1))
+    said = capsys.readouterr().err
+    assert "of ours" in said and "ConnectionResetError" not in said and "BrokenPipeError" not in said
+
+
+def test_steps_that_are_no_numbers_and_many_events(tmp_path: Path) -> None:
+    texts = [("text", str(number)) for number in range(400)]
+    path = write(tmp_path, "a", [{"loss": 1.0}], events=[("saved", "/c/1"), *texts, ("loaded", "/c/1")])
+    with store.writing(path) as connection:  # as earlier releases wrote them
+        connection.execute("UPDATE points SET step = 9e999")
+    page = Page(Project(path))
+    [run] = page.overview()["runs"]
+    kinds = [event["kind"] for event in run["events"]]
+    assert (kinds[0], kinds[-1], kinds.count("text"), run["events"][1]["text"]) == ("saved", "loaded", 300, "100")
+    assert {series["step"] for series in run["series"] if series["kind"] == "metric"} == {"inf"}
+    assert "Infinity" not in to_json(page.overview()) + one_file(page).split('id="data">')[1].split("</script>")[0]
 
 
 def test_one_file_holds_everything(project: Project) -> None:
@@ -109,6 +143,8 @@ def test_one_file_holds_everything(project: Project) -> None:
         ("metric", HOSTILE, "time"),
         ("steps", "", "step"),
     }
+    assert data["overview"]["runs"][0]["facts"] == {"torch": "2"}  # and not the command of a person, nor the machine
+    assert "host" not in data["overview"]["runs"][0]["processes"][0]
     only = one_file(Page(project, [1]))
     assert only.count('"number":') == 1
 

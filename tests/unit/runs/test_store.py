@@ -37,6 +37,9 @@ def test_a_transaction_is_whole_or_nothing(tmp_path: Path) -> None:
         connection.execute("DELETE FROM runs")
         raise KeyError
     assert len(runs_of(path)) == 1
+    with pytest.raises(KeyError), store.writing(path) as connection:
+        connection.execute("ROLLBACK")  # as SQLite does by itself when the disk is full
+        raise KeyError
 
 
 def killed_in_the_middle(folder: str) -> None:
@@ -89,6 +92,9 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds other tables"), store.writing(path):
         pass
     path.unlink()
+    path.touch()
+    with pytest.raises(OSError, match=r"runs\.sqlite holds no runs yet\."):
+        runs_of(path)
     path.write_text("text" * 1000)
     with pytest.raises(OSError, match=r"runs\.sqlite cannot be read: file is not a database\."):
         runs_of(path)

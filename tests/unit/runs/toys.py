@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ def write(
     steps: int = 0,
 ) -> Path:
     """A whole run of one process."""
-    recorder = Recorder(store.place(folder), Identity(name, key=f"{name}{id(logs)}", facts={"command": "train.py"}))
+    recorder = Recorder(
+        store.place(folder), Identity(name, key=os.urandom(16).hex(), facts={"command": "train.py", "torch": "2"})
+    )
     recorder.configure(config or {})
     for step, values in enumerate(logs or []):
         recorder.log(values, step, None)

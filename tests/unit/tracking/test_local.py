@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import math
 import os
+import pickle
 import sqlite3
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,18 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.config.preemption import PREEMPTED
 from accelerate.runs import store
 from accelerate.runs.read import Project, Run
-from accelerate.tracking import LOGGER_TYPE_TO_CLASS, LocalTracker, filter_trackers, get_available_trackers, overheard
+from accelerate.tracking import (
+    LOGGER_TYPE_TO_CLASS,
+    LocalTracker,
+    filter_trackers,
+    get_available_trackers,
+    local,
+    overheard,
+    recorder,
+)
 from accelerate.utils import LoggerType
 from tests.unit.runs.toys import HOSTILE, values
 from tests.unit.tracking.toys import ListTracker
@@ -201,12 +213,62 @@ def test_an_error_on_its_way_through_the_end_of_training(tmp_path: Path, monkeyp
     assert (run.state, run.reason) == ("died", "KeyError: 'gone'")
 
 
+class Rare(KeyError):
+    """One that can be watched."""
+
+
+def test_an_error_that_was_caught_is_forgotten(tmp_path: Path) -> None:
+    def ends_on_the_way() -> weakref.ref[Rare]:
+        accelerator = started(tmp_path)
+        error = Rare("caught")
+        try:
+            try:
+                raise error
+            finally:
+                accelerator.end_training()
+        except Rare:
+            assert pickle.loads(pickle.dumps(error)).args == ("caught",)  # as it is sent to another process
+        return weakref.ref(error)
+
+    gone = ends_on_the_way()
+    gc.collect()
+    assert gone() is None
+
+
+def test_what_is_heard_disturbs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *warning: shown.append(warning[0]))
+
+    class Unspeakable(UserWarning):
+        def __str__(self) -> str:
+            raise AttributeError
+
+    class Unreadable:
+        def __str__(self) -> str:
+            raise AttributeError
+
+    accelerator = started(tmp_path)
+    warnings.showwarning(Unspeakable(), Unspeakable, "file", 1)
+    assert logging.makeLogRecord({"levelno": logging.ERROR, "msg": "of another process"}).levelno == logging.ERROR
+    made = logging.getLogRecordFactory()("name", logging.ERROR, "file", 1, Unreadable(), (), None)
+    assert made.levelno == logging.ERROR
+    accelerator.end_training()
+    assert len(shown) == 1 and only_run(tmp_path)[1].events == []
+
+
 @pytest.mark.parametrize(("code", "reason"), [(3, "the script ended with 3"), (130, "interrupted")])
 def test_a_script_that_leaves_with_a_code(tmp_path: Path, code: int, reason: str) -> None:
     accelerator = started(tmp_path)
     overheard.exits(code)
     accelerator.end_training()
     assert (only_run(tmp_path)[1].state, only_run(tmp_path)[1].reason) == ("died", reason)
+
+
+def test_a_preempted_run_has_not_died(tmp_path: Path) -> None:
+    accelerator = started(tmp_path)
+    overheard.exits(PREEMPTED)
+    accelerator.end_training()
+    assert (only_run(tmp_path)[1].state, only_run(tmp_path)[1].reason) == ("ended", "preempted, and saved")
 
 
 def test_a_program_that_never_says_that_training_has_ended(tmp_path: Path) -> None:
@@ -225,18 +287,20 @@ def test_a_fork_writes_nothing(tmp_path: Path) -> None:
         warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12: there are threads
         child = os.fork()
     if child == 0:
-        accelerator.log({"loss": 2.0}, step=2)
-        accelerator.get_tracker("local").tracker.leave()
-        os._exit(0)
-    os.waitpid(child, 0)
+        code = 1
+        try:
+            accelerator.log({"loss": 2.0}, step=2)
+            accelerator.get_tracker("local").tracker.leave()
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
     accelerator.end_training()
     project, run = only_run(tmp_path)
     assert values(project, run, "loss") == [(1, 1.0)]
 
 
 def test_more_than_can_be_written_is_left_out_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accelerate.tracking import recorder
-
     monkeypatch.setattr(recorder, "CAPACITY", 5)
     writer = recorder.Recorder(store.place(tmp_path), recorder.Identity("name", key="key"))
     for number in range(8):
@@ -247,6 +311,60 @@ def test_more_than_can_be_written_is_left_out_and_said(tmp_path: Path, monkeypat
     project, run = only_run(tmp_path)
     assert len(values(project, run, "loss")) == 5
     assert [event.text.partition(":")[0] for event in run.events] == ["3 calls of log are left out"]
+
+
+def recorded(folder: Path, calls: list[tuple[dict[str, Any], Any]], attempt: int = 0, steps: int = 0) -> None:
+    """One attempt of a run, in which `log` was called so."""
+    writer = recorder.Recorder(store.place(folder), recorder.Identity("name", launch="one", attempt=attempt))
+    for values_of_call, step in calls:
+        writer.log(values_of_call, step, None)
+    for _ in range(steps):
+        writer.step()
+    # What the tables do not take, whatever it may be.
+    writer._pending.append(recorder.Point("metric", "loss", 1, math.nan, 0.0, 1.0))
+    writer.start()
+    assert writer.end("ended")
+    writer.close()
+    assert writer.trouble is None
+    writer.step()
+    writer.step()
+    assert writer._durations == []
+
+
+def test_no_value_keeps_others_from_the_file(tmp_path: Path) -> None:
+    recorded(tmp_path, [({"loss": 1.0}, step) for step in (5, math.nan, math.inf, None)])
+    project, run = only_run(tmp_path)
+    assert [step for step, _ in values(project, run, "loss")] == [5, 1, 2, 3]
+
+
+def test_a_restart_counts_on(tmp_path: Path) -> None:
+    recorded(tmp_path, [({"loss": 1.0}, 2**70), ({"loss": 1.0}, None), ({"acc": 1.0}, 6)], steps=4)
+    recorded(tmp_path, [({"loss": 2.0}, None), ({"loss": 2.0}, 3), ({"loss": 2.0}, None)], attempt=1, steps=3)
+    project, run = only_run(tmp_path)
+    assert [step for step, _ in values(project, run, "loss")] == [2**70, 1, 7, 3, 9]
+    assert [row[1] for row in project.step_times(run.number)[0]] == [3, 5]
+
+
+def test_attempts_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("none", ""):
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", name)
+        assert str(os.getppid()) in local._launcher() and local._launcher() == local._launcher()
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job 7")
+    assert local._launcher() == "job 7"
+
+
+def test_texts_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder, "MOST_TEXTS", 2)
+    recorded(tmp_path, [({"words": str(number)}, None) for number in range(5)])
+    events = [event.text for event in only_run(tmp_path)[1].events]
+    assert events == ["words: 0", "words: 1", "Of logged texts only the first 2 are kept."]
+
+
+def test_nobody_listens_after_the_end(tmp_path: Path) -> None:
+    accelerator = started(tmp_path)
+    accelerator.end_training()
+    [optimizer] = train(accelerator, 1)
+    assert optimizer.after_step is None
 
 
 def test_it_is_plain_json(tmp_path: Path) -> None:

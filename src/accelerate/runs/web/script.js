@@ -50,7 +50,7 @@ const source = own ? ownSource(JSON.parse(own.textContent)) : liveSource();
 
 // --- what the person has chosen ---------------------------------------------------------------------------------
 
-const state = { overview: null, shown: null, seen: new Set(), zoom: null, charts: new Map(), drawn: "" };
+const state = { overview: null, shown: null, seen: new Set(), zoom: {}, charts: new Map(), drawn: "", listed: null, rows: new Map() };
 const chosen = () => state.overview.runs.filter((run) => state.shown.has(run.number));
 const axis = () => byId("axis").value;
 const colourOf = (number) => COLOURS[(number - 1) % COLOURS.length];
@@ -86,29 +86,40 @@ function short(value) {
   return String(Number(value.toPrecision(4)));
 }
 
-const onAxis = (x) => (axis() === "time" ? span(Math.max(x, 0)) : short(x));
 const clock = (seconds) => new Date(seconds * 1000).toLocaleString(undefined, { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit" });
 
 // --- the list of runs -------------------------------------------------------------------------------------------
 
 function listRuns() {
   const wanted = byId("filter").value.toLowerCase();
-  const items = [...state.overview.runs].reverse()
-    .filter((run) => `${run.number} ${run.name}`.toLowerCase().includes(wanted))
-    .map((run) => {
-      const box = make("input", { type: "checkbox", checked: state.shown.has(run.number) });
-      box.addEventListener("change", () => {
-        if (box.checked) state.shown.add(run.number); else state.shown.delete(run.number);
-        show();
-      });
-      const name = make("span", { className: "name", title: run.name }, `${run.number} · ${run.name}`);
-      const pill = make("span", { className: `pill ${run.state}` }, run.state);
-      const from = run.resumed === null ? "" : ` · from run ${run.resumed}`;
-      const about = make("span", { className: "about" }, `${span(run.seconds)} · ${clock(run.created)}${from}`);
-      const wrong = run.reason === null ? null : make("span", { className: "about wrong" }, run.reason);
-      return make("li", {}, make("label", {}, box, swatch(run.number), name, pill, about, wrong));
-    });
-  byId("runs").replaceChildren(...(items.length ? items : [make("li", { className: "nothing" }, "No runs.")]));
+  const runs = [...state.overview.runs].reverse().filter((run) => `${run.number} ${run.name}`.toLowerCase().includes(wanted));
+  // Rows that are made anew lose the focus of the keyboard.
+  const list = JSON.stringify(runs.map((run) => [run.number, run.name, run.state, run.reason, run.resumed]));
+  if (list !== state.listed) {
+    state.listed = list;
+    state.rows = new Map(runs.map((run) => [run.number, rowOf(run)]));
+    const items = [...state.rows.values()].map((row) => row.item);
+    byId("runs").replaceChildren(...(items.length ? items : [make("li", { className: "nothing" }, "No runs.")]));
+  }
+  for (const run of runs) {
+    const { box, about } = state.rows.get(run.number);
+    const from = run.resumed === null ? "" : ` · from run ${run.resumed}`;
+    box.checked = state.shown.has(run.number);
+    about.textContent = `${span(run.seconds)} · ${clock(run.created)}${from}`;
+  }
+}
+
+function rowOf(run) {
+  const box = make("input", { type: "checkbox" });
+  box.addEventListener("change", () => {
+    if (box.checked) state.shown.add(run.number); else state.shown.delete(run.number);
+    show();
+  });
+  const name = make("span", { className: "name", title: run.name }, `${run.number} · ${run.name}`);
+  const pill = make("span", { className: `pill ${run.state}` }, run.state);
+  const about = make("span", { className: "about" });
+  const wrong = run.reason === null ? null : make("span", { className: "about wrong" }, run.reason);
+  return { item: make("li", {}, make("label", {}, box, swatch(run.number), name, pill, about, wrong)), box, about };
 }
 
 // --- charts -----------------------------------------------------------------------------------------------------
@@ -135,6 +146,13 @@ class Chart {
     this.listen();
   }
 
+  // The machine is sampled by the clock, whatever the training does.
+  axis() { return this.kind === "system" ? "time" : axis(); }
+
+  zoom() { return state.zoom[this.axis()] || null; }
+
+  onAxis(x) { return this.axis() === "time" ? span(Math.max(x, 0)) : short(x); }
+
   remove() {
     watchSize.unobserve(this.canvas);
     watchView.unobserve(this.canvas);
@@ -150,7 +168,7 @@ class Chart {
     const runs = chosen().map((run) => run.number);
     const most = Math.max(150, Math.round(this.canvas.clientWidth * 0.7));
     try {
-      const curves = runs.length ? await source.curves(this.kind, this.name, axis(), runs, state.zoom, most) : [];
+      const curves = runs.length ? await source.curves(this.kind, this.name, this.axis(), runs, this.zoom(), most) : [];
       if (this.asked !== asked) return; // another question was asked meanwhile
       this.curves = curves;
       this.loaded = true;
@@ -189,8 +207,8 @@ class Chart {
     if (low === high) { const space = Math.abs(low) * 0.1 || 1; low = log ? low / 2 : low - space; high = log ? high * 2 : high + space; }
     if (log) { low = Math.log10(low); high = Math.log10(high); }
     const pad = (high - low) * 0.05;
-    let [left, right] = state.zoom || [Math.min(...xs), Math.max(...xs)];
-    if (!xs.length && !state.zoom) { left = 0; right = 1; }
+    let [left, right] = this.zoom() || [Math.min(...xs), Math.max(...xs)];
+    if (!xs.length && !this.zoom()) { left = 0; right = 1; }
     if (left === right) right = left + 1;
     return { log, low: low - pad, high: high + pad, left, right };
   }
@@ -224,8 +242,8 @@ class Chart {
     }
     pen.textAlign = "center";
     pen.textBaseline = "top";
-    for (const tick of ticks(range.left, range.right, Math.max(2, Math.floor(inner.width / 70)), axis() === "time")) {
-      pen.fillText(onAxis(tick), toX(tick), height - MARGIN.bottom + 6);
+    for (const tick of ticks(range.left, range.right, Math.max(2, Math.floor(inner.width / 70)), this.axis() === "time")) {
+      pen.fillText(this.onAxis(tick), toX(tick), height - MARGIN.bottom + 6);
     }
 
     pen.save();
@@ -303,11 +321,11 @@ class Chart {
       if (Math.abs(drag.to - drag.from) < 6) { this.draw(); return; }
       const { range, inner } = this.place;
       const back = (pixel) => range.left + ((Math.min(Math.max(pixel, MARGIN.left), MARGIN.left + inner.width) - MARGIN.left) / inner.width) * (range.right - range.left);
-      zoomTo([back(Math.min(drag.from, drag.to)), back(Math.max(drag.from, drag.to))]);
+      zoomTo({ [this.axis()]: [back(Math.min(drag.from, drag.to)), back(Math.max(drag.from, drag.to))] });
     });
     this.canvas.addEventListener("pointercancel", () => { this.drag = null; });
     this.canvas.addEventListener("pointerleave", () => { this.hover = null; byId("tip").hidden = true; this.draw(); });
-    this.canvas.addEventListener("dblclick", () => zoomTo(null));
+    this.canvas.addEventListener("dblclick", () => zoomTo({}));
   }
 
   tell(event) {
@@ -326,8 +344,8 @@ class Chart {
     }
     if (!rows.length) { tip.hidden = true; return; }
     rows.sort((a, b) => b[0] - a[0]);
-    const label = axis() === "time" ? "" : "step ";
-    tip.replaceChildren(make("div", {}, label + onAxis(axis() === "time" ? rows[0][2] : Math.round(rows[0][2]))), ...rows.slice(0, 12).map((row) => row[1]));
+    const label = this.axis() === "time" ? "" : "step ";
+    tip.replaceChildren(make("div", {}, label + this.onAxis(this.axis() === "time" ? rows[0][2] : Math.round(rows[0][2]))), ...rows.slice(0, 12).map((row) => row[1]));
     tip.hidden = false;
     const box = tip.getBoundingClientRect();
     tip.style.left = `${Math.max(4, Math.min(event.clientX + 16, window.innerWidth - box.width - 6))}px`;
@@ -420,9 +438,10 @@ function arrange(section, kind, names, title, unit) {
   byId(section).hidden = names.length === 0;
 }
 
+// zoom: the range of each axis of which not all is shown.
 function zoomTo(zoom) {
   state.zoom = zoom;
-  byId("reset").disabled = zoom === null;
+  byId("reset").disabled = Object.keys(zoom).length === 0;
   loadCharts();
 }
 
@@ -454,13 +473,20 @@ function showResults() {
 
 function showConfigs() {
   const runs = chosen();
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
-  const differs = (name) => new Set(runs.map((run) => run.config[name])).size > 1;
-  const only = byId("different").checked && runs.length > 1;
-  const rows = names.filter((name) => !only || differs(name)).map((name) =>
-    make("tr", { className: differs(name) ? "different" : "" }, make("th", {}, name), ...runs.map((run) => cell(name in run.config ? run.config[name] : "–"))));
-  if (!rows.length) rows.push(make("tr", {}, cell(names.length ? "All settings are the same." : "No config was given to init_trackers.", "nothing")));
-  fill(byId("configs").querySelector("table"), ["setting", ...runs.map((run) => named(run))], rows);
+  const rows = settings(runs.map((run) => run.config));
+  const given = runs.some((run) => Object.keys(run.config).length);
+  if (!rows.length) rows.push(make("tr", {}, cell(given ? "All settings are the same." : "No config was given to init_trackers.", "nothing")));
+  fill(byId("configs").querySelector("table"), ["setting", ...runs.map((run) => named(run))], [...rows, ...settings(runs.map((run) => run.facts))]);
+}
+
+// A row for each name that any of them has.
+function settings(each) {
+  const of = (values, name) => (Object.hasOwn(values, name) ? String(values[name]) : "–");
+  const names = [...new Set(each.flatMap((values) => Object.keys(values)))];
+  const differs = (name) => new Set(each.map((values) => of(values, name))).size > 1;
+  const only = byId("different").checked && each.length > 1;
+  return names.filter((name) => !only || differs(name)).map((name) =>
+    make("tr", { className: differs(name) ? "different" : "" }, make("th", {}, name), ...each.map((values) => cell(of(values, name)))));
 }
 
 // --- timeline ---------------------------------------------------------------------------------------------------
@@ -497,7 +523,7 @@ function showTimeline() {
       }
     }
     for (const event of run.events) {
-      if (!(event.kind in MARKS)) continue;
+      if (!Object.hasOwn(MARKS, event.kind)) continue;
       mark(svg, toX(event.time - run.created), y, MARKS[event.kind], `${event.kind} after ${span(event.time - run.created)}, rank ${event.rank}: ${event.text}`, event.kind);
     }
     if (run.state === "died") mark(svg, toX(run.until - run.created), y, "✕", `died: ${run.reason}`, "died");
@@ -568,8 +594,8 @@ async function look() {
 }
 
 for (const id of ["smoothing", "log"]) byId(id).addEventListener("input", () => { byId("smoothed").textContent = byId("smoothing").value; drawCharts(); });
-byId("axis").addEventListener("change", () => zoomTo(null));
-byId("reset").addEventListener("click", () => zoomTo(null));
+byId("axis").addEventListener("change", () => zoomTo({}));
+byId("reset").addEventListener("click", () => zoomTo({}));
 byId("filter").addEventListener("input", listRuns);
 byId("names").addEventListener("input", show);
 byId("different").addEventListener("change", showConfigs);
@@ -586,5 +612,12 @@ window.addEventListener("resize", () => { if (state.overview) showTimeline(); })
 for (const [name, sign] of Object.entries(MARKS)) byId("timeline").querySelector(".legend").append(make("span", {}, `${sign} ${name}`));
 byId("timeline").querySelector(".legend").append(make("span", {}, "↻ restart"), make("span", {}, "✕ died"));
 
-look();
-if (source.live) setInterval(() => { if (!document.hidden) look(); }, EVERY);
+async function keepLooking() {
+  try {
+    if (!document.hidden || state.overview === null) await look();
+  } finally {
+    if (source.live) setTimeout(keepLooking, EVERY); // after the answer: a slow one is not asked for twice
+  }
+}
+
+keepLooking();
