@@ -88,6 +88,10 @@ def blocks_of(model: nn.Module) -> set[nn.Module]:
     return found
 
 
+# Parts that some processes call and others do not, as their data wants it: each would wait for the other.
+_CHOSEN_BY_DATA = re.compile("expert|head|branch|adapter|task")
+
+
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     """Blocks of several layers that come more than once in a row or a list; not those inside of such blocks."""
     listed = isinstance(module, (nn.ModuleList, nn.Sequential))
@@ -97,7 +101,7 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
         layers = any(parameters_of(part) for part in child.modules() if part is not child)
         if listed and called and layers and counts[type(child)] > 1:
             yield child
-        elif "expert" not in name:  # called by some processes, and not by others, as their data wants it
+        elif not _CHOSEN_BY_DATA.search(name):
             yield from _repeated(child)
 
 
