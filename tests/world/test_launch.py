@@ -247,8 +247,11 @@ sys.exit(3 if attempt < 2 else 0)
     assert [path.read_text() for path in sorted((tmp_path / "logs").rglob("stdout.log"))] == [
         f"attempt {number}\n" for number in range(3)
     ]
-    failed = launch(tmp_path, "--cpu", *words[:4], "--max_restarts", "1", script(tmp_path, text))
-    assert failed.returncode == 3 and failed.stdout.count("attempt") == 2
+    assert "accelerate: attempt 3 of 3, after rank 0 failed with SystemExit: 3" in done.stderr
+    killed = text.replace("sys.exit(3", "os.kill(os.getpid(), 9) if attempt < 2 else sys.exit(3")
+    failed = launch(tmp_path, "--cpu", *words[:4], "--max_restarts", "1", script(tmp_path, killed))
+    assert failed.returncode == 137 and failed.stdout.count("attempt") == 2
+    assert "accelerate: attempt 2 of 2, after a rank was lost" in failed.stderr
 
 
 @pytest.mark.parametrize(("backend", "asked"), [("static", False), ("c10d", False), ("static", True)])

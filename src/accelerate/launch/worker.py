@@ -197,11 +197,37 @@ def tell_recorders(code: object) -> None:
         overheard.exits(code)
 
 
+def say_attempt() -> None:
+    """When all processes were started again: how often, and why."""
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not attempt or _rank() != "0":
+        return
+    import json
+    from glob import glob
+
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    before = os.path.join(
+        os.path.dirname(os.path.dirname(os.path.dirname(own))), f"attempt_{attempt - 1}", "*", "*.json"
+    )
+    failures = []
+    for path in glob(before) if own else []:
+        try:
+            with open(path, encoding="utf-8") as file:
+                message = json.load(file)["message"]
+            failures.append((message["extraInfo"]["time"], message["extraInfo"]["rank"], message["message"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    why = "a rank was lost" if not failures else "rank {1} failed with {2}".format(*min(failures))
+    most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", attempt)) + 1
+    print(f"accelerate: attempt {attempt + 1} of {most}, after {why}", file=sys.stderr, flush=True)
+
+
 def main() -> None:
     parent, kind, target, *arguments = sys.argv[1:]
     die_with_parent(int(parent))
     print_lines()
     warn_once()
+    say_attempt()
     sys.argv = [target, *arguments]
     try:
         run_module(target) if kind == "module" else run_script(target)
