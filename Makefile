@@ -184,10 +184,11 @@ clients: $(CLIENTS)/.ready
 deepspeed: $(DEEPSPEED)/.ready
 	$(DEEPSPEED)/bin/python -m pytest tests/deepspeed $(ARGS)
 
-# Without the documents, which show what the current release of torch does, and without what comes before torch is
-# imported: commands, settings, plans of a launch.
-BEFORE_TORCH := tests/unit/commands tests/unit/config tests/unit/environments tests/unit/launch tests/world/test_slurm.py
-ON_OLDER := tests/world tests/contract tests/unit $(addprefix --ignore=,$(BEFORE_TORCH))
+# Without the documents, which show what the current release of torch does, and without what is the same on all of them:
+# commands, settings, plans of a launch, trackers, notebooks, clusters.
+SAME_ON_ALL := $(addprefix tests/unit/,commands config environments launch runs tracking) \
+	$(addprefix tests/world/,test_slurm.py test_two_machines.py test_notebook.py test_local_runs.py test_test_utils_scripts.py)
+ON_OLDER := tests/world tests/contract tests/unit $(addprefix --ignore=,$(SAME_ON_ALL))
 
 torch-oldest: $(TORCH_OLDEST)/.ready
 	$(TORCH_OLDEST)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER))
