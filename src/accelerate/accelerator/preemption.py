@@ -61,6 +61,9 @@ class Preempting(AcceleratorBase):
         self._communicator.broadcast_objects(there)
         if there[0]:
             self.load_state()  # type: ignore[attr-defined]
+        if self.is_main_process:
+            said = "the newest checkpoint was loaded" if there[0] else "there is no checkpoint yet to continue from"
+            print(f"--resume auto in {self.project_dir}: {said}.", file=sys.stderr, flush=True)
         return there[0]
 
 

@@ -276,7 +276,8 @@ def _free(target: Path, config: Any, own: Path | None) -> Path:
             wrong = f"{later[-1]} is of another run, and {target.name} would be the next of this one"
         raise WrongFolder(
             f"{wrong}: set `accelerator.project_configuration.iteration` to the number that the next "
-            "checkpoint should have, load the last one first, or give another `project_dir`."
+            "checkpoint should have, load the last one first (`load_state()`, or `resume()` under `--resume auto`), or "
+            "give another `project_dir`."
         )
     return target
 

@@ -130,6 +130,8 @@ def _processes(settings: Settings, environ: Mapping[str, str]) -> None:
             settings.put("num_processes", max(1, chosen) * settings.num_machines, "detected", settings.devices.reason)
     elif count < 1:
         raise ValueError(f"`--num_processes` is {count}: at least one is needed.")
+    if settings.max_restarts < 0:
+        raise ValueError(f"`--max_restarts` is {settings.max_restarts}: give 0 or more.")
     here, found = settings.num_processes // settings.num_machines, _chosen_devices(settings)
     starts_here = settings.world is None and settings.hosts is None
     if 0 < found < here and not settings.cpu and starts_here:
