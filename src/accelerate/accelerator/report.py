@@ -41,13 +41,13 @@ class Reporting(AcceleratorBase):
         init_kwargs: by the name of a tracker, what else its library is started with.
         An error in starting a tracker is raised: training has not begun.
         """
-        from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+        from accelerate.tracking import GeneralTracker, known_trackers
         from accelerate.tracking.base import check_attributes
 
         self._logs_are_lost = False
         self._running.forget_ended()
         for asked in self.log_with:
-            kind: Any = type(asked) if isinstance(asked, GeneralTracker) else LOGGER_TYPE_TO_CLASS[str(asked)]
+            kind: Any = type(asked) if isinstance(asked, GeneralTracker) else known_trackers()[str(asked)]
             everywhere = kind.runs_on_every_process()
             if isinstance(asked, GeneralTracker) and "main_process_only" in vars(asked):
                 everywhere = not asked.main_process_only

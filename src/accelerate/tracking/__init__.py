@@ -51,16 +51,22 @@ LOGGER_TYPE_TO_CLASS: dict[str, Any] = {
         DVCLiveTracker,
         SwanLabTracker,
         TrackioTracker,
-        LocalTracker,
     )
 }
-for _kind in (GeneralTracker, *LOGGER_TYPE_TO_CLASS.values()):
+# Of this package alone: not among what scripts find in the table, and "all" does not mean it.
+_OWN: dict[str, Any] = {LocalTracker.name: LocalTracker}
+for _kind in (GeneralTracker, *LOGGER_TYPE_TO_CLASS.values(), *_OWN.values()):
     _kind.__module__ = __name__  # where the public knows them
+
+
+def known_trackers() -> dict[str, Any]:
+    """Every tracker that `log_with` can name."""
+    return {**LOGGER_TYPE_TO_CLASS, **{name: kind for name, kind in _OWN.items() if name not in LOGGER_TYPE_TO_CLASS}}
 
 
 def get_available_trackers() -> list[Any]:
     """The trackers of `log_with="all"`: those whose library is installed, and those that were registered."""
-    return [_as_member(name) for name, kind in LOGGER_TYPE_TO_CLASS.items() if kind.in_all and kind.is_installed()]
+    return [_as_member(name) for name, kind in LOGGER_TYPE_TO_CLASS.items() if kind.is_installed()]
 
 
 def _as_member(name: str) -> Any:
@@ -79,7 +85,7 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
             f"The tracker class {tracker_class.__name__} does not say whether it writes to a folder: set "
             "`requires_logging_directory` to True or False."
         )
-    known = LOGGER_TYPE_TO_CLASS.get(name)
+    known = known_trackers().get(name)
     if known is not None and known is not tracker_class:
         warn(f"{tracker_class.__name__} now replaces {known.__name__} as the tracker {name!r}.")
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
@@ -113,13 +119,13 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
             chosen.append(item)
             continue
         name = str(item)
-        if name not in LOGGER_TYPE_TO_CLASS:
+        if name not in known_trackers():
             raise ValueError(
-                f"No tracker is called {name!r}; choose from all, {', '.join(LOGGER_TYPE_TO_CLASS)}, pass an instance "
+                f"No tracker is called {name!r}; choose from all, {', '.join(known_trackers())}, pass an instance "
                 "of a GeneralTracker, or register your class with `register_tracker_class`."
             )
-        if not LOGGER_TYPE_TO_CLASS[name].is_installed():
-            _warn_once_for_all(f"{missing_sentence(LOGGER_TYPE_TO_CLASS[name])} Nothing is sent to it.")
+        if not known_trackers()[name].is_installed():
+            _warn_once_for_all(f"{missing_sentence(known_trackers()[name])} Nothing is sent to it.")
         elif not _has_folder(name, logging_dir):
             raise ValueError(
                 f"The tracker {name!r} writes to a folder, and there is none: pass `project_dir` or a "
@@ -136,8 +142,8 @@ def _warn_once_for_all(message: str) -> None:
 
 
 def _in_all(name: str) -> bool:
-    return name == "all" or (name in LOGGER_TYPE_TO_CLASS and LOGGER_TYPE_TO_CLASS[name].in_all)
+    return name == "all" or name in LOGGER_TYPE_TO_CLASS
 
 
 def _has_folder(name: Any, logging_dir: str | os.PathLike[str] | None) -> bool:
-    return logging_dir is not None or not LOGGER_TYPE_TO_CLASS[str(name)].requires_logging_directory
+    return logging_dir is not None or not known_trackers()[str(name)].requires_logging_directory

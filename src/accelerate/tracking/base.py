@@ -6,7 +6,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from accelerate.available import has_package
 from accelerate.state import PartialState
@@ -42,7 +42,6 @@ class GeneralTracker:
     requires_logging_directory: bool
     main_process_only: bool = True
     in_background: bool = True
-    in_all: ClassVar[bool] = True  # whether `log_with="all"` means it, too
 
     def __init__(self, _blank: bool = False) -> None:
         if _blank:  # stands in for a tracker that lives on another process

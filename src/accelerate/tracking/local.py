@@ -36,7 +36,6 @@ class LocalTracker(GeneralTracker):
     name = "local"
     requires_logging_directory = True
     in_background = False  # `log` only puts values into a queue
-    in_all = False
 
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], name: str | None = None) -> None:
         super().__init__()
