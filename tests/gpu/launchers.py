@@ -91,7 +91,7 @@ def env_and_test_know_the_gpu() -> None:
         done.stdout + done.stderr
     )
     done = subprocess.run([*command, "test"], capture_output=True, text=True, timeout=120, env=environ)
-    assert done.returncode == 0 and "7 of 7 checks passed" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "9 of 9 checks passed" in done.stdout, done.stdout + done.stderr
 
 
 @check
