@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.comm import current
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accelerate.step_timer import StepTimer, clocks, table
+from accelerate.step_timer.hints import Facts, facts_of, hints
 from tests.harness import run_world
 from tests.unit.tracking.toys import ListTracker
 
@@ -115,6 +116,8 @@ def test_where_the_time_goes(clock: Clock, capsys: pytest.CaptureFixture[str]) -
     printed = capsys.readouterr().out
     assert "mean of 4 steps" in printed
     assert "slowest" not in printed  # among one
+    assert facts_of(accelerator) == Facts(workers=0)
+    assert printed.endswith("hint: num_workers=2 or more in the DataLoader: worth up to 1.50 ms (11%) of a step\n")
     values = dict(tracker.seen[-1][1])
     assert values["step_time/forward_ms"] == pytest.approx(5.0)
     assert values["step_time/step_ms"] == pytest.approx(13.5)
@@ -472,3 +475,22 @@ def test_with_rich_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["rank", *table.PHASES, "step"] in lines
     assert ["1", "(slowest)", "1.00", "1.00", "1.00", "1.00", "1.00", "1.00", "6.00"] in lines
+
+
+STEP = {"data": 0.004, "forward": 0.003, "backward": 0.006, "communication": 0.002, "optimizer": 0.005, "other": 0.0}
+
+
+def test_hints_name_the_change_and_the_most_it_is_worth() -> None:
+    assert hints(STEP, Facts(unfused=("AdamW",), workers=0, full_float32=True)) == [
+        'hint: mixed_precision="bf16", or torch.set_float32_matmul_precision("high"): '
+        "worth up to 9.00 ms (45%) of a step",
+        "hint: fused=True in AdamW: worth up to 5.00 ms (25%) of a step",
+        "hint: num_workers=2 or more in the DataLoader: worth up to 4.00 ms (20%) of a step",
+        "hint: larger batches or gradient_accumulation_steps: worth up to 2.00 ms (10%) of a step",
+    ]
+
+
+def test_nothing_is_said_of_what_takes_no_time() -> None:
+    quick = STEP | {"data": 0.0001, "communication": 0.0, "optimizer": 0.0001}
+    assert hints(quick, Facts(unfused=("SGD",), workers=2)) == []
+    assert hints(dict.fromkeys(STEP, 0.0), Facts(workers=0)) == []

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate.comm import current
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
 from accelerate.step_timer.clocks import HostClock, clock_for
+from accelerate.step_timer.hints import facts_of, hints
 from accelerate.step_timer.table import PHASES, print_table, summary
 from accelerate.torch_internals.compile import original_of
 from accelerate.torch_internals.ddp import measure_every, measured
@@ -204,6 +205,8 @@ class StepTimer:
         if self.steps:
             if self._accelerator.is_main_process:
                 print_table(self.seconds, self.slowest, self.steps)
+                for line in hints(self.seconds[self.slowest], facts_of(self._accelerator)):
+                    print(line)
             self._accelerator.log(summary(self.seconds, self.slowest))
         elif self._accelerator.is_main_process:
             print(f"step times: no step was measured, because {self._why_not()}.")
