@@ -40,6 +40,10 @@ def run_blocks(blocks: list[Block], folder: Path) -> None:
             run_world(run_python, processes, run, timeout=SECONDS, env=env, cwd=folder)
 
 
+# Of blocks that were run: freeing a process group can wait for ever for a thread of it that waits for Python's lock.
+_KEPT: list[dict[str, Any]] = []
+
+
 def run_python(blocks: list[Block]) -> None:
     """On a rank: execute the blocks, each in a namespace of its own unless it continues the one before."""
     namespace: dict[str, Any] = {}
@@ -47,6 +51,7 @@ def run_python(blocks: list[Block]) -> None:
         if not block.continues:
             _forget_state()
             namespace = {"__name__": "__main__"}
+            _KEPT.append(namespace)
         # Errors then show the block's own lines, under the document's name and numbering.
         source = "\n" * (block.line - 1) + block.source
         linecache.cache[block.file] = (len(source), None, source.splitlines(keepends=True), block.file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import os
 import pickle
@@ -78,6 +79,28 @@ def test_what_describes_the_shards_is_not_run(
     with pytest.raises(CheckpointError, match=rf"\.metadata .*{module}\.{name}"):
         reader(folder)
     assert not evil.exists()
+
+
+class _AsPython311(pickle.Pickler):
+    """Writes members of enumerations as Python 3.11.0 to 3.11.3 do, which Debian 12 has."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, enum.Enum) else NotImplemented
+
+
+def test_enumerations_as_an_older_python_writes_them(folder: Path) -> None:
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    with open(folder / ".metadata", "wb") as file:
+        _AsPython311(file, protocol=4).dump(metadata)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    test_what_was_written_is_read(folder)
+
+
+@pytest.mark.parametrize("arguments", [([], "append"), ("text", "join")])
+def test_nothing_else_is_reached_through_attributes(folder: Path, arguments: tuple[Any, str]) -> None:
+    (folder / ".metadata").write_bytes(_asking_for("builtins", "getattr", *arguments))
+    with pytest.raises(CheckpointError, match=r"getattr of .*, which is not run"):
+        _read(folder)
 
 
 class Evil:
