@@ -213,7 +213,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> enum.Enum:
-    """In place of `getattr`, which Python 3.11.0 to 3.11.3 call for a member of an enumeration, and for nothing else."""
+    """In place of `getattr`, which Python 3.11.0 to 3.11.3 call for a member of an enumeration."""
     if isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__:
         return kind.__members__[name]
     raise pickle.UnpicklingError(f"it names builtins.getattr of {kind!r}, which is not run")
