@@ -2,9 +2,9 @@
 
     PYTHONPATH=src python3 benchmarks/end_to_end.py --out FILE.json      # on a machine with an NVIDIA GPU
 
-A decoder of 1.2 billion parameters reads a tokenised file in sequences of 4096, in bf16, with a fused AdamW and compiled
-blocks. It logs every 10 steps. Every 50 it evaluates, and saves a checkpoint: in the background where it can. Each is a
-process of its own, one after the other; the peer is the released version installed for the same python3.
+A decoder of 1.2 billion parameters reads a tokenised file in sequences of 4096, in bf16, with a fused AdamW and
+compiled blocks. It logs every 10 steps. Every 50 it evaluates, and saves a checkpoint: in the background where it can.
+Each is a process of its own, one after the other; the peer is the released version installed for the same python3.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Parts:
     forward_context: Callable[[], AbstractContextManager[Any]]
     mean: Callable[[list[torch.Tensor]], float]
     log: Callable[[dict[str, float], int], None]
-    save: Callable[[Path], None]
+    save: Callable[[Path], Any]
     finish: Callable[[], None]
 
 
@@ -110,7 +110,7 @@ def materials(
         data, [len(data) - EVALUATED * sizes.batch, EVALUATED * sizes.batch], torch.Generator().manual_seed(0)
     )
     how: dict[str, Any] = {"batch_size": sizes.batch, "pin_memory": not options.cpu_smoke}
-    workers = {} if options.cpu_smoke else {"num_workers": 2, "persistent_workers": True}
+    workers: dict[str, Any] = {} if options.cpu_smoke else {"num_workers": 2, "persistent_workers": True}
     order = torch.Generator().manual_seed(0)
     loader = DataLoader(training, shuffle=True, drop_last=True, generator=order, **how, **workers)
     return model, optimizer, scheduler, loader, DataLoader(evaluation, **how)
@@ -216,7 +216,7 @@ def prepared(options: argparse.Namespace) -> Parts:
         else:
             accelerator.log(values, step=step)
 
-    behind = {} if options.worker == "peer" else {"async_save": True}
+    behind: dict[str, Any] = {} if options.worker == "peer" else {"async_save": True}
     return Parts(
         model,
         optimizer,
