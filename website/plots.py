@@ -134,6 +134,11 @@ def plots() -> dict[str, Plot]:
                 },
             ),
         ),
+        "plot-end-to-end": Plot(
+            "Training 1.2 billion parameters on an H200",
+            "thousand tokens/s",
+            _end_to_end("gpu-h200-end-to-end.json"),
+        ),
         "plot-checkpoint": Plot("A checkpoint of 4.5 GiB on an H200", "s", _checkpoint("gpu-h200-checkpoint.json")),
         "plot-offload": Plot(
             "A forward of 7.94 GiB of offloaded weights on an H200", "s", _offload("gpu-h200-offload.txt")
@@ -170,6 +175,15 @@ def _checkpoint(file: str) -> dict[str, dict[str, float]]:
         "async_save: training waits": {"ours": median(ours["asynchronous save: stall"])},
         "load_state": {"ours": median(ours["load"]), "peer": median(peer["load"])},
     }
+
+
+def _end_to_end(file: str) -> dict[str, dict[str, float]]:
+    found = json.loads((RESULTS / file).read_text())
+    labels = {
+        "tokens per second of a step": "steps alone",
+        "tokens per second, all in": "with evaluations and checkpoints",
+    }
+    return {label: {who: found[who][key] / 1e3 for who in ("ours", "peer", "plain")} for key, label in labels.items()}
 
 
 def _offload(file: str) -> dict[str, dict[str, float]]:
