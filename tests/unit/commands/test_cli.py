@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -44,6 +45,17 @@ def test_version() -> None:
 def test_the_package_is_a_program() -> None:
     done = subprocess.run([sys.executable, "-m", "accelerate", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == accelerate("--version")[1]
+
+
+def test_a_closed_pipe_ends_a_command_quietly() -> None:
+    run = "from accelerate.commands.accelerate_cli import main; main()"
+    for words in (["help"], ["env", "--json"]):
+        program = f"import sys; sys.argv = ['accelerate', *{words!r}]; {run}"
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, ""), words
 
 
 def test_without_a_command_the_help_is_shown() -> None:
