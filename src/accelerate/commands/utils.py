@@ -150,7 +150,10 @@ class CustomArgumentParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(named, f"there is no {value!r}{near}; choose one of {', '.join(choices)}")
 
     def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ")
+        names, colon, rest = message.removeprefix("argument ").partition(": ")
+        if names.startswith("-"):
+            names = "/".join(shown_spellings(names.split("/")))
+        message = names + colon + rest
         # The usage of `launch` fills two screens and would hide the sentence that matters.
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` shows what there is.\n")
 
