@@ -45,6 +45,8 @@ def main(epochs=6, batch_size=32, folder="runs/preemption", preempt_at=None):
         project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2),
         # A loader that is loaded starts at the first sample that was not seen, in the middle of its epoch.
         dataloader_config=DataLoaderConfiguration(exact_resume=True),
+        # When the signal comes to any process, all of them save after the same step, and end with code 75: "try again".
+        preemption="save",
     )
     set_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Dropout(0.05), nn.ReLU(), nn.Linear(64, 1))
@@ -56,6 +58,7 @@ def main(epochs=6, batch_size=32, folder="runs/preemption", preempt_at=None):
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
 
+    # `accelerator.resume()` is the same for a run that is launched with `--resume auto`.
     if os.path.isdir(os.path.join(folder, "checkpoints")):
         accelerator.load_state()  # the newest one that is complete
         accelerator.print(f"going on in epoch {progress.epoch} at step {progress.step}")
@@ -70,13 +73,6 @@ def main(epochs=6, batch_size=32, folder="runs/preemption", preempt_at=None):
             progress.first_loss = progress.first_loss or loss.item()
             if progress.step == preempt_at and accelerator.is_main_process:
                 os.kill(os.getpid(), signal.SIGTERM)  # as the cluster would
-            # True on every process at the same step, whichever of them got the signal: they stop together.
-            # `Accelerator(preemption="save")` does these lines by itself, between two batches.
-            if accelerator.should_stop:
-                accelerator.save_state()
-                accelerator.print(f"the machine is needed elsewhere: saved at step {progress.step}")
-                accelerator.end_training()
-                return
         progress.epoch += 1
         accelerator.save_state()  # nobody warns before a power cut
 

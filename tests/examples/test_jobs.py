@@ -41,6 +41,10 @@ def start(container: dict[str, Any], folder: Path, **variables: str) -> subproce
     )
 
 
+def test_the_job_file_that_the_documents_show_is_that_of_the_examples() -> None:
+    assert (JOBS / "slurm.sbatch").read_text() in (EXAMPLES.parent / "docs" / "preemption.md").read_text()
+
+
 def test_the_pods_of_a_pytorchjob_train_together(tmp_path: Path) -> None:
     replicas = documents("kubernetes_pytorchjob.yaml")["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
     assert [(kind, replica["replicas"]) for kind, replica in replicas.items()] == [("Master", 1), ("Worker", 1)]

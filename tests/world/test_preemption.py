@@ -82,14 +82,33 @@ def test_one_process_keeps_the_scripts_own_handler() -> None:
 
 def test_settings_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
-    with pytest.raises(ValueError, match="preemption is 'ignore': it is 'save'"):
+    with pytest.raises(ValueError, match="`preemption` is 'ignore': it is 'save'"):
         Accelerator(cpu=True, project_config=project, preemption="ignore")
-    with pytest.raises(ValueError, match="preemption='save' needs a place for checkpoints"):
+    with pytest.raises(ValueError, match="`preemption` is 'save' and needs a place for checkpoints"):
         Accelerator(cpu=True, preemption="save")
     monkeypatch.setenv("ACCELERATE_RESUME", "auto")
-    with pytest.raises(ValueError, match="ACCELERATE_RESUME='auto' needs a place for checkpoints"):
+    with pytest.raises(ValueError, match=r"`--resume` \(the variable ACCELERATE_RESUME\) is 'auto' and needs a place"):
         Accelerator(cpu=True, project_dir=str(tmp_path))
     assert not Accelerator(cpu=True, project_config=project).resume()  # an empty project
+
+
+def test_a_script_that_does_not_resume_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def accelerator() -> Accelerator:
+        return Accelerator(
+            cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+        )
+
+    monkeypatch.setenv("ACCELERATE_RESUME", "auto")
+    forgotten = accelerator()
+    with pytest.warns(UserWarning, match="with `--resume auto`, but the script has loaded no checkpoint") as told:
+        forgotten.save_state()
+        forgotten.save_state()
+    assert len(told) == 1 and told[0].filename == __file__
+    with pytest.warns(UserWarning, match="call `accelerator.resume"):
+        accelerator().end_training()
+    for load in (Accelerator.resume, Accelerator.load_state):  # a script may load by itself
+        load(loaded := accelerator())
+        loaded.end_training()
 
 
 def launch(

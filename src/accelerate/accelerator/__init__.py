@@ -3,8 +3,6 @@
 from accelerate.accelerator.collect import Collecting
 from accelerate.accelerator.preemption import Preempting
 from accelerate.accelerator.prepare import Preparing
-from accelerate.accelerator.report import Reporting
-from accelerate.accelerator.save import Saving
 from accelerate.accelerator.step import Stepping
 from accelerate.constants import (
     DTENSOR_PYTORCH_VERSION,
@@ -38,7 +36,7 @@ __all__ = [
 ]
 
 
-class Accelerator(Preparing, Stepping, Collecting, Saving, Preempting, Reporting):
+class Accelerator(Preparing, Stepping, Collecting, Preempting):
     """Runs a plain PyTorch loop on whatever this process was started for.
 
     Create one, pass models, optimizers, loaders and schedulers through `prepare`, call `backward(loss)` in place of
@@ -65,5 +63,6 @@ class Accelerator(Preparing, Stepping, Collecting, Saving, Preempting, Reporting
         torch_tp_plugin: split layers only; `parallelism_config` says the same.
         deepspeed_plugin: train with DeepSpeed; or several plugins by name (see `state.select_deepspeed_plugin`).
         deepspeed_plugins: the same as `deepspeed_plugin`.
+        preemption: "save": save the run and end it, when a signal says that the machines are taken away.
         megatron_lm_plugin: an engine that is not part of this version; giving one is an error.
     """

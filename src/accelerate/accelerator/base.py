@@ -102,6 +102,7 @@ class AcceleratorBase(ProcessControl):
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(project_dir)
         self._preemption, self._resume = preemption_settings(preemption, self.project_configuration)
+        self._resume_is_due = self._resume is not None  # the launch says so, and the script has loaded nothing yet
         self._take_handlers(kwargs_handlers or [])
         if deepspeed_plugin is not None and deepspeed_plugins is not None:
             raise ValueError("Pass either `deepspeed_plugin` or `deepspeed_plugins`, not both: they mean the same.")
@@ -192,10 +193,6 @@ class AcceleratorBase(ProcessControl):
         """Have a function called after each step of an optimizer, after whatever else is."""
         before = optimizer.after_step
         optimizer.after_step = listener if before is None else functools.partial(_both, before, listener)
-
-    def _tell_trackers(self, kind: str, text: str) -> None:
-        """Tell them what happened to the run: a checkpoint was "saved" or "loaded", whose folder is the text."""
-        raise NotImplementedError
 
     def _asked_trackers(self, log_with: Any) -> list[Any]:
         if log_with is None:

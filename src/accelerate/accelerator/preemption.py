@@ -13,10 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from accelerate.accelerator.base import AcceleratorBase
+from accelerate.accelerator.save import Saving
 from accelerate.config.preemption import NOTE, PREEMPTED, STOP_SIGNALS
 
 
-class Preempting(AcceleratorBase):
+class Preempting(Saving):
     @property
     def should_stop(self) -> bool:
         """Whether SIGTERM or SIGUSR1 has reached any rank: True on every rank from the same step on.
@@ -53,6 +54,7 @@ class Preempting(AcceleratorBase):
         Raises:
             CheckpointError: none of the checkpoints of the project is complete.
         """
+        self._resume_is_due = False
         if self._resume is None:
             return False
         from accelerate.checkpoint import layout
@@ -60,7 +62,7 @@ class Preempting(AcceleratorBase):
         there = [bool(self.is_main_process and layout.automatic_folders(Path(self.project_dir)))]
         self._communicator.broadcast_objects(there)
         if there[0]:
-            self.load_state()  # type: ignore[attr-defined]
+            self.load_state()
         if self.is_main_process:
             said = "the newest checkpoint was loaded" if there[0] else "there is no checkpoint yet to continue from"
             print(f"--resume auto in {self.project_dir}: {said}.", file=sys.stderr, flush=True)

@@ -140,6 +140,7 @@ class Reporting(AcceleratorBase):
         self._running.send(method, *args, **kwargs)
 
     def _tell_trackers(self, kind: str, text: str) -> None:
+        """Tell them what happened to the run: a checkpoint was "saved" or "loaded", whose folder is the text."""
         if "_running" in vars(self):  # without trackers nobody listens
             self._running.note(kind, text)
 

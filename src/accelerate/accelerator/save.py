@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from accelerate.accelerator.base import AcceleratorBase
+from accelerate.accelerator.report import Reporting
+from accelerate.errors import warn
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 Model = TypeVar("Model", bound=torch.nn.Module)  # declared as what it was, also when it is prepared
 
 
-class Saving(AcceleratorBase):
+class Saving(Reporting):
     def unwrap_model(self, model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Model:
         """The model as it was before `prepare`.
 
@@ -101,6 +102,7 @@ class Saving(AcceleratorBase):
         """
         from accelerate.accelerator import whole_run
 
+        self._look_for_resume()
         self._communicator.verify("save_state", None)
         self.wait_for_checkpoint()
         folder = whole_run.save_state(self, output_dir, safe_serialization, async_save, save_model_func_kwargs)
@@ -113,10 +115,22 @@ class Saving(AcceleratorBase):
 
     def end_training(self) -> None:
         """Finish the checkpoint that is being written, and then whatever else has to end with the training."""
+        self._look_for_resume()
         try:
             self.wait_for_checkpoint()
         finally:
-            super().end_training()  # type: ignore[misc]
+            super().end_training()
+
+    def _look_for_resume(self) -> None:
+        """Says once that `--resume auto` is of no use to a script that loads nothing."""
+        if not self._resume_is_due:
+            return
+        self._resume_is_due = False
+        if self.is_main_process:
+            warn(
+                "The run was launched with `--resume auto`, but the script has loaded no checkpoint, so it began anew: "
+                "call `accelerator.resume()` when everything is prepared and registered."
+            )
 
     def load_state(
         self,
@@ -136,6 +150,7 @@ class Saving(AcceleratorBase):
         """
         from accelerate.accelerator import whole_run
 
+        self._resume_is_due = False
         self._communicator.verify("load_state", None)
         self.wait_for_checkpoint()
         folder = whole_run.load_state(self, input_dir, load_kwargs, load_model_func_kwargs)

@@ -7,7 +7,7 @@ import importlib
 import sys
 from collections.abc import Callable
 
-from accelerate.commands.utils import CustomArgumentParser
+from accelerate.commands.utils import CustomArgumentParser, pipe_may_close, run_command
 from accelerate.text import did_you_mean
 
 # Name -> the function `f(subparsers=None)` that makes the subcommand's parser, whose default `func` runs it; and one
@@ -56,7 +56,11 @@ def _maker(place: str) -> Callable[..., argparse.ArgumentParser]:
 
 def main() -> None:
     """What the shell calls."""
-    words = sys.argv[1:]
+    with pipe_may_close():
+        _run(sys.argv[1:])
+
+
+def _run(words: list[str]) -> None:
     if words[:1] == ["help"]:  # `accelerate help launch` as well
         words = [*words[1:2], "--help"]
     if not words or words[0] in ("-h", "--help"):
@@ -68,8 +72,7 @@ def main() -> None:
     if words[0] not in COMMANDS:
         near = did_you_mean(words[0], COMMANDS)
         sys.exit(f"accelerate: there is no command {words[0]!r}{near}; choose one of {', '.join(COMMANDS)}.")
-    args = _maker(COMMANDS[words[0]][0])(None).parse_args(words[1:])
-    args.func(args)
+    run_command(_maker(COMMANDS[words[0]][0])(None), words[1:])
 
 
 def _version() -> str:

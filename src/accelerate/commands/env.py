@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import __version__, environments
-from accelerate.commands.utils import CustomArgumentParser
+from accelerate.commands.utils import CustomArgumentParser, run_command
 from accelerate.config import file as config_file
 from accelerate.launch import machine
 
@@ -175,7 +175,7 @@ def _indented(section: dict[str, Any], margin: str) -> list[str]:
 
 def main() -> None:
     """What `python -m accelerate.commands.env` does."""
-    env_command(env_command_parser().parse_args())
+    run_command(env_command_parser())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accelerate.commands.utils import CustomArgumentParser, one_sentence
+from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command, whole_number
 from accelerate.errors import CommandFailed
 from accelerate.estimate.models import (
     add_timm_hub_prefix,
@@ -68,9 +68,13 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "--trust_remote_code", action="store_true", help="run the model's own code from the Hub: read it first"
     )
     training = parser.add_argument_group("training", "What the table of training is for.")
-    training.add_argument("--batch_size", type=int, default=1, help="samples per rank; default: 1")
-    training.add_argument("--sequence_length", type=int, default=None, help="tokens per sample; default: at most 512")
-    training.add_argument("--num_processes", type=int, default=None, help="ranks; default: one per device, at least 2")
+    training.add_argument("--batch_size", type=whole_number, default=1, help="samples per rank; default: 1")
+    training.add_argument(
+        "--sequence_length", type=whole_number, default=None, help="tokens per sample; default: at most 512"
+    )
+    training.add_argument(
+        "--num_processes", type=whole_number, default=None, help="ranks; default: one per device, at least 2"
+    )
     training.add_argument("--optimizer", default="adam", choices=["adam", "sgd"], help="default: adam")
     training.add_argument("--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="default: bf16")
     parser.set_defaults(func=_from_shell)
@@ -224,7 +228,7 @@ def _from_shell(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """What `python -m accelerate.commands.estimate` does."""
-    _from_shell(estimate_command_parser().parse_args())
+    run_command(estimate_command_parser())
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from accelerate.commands.utils import CustomArgumentParser, HelpFormatter, one_sentence
+from accelerate.commands.utils import CustomArgumentParser, HelpFormatter, one_sentence, run_command
 from accelerate.config.options import FAMILIES, FLAG, Option
 from accelerate.config.options.base import WORDS
 from accelerate.config.options.compiling import LEGACY_DYNAMO_BACKENDS as DYNAMO_BACKENDS
@@ -284,8 +284,7 @@ def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
 
 def main() -> None:
     """What `accelerate-launch` calls."""
-    args = launch_command_parser().parse_args()
-    args.func(args)
+    run_command(launch_command_parser())
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser, one_sentence
+from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command
 
 DESCRIPTION = """Make one file of the weights of a model that was saved in shards (SHARDED_STATE_DICT).
 
@@ -47,7 +47,7 @@ def _from_shell(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """What `python -m accelerate.commands.merge` does."""
-    _from_shell(merge_command_parser().parse_args())
+    run_command(merge_command_parser())
 
 
 if __name__ == "__main__":

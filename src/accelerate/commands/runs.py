@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.commands.utils import CustomArgumentParser, one_sentence
+from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command, whole_number
 from accelerate.errors import CommandFailed
 
 if TYPE_CHECKING:
@@ -28,11 +28,15 @@ def runs_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "folder", nargs="?", default=None, help="the `project_dir` of the runs; by default here, or the only one below"
     )
-    parser.add_argument("--run", type=int, nargs="+", default=None, metavar="N", help="only these runs, side by side")
+    parser.add_argument(
+        "--run", type=whole_number, nargs="+", default=None, metavar="N", help="only these runs, side by side"
+    )
     parser.add_argument("--metric", default=None, help="the metric to list; by default the first loss")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--serve", action="store_true", help="show a page, until Control-C")
-    parser.add_argument("--port", type=int, default=None, help="the port of the page; by default any that is free")
+    parser.add_argument(
+        "--port", type=whole_number, default=None, help="the port of the page; by default any that is free"
+    )
     parser.add_argument(
         "--export", default=None, metavar="FILE", help="write the page with its data into one HTML file"
     )
@@ -108,7 +112,13 @@ def _export(project: Project, args: argparse.Namespace) -> None:
 
     place = Path(args.export).expanduser()
     text = one_file(Page(project, args.run))
-    place.write_text(text, encoding="utf-8")
+    try:
+        place.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandFailed(
+            f"--export cannot write {place} ({error.strerror}): name a file in a folder that exists and that you may "
+            "write to."
+        ) from None
     print(f"{place} holds the page with all its data ({len(text.encode()) / 1e6:.1f} MB); any browser opens it.")
 
 
@@ -119,7 +129,7 @@ def _from_shell(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """What `python -m accelerate.commands.runs` does."""
-    _from_shell(runs_command_parser().parse_args())
+    run_command(runs_command_parser())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser
+from accelerate.commands.utils import CustomArgumentParser, run_command
 
 DESCRIPTION = """Launch a script that checks this machine, set up as the config file says: processes, collectives, data,
 training with accumulation, random states, checkpoints, mixed precision. The last line is for a report of a problem."""
@@ -48,7 +48,7 @@ test_command.__test__ = test_command_parser.__test__ = False  # type: ignore[att
 
 def main() -> None:
     """What `python -m accelerate.commands.test` does."""
-    test_command(test_command_parser().parse_args())
+    run_command(test_command_parser())
 
 
 if __name__ == "__main__":

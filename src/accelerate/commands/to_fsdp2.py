@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser, one_sentence
+from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command
 from accelerate.config import file
 from accelerate.config.migrate import migrate
 
@@ -139,7 +139,7 @@ def _from_shell(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """What `python -m accelerate.commands.to_fsdp2` does."""
-    _from_shell(to_fsdp2_command_parser().parse_args())
+    run_command(to_fsdp2_command_parser())
 
 
 if __name__ == "__main__":

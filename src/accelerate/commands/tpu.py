@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser, one_sentence
+from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command
 from accelerate.config import file as config_file
 from accelerate.errors import CommandFailed
 
@@ -95,7 +95,7 @@ def _from_shell(args: argparse.Namespace) -> None:
 
 def main() -> None:
     """What `python -m accelerate.commands.tpu` does."""
-    _from_shell(tpu_command_parser().parse_args())
+    run_command(tpu_command_parser())
 
 
 if __name__ == "__main__":

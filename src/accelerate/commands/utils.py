@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,8 +18,30 @@ def one_sentence(command: str) -> Iterator[None]:
     """Ends a command with the sentence of an error instead of its traceback: the mistake is in what was asked."""
     try:
         yield
+    except BrokenPipeError:
+        raise  # see `pipe_may_close`
     except (ValueError, OSError, NotImplementedError, CheckpointError, CommandFailed) as error:
         sys.exit(f"{command}: {error}")
+
+
+@contextmanager
+def pipe_may_close() -> Iterator[None]:
+    """Ends a command without a word when nobody reads on what it prints, as in `accelerate env | head -1`."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()  # else it is written, and fails, when Python ends
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still to be written
+        sys.exit(128 + 13)  # as a shell says that a program ended by SIGPIPE
+
+
+def run_command(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> None:
+    """Parses the words of the command line and does what they say."""
+    with pipe_may_close():
+        args = parser.parse_args(words)
+        args.func(args)
 
 
 def _both_spellings(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -54,6 +77,14 @@ class _StoreFalse(_Remember, argparse._StoreFalseAction):
 
 class _Append(_Remember, argparse._AppendAction):
     pass
+
+
+def whole_number(word: str) -> int:
+    """The type of an argument: in place of `int`, whose errors are about Python."""
+    try:
+        return int(word)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"should be a whole number, not {word!r}") from None
 
 
 class CustomArgumentGroup(argparse._ArgumentGroup):
@@ -119,7 +150,10 @@ class CustomArgumentParser(argparse.ArgumentParser):
             raise argparse.ArgumentError(named, f"there is no {value!r}{near}; choose one of {', '.join(choices)}")
 
     def error(self, message: str) -> NoReturn:
-        message = message.removeprefix("argument ")
+        names, colon, rest = message.removeprefix("argument ").partition(": ")
+        if names.startswith("-"):
+            names = "/".join(shown_spellings(names.split("/")))
+        message = names + colon + rest
         # The usage of `launch` fills two screens and would hide the sentence that matters.
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` shows what there is.\n")
 

@@ -120,7 +120,7 @@ def _number_or_auto(read: Callable[[str], Any]) -> Callable[[str], Any]:
 
 _PREFIX = "ACCELERATE_DEEPSPEED_"
 _ZERO = "zero_optimization."
-_SETTINGS = {
+PLUGIN_SETTINGS = {
     "gradient_accumulation_steps": _Setting(
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto", _number_or_auto(int), "gradient_accumulation_steps"
     ),
@@ -182,7 +182,7 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         self._selected = False
-        for name, setting in _SETTINGS.items():
+        for name, setting in PLUGIN_SETTINGS.items():
             if getattr(self, name) is None:
                 setattr(self, name, _from_variable(setting))
         if self.hf_ds_config is None:
@@ -223,7 +223,7 @@ class DeepSpeedPlugin:
             raise ValueError("The DeepSpeed config has no 'zero_optimization': add it, with at least a 'stage'.")
         config.setdefault("gradient_accumulation_steps", 1)
         _check_asked_once()
-        keys = {name: setting.key for name, setting in _SETTINGS.items() if setting.key is not None}
+        keys = {name: setting.key for name, setting in PLUGIN_SETTINGS.items() if setting.key is not None}
         values = {key: getattr(self, name) for name, key in keys.items()}
         for name, key in keys.items():
             self.fill_match(key, must_match=False, **values)
@@ -412,7 +412,9 @@ def _from_variable(setting: _Setting) -> Any:
 def _check_asked_once() -> None:
     """A launch that was given a DeepSpeed file and settings of its own would have to drop one of the two."""
     told = set(os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","))
-    twice = sorted(told & {name for name, setting in _SETTINGS.items() if setting.key} | told & {"mixed_precision"})
+    twice = sorted(
+        told & {name for name, setting in PLUGIN_SETTINGS.items() if setting.key} | told & {"mixed_precision"}
+    )
     if twice:
         raise ValueError(
             f"The config of the launch says {', '.join(twice)}, and so does its deepspeed_config_file: "

@@ -268,6 +268,8 @@ def _check_keys(content: Mapping[Any, Any], where: str) -> None:
 def write(content: dict[str, Any], path: Path) -> None:
     """Writes JSON to a name that ends in `.json`, else YAML; makes the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    if content.get("num_processes") == -1:  # nobody has said how many
+        content = {name: value for name, value in content.items() if name != "num_processes"}
     path.write_text(_as_json(content) if path.suffix == ".json" else _as_yaml(content), encoding="utf-8")
 
 

@@ -16,11 +16,11 @@ NOTE = "ACCELERATE_PREEMPTION_NOTE"
 
 def preemption_settings(asked: str | None, project: ProjectConfiguration) -> tuple[str | None, str | None]:
     """What to do at preemption, by the script or else by the launch; and what the launch says about resuming."""
-    name = "preemption" if asked is not None else "ACCELERATE_PREEMPTION"
-    preemption = asked if asked is not None else os.environ.get(name) or None
+    preemption = asked if asked is not None else os.environ.get("ACCELERATE_PREEMPTION") or None
     resume = os.environ.get("ACCELERATE_RESUME") or None
-    _check(name, preemption, "save", project)
-    _check("ACCELERATE_RESUME", resume, "auto", project)
+    by_launch = "`--preemption` (the variable ACCELERATE_PREEMPTION)"
+    _check("`preemption`" if asked is not None else by_launch, preemption, "save", project)
+    _check("`--resume` (the variable ACCELERATE_RESUME)", resume, "auto", project)
     return preemption, resume
 
 
@@ -31,6 +31,6 @@ def _check(name: str, value: str | None, only: str, project: ProjectConfiguratio
         raise ValueError(f"{name} is {value!r}: it is {only!r}, or not given.")
     if project.project_dir is None or not project.automatic_checkpoint_naming:
         raise ValueError(
-            f"{name}={value!r} needs a place for checkpoints: pass "
+            f"{name} is {value!r} and needs a place for checkpoints: pass "
             "`project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True)` to the Accelerator."
         )

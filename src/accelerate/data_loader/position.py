@@ -406,7 +406,8 @@ def change(state: dict[str, Any], loader: Any) -> str | None:
         left = max(length - state["samples"] - state["batches"] * old, 0)
         drop_last = getattr(sampler_owner(loader), "drop_last", loader._drop_last)
         steps, before = (left // size if drop_last else -(-left // size) for size in (new, old))
-        text += f", so {steps} steps are left of epoch {state['epoch']} instead of {before}"
+        then = "as before" if steps == before else f"instead of {before}"
+        text += f", so {steps} steps are left of epoch {state['epoch']} {then}"
     return text + _inexact(state, loader)
 
 

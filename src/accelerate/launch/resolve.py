@@ -95,8 +95,6 @@ def _deepspeed(settings: Settings, environ: Mapping[str, str]) -> None:
 def _machines(settings: Settings, environ: Mapping[str, str]) -> None:
     if settings.num_machines is None:
         settings.put("num_machines", 1, "default")
-    if settings.num_machines < 1:
-        raise ValueError(f"`--num_machines` is {settings.num_machines}: at least one takes part.")
     if settings.num_machines == 1 or settings.world is not None:
         if settings.machine_rank is None:
             settings.put("machine_rank", 0, "default")
@@ -121,17 +119,12 @@ def _machines(settings: Settings, environ: Mapping[str, str]) -> None:
 
 
 def _processes(settings: Settings, environ: Mapping[str, str]) -> None:
-    count = settings.num_processes
-    if count is None or (count == -1 and settings.of["num_processes"].source == "file"):
+    if settings.num_processes is None:
         if settings.cpu:
             settings.put("num_processes", settings.num_machines, "default", "one per machine on the CPU")
         else:
             chosen = _chosen_devices(settings)
             settings.put("num_processes", max(1, chosen) * settings.num_machines, "detected", settings.devices.reason)
-    elif count < 1:
-        raise ValueError(f"`--num_processes` is {count}: at least one is needed.")
-    if settings.max_restarts < 0:
-        raise ValueError(f"`--max_restarts` is {settings.max_restarts}: give 0 or more.")
     here, found = settings.num_processes // settings.num_machines, _chosen_devices(settings)
     starts_here = settings.world is None and settings.hosts is None
     if 0 < found < here and not settings.cpu and starts_here:
@@ -197,6 +190,10 @@ def _threads(settings: Settings, environ: Mapping[str, str]) -> None:
         settings.put("num_cpu_threads_per_process", 1, "default", "the work is on the accelerator")
 
 
+def _no_port(port: int) -> bool:
+    return False
+
+
 def _port(settings: Settings, port_in_use: Callable[[int], bool] | None) -> None:
     """Where the processes meet; only the machine that listens there can tell whether the port is free."""
     port, several = settings.main_process_port, settings.num_machines > 1
@@ -206,6 +203,11 @@ def _port(settings: Settings, port_in_use: Callable[[int], bool] | None) -> None
     from accelerate.launch.meeting import in_use
     from accelerate.machine import get_free_port, is_port_in_use
 
+    if settings.dry_run:  # nothing is started, so no port is needed
+        port_in_use = _no_port
+        if port == 0:
+            settings.put("main_process_port", 0, settings.of["main_process_port"].source, "any that is free")
+            return
     port_in_use = port_in_use or is_port_in_use
     if several and not port:
         settings.put("main_process_port", port := DEFAULT_PORT, "default")

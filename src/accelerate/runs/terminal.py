@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _STYLES = {"running": "cyan", "ended": "green", "died": "bold red"}
+_NUMBERS = ("run", "duration", "last step", "best", "last")
 _WIDE = 110
 _ARROWS = {1: " ↑", -1: " ↓", 0: ""}
 
@@ -54,23 +55,23 @@ def shown(text: str) -> Text:
 def list_of(project: Project, runs: list[Run], metric: str | None, width: int) -> Table:
     """A line for each run, with one of its metrics. width: of the terminal, in which less is shown if it is narrow."""
     wide = width >= _WIDE
-    columns = ("run", "name", "state", "started", "duration", "steps", "metric", "curve", "best", "last")
-    table = _table(*(column for column in columns if wide or column not in ("started", "steps")))
+    columns = ("run", "name", "state", "started", "duration", "last step", "metric", "curve", "best", "last")
+    table = _table(*(column for column in columns if wide or column not in ("started", "last step")))
     for column in table.columns:
         column.no_wrap = column.header not in ("name", "metric")  # which may be long
     curves = Curves(project)
     for run in runs:
         chosen = main_metric(run.metrics, metric)
         about: list[Any] = ["", "", "", ""]
-        steps = ""
+        step = ""
         if chosen is not None:
             best = "" if chosen.best is None else number(chosen.best[0]) + _ARROWS[direction(chosen.name)]
-            steps = f"{chosen.last_step:.0f}"
+            step = f"{chosen.last_step:.0f}"
             about = [shown(chosen.name), _line_of(curves, chosen, 20 if wide else 8), best, number(chosen.last)]
         state = shown(run.state)
         state.stylize(_STYLES[run.state])
         started = time.strftime("%Y-%m-%d %H:%M", time.localtime(run.created))
-        more = ([started], [steps]) if wide else ([], [])
+        more = ([started], [step]) if wide else ([], [])
         name = shown(run.name if run.resumed is None else f"{run.name} (from {run.resumed})")
         table.add_row(str(run.number), name, state, *more[0], duration(run.seconds), *more[1], *about)
     return table
@@ -137,5 +138,5 @@ def _table(*columns: Any) -> Table:
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for column in columns:
-        table.add_column(column, justify="right" if column in ("run", "duration", "steps", "best", "last") else "left")
+        table.add_column(column, justify="right" if column in _NUMBERS else "left")
     return table

@@ -12,11 +12,15 @@ from accelerate.errors import NotYetSupported
 from accelerate.per_rank import ThreadLocalSharedDict
 from accelerate.state import engines
 from accelerate.state.partial import PartialState
+from accelerate.text import did_you_mean
 
 if TYPE_CHECKING:
     from accelerate.config.deepspeed import DeepSpeedPlugin
     from accelerate.config.fsdp import FullyShardedDataParallelPlugin
     from accelerate.parallelism_config import ParallelismConfig
+
+
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
 
 
 class AcceleratorState(PartialState):
@@ -68,7 +72,7 @@ class AcceleratorState(PartialState):
         if not _from_accelerator:
             raise ValueError("There is no AcceleratorState yet: create an `Accelerator()` first, then read its state.")
         # Everything that may fail comes first: a half-made state would pass for a finished one.
-        mixed_precision = str(mixed_precision or _checked_precision(os.environ.get("ACCELERATE_MIXED_PRECISION", "no")))
+        mixed_precision = str(mixed_precision or _checked_precision(os.environ.get(_PRECISION, "no"), _PRECISION))
         parallelism_config = engines.mesh_config(parallelism_config, torch_tp_plugin)
         fsdp_plugin = engines.fsdp_plugin(fsdp_plugin, parallelism_config)
         deepspeed = engines.deepspeed_plugins(deepspeed_plugin, fsdp_plugin)
@@ -188,13 +192,13 @@ class AcceleratorState(PartialState):
         )
 
 
-def _checked_precision(mode: str | None) -> str | None:
+def _checked_precision(mode: str | None, name: str = "mixed_precision") -> str | None:
     if mode is None:
         return None
     mode = str(mode).lower()
     if mode not in PrecisionType:
         choices = ", ".join(choice for choice in PrecisionType.list() if choice != "fp8")
-        raise ValueError(f"mixed_precision is {mode!r}: choose one of {choices}.")
+        raise ValueError(f"{name} is {mode!r}: choose one of {choices}{did_you_mean(mode, PrecisionType.list())}.")
     if mode == "fp8":
         raise NotYetSupported("mixed_precision='fp8'", "use 'bf16', which every current GPU supports.")
     return mode

@@ -8,6 +8,7 @@ from typing import Any
 from accelerate.config.enums import LoggerType
 from accelerate.errors import warn
 from accelerate.state import PartialState
+from accelerate.text import did_you_mean
 from accelerate.tracking.aim import AimTracker
 from accelerate.tracking.base import GeneralTracker, check_attributes, missing_sentence, on_main_process
 from accelerate.tracking.clearml import ClearMLTracker
@@ -121,8 +122,9 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
         name = str(item)
         if name not in known_trackers():
             raise ValueError(
-                f"No tracker is called {name!r}; choose from all, {', '.join(known_trackers())}, pass an instance "
-                "of a GeneralTracker, or register your class with `register_tracker_class`."
+                f"No tracker is called {name!r}{did_you_mean(name, known_trackers())}; choose from all, "
+                f"{', '.join(known_trackers())}, pass an instance of a GeneralTracker, or "
+                "register your class with `register_tracker_class`."
             )
         if not known_trackers()[name].is_installed():
             _warn_once_for_all(f"{missing_sentence(known_trackers()[name])} Nothing is sent to it.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -46,6 +47,17 @@ def test_the_package_is_a_program() -> None:
     assert done.stdout == accelerate("--version")[1]
 
 
+def test_a_closed_pipe_ends_a_command_quietly() -> None:
+    run = "from accelerate.commands.accelerate_cli import main; main()"
+    for words in (["help"], ["env", "--json"]):
+        program = f"import sys; sys.argv = ['accelerate', *{words!r}]; {run}"
+        reader, writer = os.pipe()
+        os.close(reader)
+        done = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE, text=True)
+        os.close(writer)
+        assert (done.returncode, done.stderr) == (141, ""), words
+
+
 def test_without_a_command_the_help_is_shown() -> None:
     code, out, _ = accelerate()
     assert code == 1
@@ -74,13 +86,15 @@ def test_every_command_has_a_parser_that_knows_what_to_call() -> None:
         (["test", "--config_file", "/nowhere.yaml"], "accelerate test: There is no config file /nowhere.yaml"),
         (["help", "lanch"], "there is no command 'lanch' (did you mean `launch`?);"),
         (["launch", "--nonsense", "x.py"], "accelerate launch: unrecognized arguments: --nonsense; "),
-        (["launch", "--num_processes", "two", "x.py"], "should be a whole number, not 'two'"),
+        (["launch", "--num_processes", "two", "x.py"], "should be a whole number of at least 1, not 'two'"),
         (["launch", "--cpu", "--multi_gpu", "x.py"], "`--multi_gpu` and `--cpu` exclude each other"),
         (["launch", "-m", "--no_python", "x.py"], "`--module` and `--no_python` exclude each other"),
         (["launch", "--config_file", "/nowhere.yaml", "x.py"], "There is no config file /nowhere.yaml"),
         (["launch", "--tpu", "x.py"], "starting a run on a TPU is not part of this version"),
         (["launch", "nowhere.py"], "There is no script nowhere.py"),
-        (["launch", "--num_processes", "0", "x.py"], "at least one is needed"),
+        (["launch", "--num_processes", "0", "x.py"], "should be a whole number of at least 1, not '0'"),
+        (["launch", "--hang_timeout", "-5", "x.py"], "--hang_timeout: should be 0 or more seconds, not '-5'"),
+        (["launch", "--mixed_precision", "bf61", "x.py"], "no, fp16, bf16, fp8, not 'bf61' (did you mean `bf16`?)"),
         (["launch", "--mixed_precision", "fp8", "x.py"], "fp8 is not part of this version of accelerate: use bf16"),
         (["launch", "--cpu", "--num_processes", "2", "/"], "/ is a folder without a `__main__.py`: name the script"),
         (["launch", "--num_proceses", "2", "x.py"], "--num_proceses (did you mean `--num_processes`?);"),
@@ -104,9 +118,11 @@ def test_a_busy_port_ends_with_one_sentence(tmp_path: Path) -> None:
         port = str(server.getsockname()[1])
         words = ["launch", "--cpu", "--num_processes", "2", "--main_process_port", port, str(tmp_path / "x.py")]
         code, _, err = accelerate(*words)
+        dry = accelerate("launch", "--dry_run", *words[1:])
     assert code == 1
     assert f"already listens on port {port}" in err
     assert len(err.strip().splitlines()) == 1
+    assert dry[0] == 0 and f"--master_port={port}" in dry[1]  # which starts nothing
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def test_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     first = next(line for line in text.splitlines() if "first" in line)
     assert first.split()[:3] == ["1", "first", "ended"]
+    assert "  last step  metric" in text
     assert first.split()[-6:] == ["3", "train/loss", "█▅▁▂", "1", "↓", "2"]
     assert "run 2 died: ValueError: bad" in text
     assert "\x1b" not in text and "[red]" in text  # what is in a name neither clears the screen nor paints it
@@ -60,6 +61,9 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         runs(str(tmp_path), "--metric", "los")
     with pytest.raises(SystemExit, match=r"accelerate runs: --port is that of the page: give --serve, too\."):
         runs(str(tmp_path), "--port", "8000")
+    with pytest.raises(SystemExit):
+        runs(str(tmp_path), "--run", "x")
+    assert capsys.readouterr().err.startswith("accelerate runs: --run: should be a whole number, not 'x';")
     with pytest.raises(SystemExit, match="accelerate runs: There are no runs in"):
         runs(str(_empty(tmp_path)))
     runs(str(tmp_path), "--json", "--run", "2")
@@ -78,7 +82,7 @@ def test_export(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     runs(str(tmp_path), "--export", str(place))
     assert f"{place} holds the page with all its data" in capsys.readouterr().out
     assert place.read_text().startswith("<!doctype html>")
-    with pytest.raises(SystemExit, match=r"accelerate runs: .*No such file or directory"):
+    with pytest.raises(SystemExit, match=r"--export cannot write .*run.html \(No such file or directory\): name a"):
         runs(str(tmp_path), "--export", str(tmp_path / "no" / "run.html"))
 
 

@@ -290,7 +290,10 @@ def test_sagemaker(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ({"num_processes": "two"}, r"config\.yaml, `num_processes` should be a whole number, not 'two'\.$"),
+        (
+            {"num_processes": "two"},
+            r"config\.yaml, `num_processes` should be a whole number of at least 1, not 'two'\.$",
+        ),
         ({"distributed_type": "SOME"}, r"config\.yaml, `distributed_type` is 'SOME': choose one of NO, "),
         ({"fsdp_config": 3}, r"`fsdp_config` in .*config\.yaml should hold names and values, but holds int\.$"),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, r"config\.yaml, there is no ec2_instance_type, iam_role_name: "),

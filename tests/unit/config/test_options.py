@@ -59,8 +59,8 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "given", "words"),
     [
-        ("num_processes", "two", "`--num_processes` should be a whole number, not 'two'"),
-        ("num_processes", 1.5, "should be a whole number, not 1.5"),
+        ("num_processes", "two", "`--num_processes` should be a whole number of at least 1, not 'two'"),
+        ("num_processes", 1.5, "should be a whole number of at least 1, not 1.5"),
         ("mixed_precision", "fp17", "should be one of no, fp16, bf16, fp8, not 'fp17'"),
         ("fsdp_offload_params", "perhaps", "should be yes or no, not 'perhaps'"),
         ("fp8_override_linear_precision", "true", "three times yes or no"),

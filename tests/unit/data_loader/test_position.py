@@ -509,6 +509,16 @@ def test_steps_left_are_those_of_the_sampler(
     assert (said or "so 0 steps are left of epoch 0 instead of 1") in caplog.text
 
 
+def test_as_many_steps_left_as_before_are_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, loader = of(range(4))
+    for _ in loader:
+        accelerator.save_state(tmp_path)
+        break
+    accelerator, loader = of(range(4), size=3)
+    accelerator.load_state(tmp_path)
+    assert "so 1 steps are left of epoch 0 as before" in caplog.text
+
+
 class Buffer(IterableDataset):
     """Shuffles within a window, by draws that it makes batch by batch."""
 

@@ -138,7 +138,6 @@ def test_a_busy_port_that_was_asked_for_is_an_error() -> None:
         (["--num_machines", "2"], "give the address of the first"),
         (["--num_machines", "2", "--main_process_ip", "h"], "Which of the 2 machines is this"),
         (["--num_machines", "2", "--main_process_ip", "h", "--machine_rank", "2"], "count from 0 to 1"),
-        (["--num_machines", "0"], "at least one takes part"),
         (["--num_machines", "2", "--main_process_ip", "h", "--machine_rank", "0", "--num_processes", "3"], "evenly"),
         (["--use_parallelism_config"], "add `--use_fsdp --fsdp_version 2`"),
         (["--use_deepspeed", "--use_fsdp"], "exclude each other"),
@@ -147,6 +146,21 @@ def test_a_busy_port_that_was_asked_for_is_an_error() -> None:
 def test_contradictions_are_refused(words: list[str], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         settings(*words)
+
+
+@pytest.mark.parametrize(
+    ("file", "sentence"),
+    [
+        ({"num_processes": 0}, "should be a whole number of at least 1, not 0"),
+        ({"num_processes": -1, "distributed_type": "MULTI_GPU"}, "should be a whole number of at least 1, not -1"),
+        ({"hang_timeout": -5}, "should be 0 or more seconds, not -5"),
+        ({"mixed_precision": "bf61"}, "not 'bf61' \\(did you mean `bf16`\\?\\)"),
+    ],
+)
+def test_a_wrong_number_in_the_file_is_that_of_the_file(tmp_path: Path, file: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as error:
+        settings(file=file, folder=tmp_path)
+    assert "default_config.json" in str(error.value) and "--" not in str(error.value)
 
 
 def test_machines_that_come_and_go_need_no_rank() -> None:

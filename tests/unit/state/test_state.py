@@ -103,7 +103,9 @@ def test_mixed_precision_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     assert Accelerator(mixed_precision="no").mixed_precision == "no"
     AcceleratorState._reset_state(True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp12")
-    with pytest.raises(ValueError, match=r"'fp12'.*no, fp16, bf16"):
+    with pytest.raises(
+        ValueError, match=r"ACCELERATE_MIXED_PRECISION is 'fp12': choose one of no, fp16, bf16 \(did you mean `fp16`"
+    ):
         Accelerator()
     assert not is_initialized(), "a failed set-up must not look like a finished one"
 

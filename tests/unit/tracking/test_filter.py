@@ -62,6 +62,8 @@ def test_all() -> None:
 def test_errors() -> None:
     with pytest.raises(ValueError, match="No tracker is called 'bogus'; choose from all, tensorboard, wandb, mlflow"):
         filter_trackers("bogus")
+    with pytest.raises(ValueError, match=r"No tracker is called 'wandbb' \(did you mean `wandb`\?\); choose"):
+        filter_trackers("wandbb")
     with pytest.raises(ValueError, match="'tensorboard' writes to a folder, and there is none: pass `project_dir`"):
         filter_trackers("tensorboard")
 

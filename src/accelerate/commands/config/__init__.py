@@ -9,6 +9,7 @@ from accelerate.commands.config.config import config_command_parser
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.config.default import default_command_parser
 from accelerate.commands.config.update import update_command_parser
+from accelerate.commands.utils import run_command
 from accelerate.config import file
 
 __all__ = [
@@ -48,8 +49,7 @@ if not TYPE_CHECKING:  # names that are not declared above are errors
 
 def main() -> None:
     """What `accelerate-config` calls."""
-    args = get_config_parser().parse_args()
-    args.func(args)
+    run_command(get_config_parser())
 
 
 if __name__ == "__main__":

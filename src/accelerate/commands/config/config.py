@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser, one_sentence
+from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command
 from accelerate.config import file
 from accelerate.config.enums import ComputeEnvironment
 from accelerate.config.file import BaseConfig
@@ -112,8 +112,7 @@ def _summary(config: BaseConfig) -> None:
 
 
 def main() -> None:
-    args = config_command_parser().parse_args()
-    args.func(args)
+    run_command(config_command_parser())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate.config.environment import str_to_bool
+from accelerate.text import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,23 @@ def _whole(value: Any) -> int:
     if isinstance(value, (bool, float)):
         raise ValueError
     return int(value)
+
+
+def _at_least_one(value: Any) -> int:
+    number = _whole(value)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def _not_negative(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def checked(value: Any) -> Any:
+        number = read(value)
+        if not 0 <= number < float("inf"):
+            raise ValueError
+        return number
+
+    return checked
 
 
 def _stage(value: Any) -> int:
@@ -85,6 +103,9 @@ def _lower(value: Any) -> str:
 TEXT = Kind("a word", str)
 LOWER = Kind("a word", str, _lower)
 WHOLE = Kind("a whole number", _whole, placeholder="N")
+AT_LEAST_ONE = Kind("a whole number of at least 1", _at_least_one, placeholder="N")
+NOT_NEGATIVE = Kind("a whole number of at least 0", _not_negative(_whole), placeholder="N")
+SECONDS = Kind("0 or more seconds", _not_negative(float), placeholder="X")
 PORT = Kind("a port from 0 to 65535", _port, placeholder="N")
 STREAMS = Kind("0, 1, 2 or 3, or one of them per process such as `0:3,1:1`", _streams, placeholder="N")
 NUMBER = Kind("a number", float, placeholder="X")
@@ -149,7 +170,8 @@ class Option:
         for choice in self.choices:
             if str(value).lower() == choice.lower():
                 return choice
-        raise ValueError(f"should be one of {', '.join(self.choices)}, not {value!r}")
+        near = did_you_mean(str(value).lower(), self.choices)
+        raise ValueError(f"should be one of {', '.join(self.choices)}, not {value!r}{near}")
 
 
 @dataclass(frozen=True)

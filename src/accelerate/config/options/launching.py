@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from accelerate.config.options.base import FLAG, NUMBER, PORT, STREAMS, TEXT, WHOLE, WORDS, Family, Option
+from accelerate.config.options.base import (
+    AT_LEAST_ONE,
+    FLAG,
+    NOT_NEGATIVE,
+    PORT,
+    SECONDS,
+    STREAMS,
+    TEXT,
+    WHOLE,
+    WORDS,
+    Family,
+    Option,
+)
 
 GENERAL = Family(
     "General",
@@ -71,14 +83,14 @@ RESOURCES = Family(
         Option(
             "num_processes",
             "processes in all, over all machines; default: one per device",
-            WHOLE,
+            AT_LEAST_ONE,
             question="How many processes in all, over all machines?",
         ),
-        Option("num_machines", "machines that take part", WHOLE, question="How many machines take part?"),
+        Option("num_machines", "machines that take part", AT_LEAST_ONE, question="How many machines take part?"),
         Option(
             "num_cpu_threads_per_process",
             "threads each process computes with on the CPU (OMP_NUM_THREADS)",
-            WHOLE,
+            AT_LEAST_ONE,
             env="OMP_NUM_THREADS",
             key="",
         ),
@@ -165,11 +177,11 @@ DISTRIBUTED = Family(
             question="How do the machines find each other?",
         ),
         Option("rdzv_conf", "settings of that, such as `timeout=900,is_host=1`", default="", key=""),
-        Option("max_restarts", "start all processes again when one fails, at most so often", WHOLE, 0, key=""),
+        Option("max_restarts", "start all processes again when one fails, at most so often", NOT_NEGATIVE, 0, key=""),
         Option(
             "hang_timeout",
             "say which rank waits where when one has waited for so many seconds; 0: never (default: 60)",
-            NUMBER,
+            SECONDS,
             env="ACCELERATE_HANG_TIMEOUT",
         ),
         Option(
@@ -190,7 +202,7 @@ DISTRIBUTED = Family(
             choices={"auto": "the newest complete one of the project, if there is one"},
             env="ACCELERATE_RESUME",
         ),
-        Option("monitor_interval", "look at the processes every so many seconds", NUMBER, 0.1, key=""),
+        Option("monitor_interval", "look at the processes every so many seconds", SECONDS, 0.1, key=""),
     ),
 )
 

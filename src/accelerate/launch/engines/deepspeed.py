@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate.config.deepspeed import _SETTINGS, HfDeepSpeedConfig
+from accelerate.config.deepspeed import PLUGIN_SETTINGS, HfDeepSpeedConfig
 from accelerate.config.options import option
 from accelerate.environments.base import DEFAULT_PORT
 from accelerate.launch import hostfile
@@ -193,7 +193,7 @@ def _check_config_file(settings: Settings) -> None:
         config = HfDeepSpeedConfig(path)
     except ValueError:
         raise ValueError(f"DeepSpeed's config file {path} cannot be read: name one that holds JSON.") from None
-    shared = {name: setting for name, setting in _SETTINGS.items() if setting.key is not None}
+    shared = {name: setting for name, setting in PLUGIN_SETTINGS.items() if setting.key is not None}
     twice = [name for name in deepspeed_fields(settings).split(",") if name in shared or name == "mixed_precision"]
     if twice:
         raise ValueError(
