@@ -7,13 +7,12 @@ import gc
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from accelerate.comm import Communicator, current
 from accelerate.devices import DEVICES
-from accelerate.state import PartialState
+from accelerate.state import PartialState, attempts
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -57,7 +56,9 @@ def find_executable_batch_size(
 
         train(model)
 
-    Several processes go on together: if memory runs out on one of them, all try again with the smallest size.
+    Several processes go on together: if memory runs out on one of them, all try again with the smallest size. Models
+    are to be prepared inside the function. Where others wait for that one in a collective of NCCL, the run ends with a
+    sentence that says so, and starts with the smaller size if its launcher starts it again.
     """
     if function is None:
         return functools.partial(
@@ -67,21 +68,25 @@ def find_executable_batch_size(
         )
     attempt = function
     batch_size = starting_batch_size
+    name = f"{attempt.__module__}.{getattr(attempt, '__qualname__', '')}"
 
     @functools.wraps(attempt)
     def search(*args: Any, **kwargs: Any) -> Any:
         nonlocal batch_size
         _check_arguments(attempt, args)
+        if (remembered := attempts.remembered_size(name)) is not None:
+            batch_size = min(batch_size, remembered)
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:
             outcome = _try(attempt, batch_size, args, kwargs)
             if outcome.out_of_memory:
-                clear_device_cache(garbage_collection=True)
                 batch_size = int(batch_size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
-            agreed = _agree(outcome, batch_size)
+            agreed = _agree(outcome, batch_size, name)
             if agreed is None:
                 return outcome.result
             batch_size = agreed
+            del outcome  # on a rank that the others have cut off, it holds the frames of the attempt
+            clear_device_cache(garbage_collection=True)
         raise RuntimeError("No batch size fits into memory, not even 1; free memory or use a smaller model.")
 
     return search
@@ -118,19 +123,36 @@ def _try(function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], k
         return _Outcome(error=error)
 
 
-def _agree(outcome: _Outcome, batch_size: int) -> int | None:
+def _agree(outcome: _Outcome, batch_size: int, name: str) -> int | None:
     """Returns the size that all ranks try next, or None when all have succeeded."""
-    # Without a state there is no world to agree with, and asking for one would set it up.
-    comm = current() if PartialState._shared_state else Communicator()
-    retry = outcome.out_of_memory
-    if comm.size > 1:
-        error = None if outcome.error is None else f"{type(outcome.error).__name__}: {outcome.error}"
-        reports = comm.gather_objects((retry, batch_size, error))
-        failed = [f"rank {rank} ({report[2]})" for rank, report in enumerate(reports) if report[2] is not None]
-        if failed and outcome.error is None:
-            raise RuntimeError(f"The search for a batch size ends here, because it failed on {', '.join(failed)}.")
-        retry = any(report[0] for report in reports)
-        batch_size = min(report[1] for report in reports)
-    if outcome.error is not None:
-        raise outcome.error
-    return batch_size if retry else None
+    report = attempts.report_of(outcome.error, outcome.out_of_memory, batch_size)
+    try:
+        reports = attempts.exchange(report, name)
+    except attempts.OthersWait:
+        if outcome.error is not None:
+            _raise(outcome.error, report.cut_off)
+        raise RuntimeError(
+            f"Rank {PartialState().process_index} ran out of memory, while others wait for it in a collective that "
+            f"they cannot leave: start the run again with starting_batch_size={batch_size}; under `accelerate launch "
+            "--max_restarts` it goes on with that by itself."
+        ) from None
+    failed = [
+        f"rank {rank} ({each.error})"
+        for rank, each in enumerate(reports)
+        if each.error is not None and not each.cut_off
+    ]
+    again = any(each.again for each in reports)
+    if outcome.error is not None and not (report.cut_off and (failed or again)):
+        _raise(outcome.error, report.cut_off)
+    if failed:
+        raise RuntimeError(f"The search for a batch size ends here, because it failed on {', '.join(failed)}.")
+    return min(each.size for each in reports) if again else None
+
+
+def _raise(error: Exception, cut_off: bool) -> NoReturn:
+    if cut_off and attempts.met_again():
+        raise RuntimeError(
+            f"Rank {PartialState().process_index} has lost the others, after the process group was made anew because "
+            "memory had run out: prepare models inside of the function that is given the batch size."
+        ) from error
+    raise error

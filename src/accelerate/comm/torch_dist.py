@@ -53,6 +53,8 @@ def join(world: World, kind: str, backend: str, options: dict[str, Any], attempt
     # A launcher that was asked for one GPU still gets a process group, as scripts rely on it being there.
     if world.size == 1 and not ("LOCAL_RANK" in os.environ and kind != "cpu"):
         return None
+    from accelerate.comm import connections
+
     options = dict(options)
     asked = options.pop("backend", None)
     attempts = (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), attempt)
@@ -68,16 +70,17 @@ def join(world: World, kind: str, backend: str, options: dict[str, Any], attempt
         # gloo beside it for what lives on the host: sizes, flags, objects
         options = {"backend": f"cpu:gloo,{kind}:{backend}", **options}
     try:
-        dist.init_process_group(**{"backend": asked or backend, **options})
+        with connections.remembered(None if "init_method" in options else world.port):
+            dist.init_process_group(**{"backend": asked or backend, **options})
+            if "gloo" in str(dist.get_backend_config()):
+                # A process that leaves at once would break the connections that a slower one is still making.
+                dist.all_reduce(torch.zeros(1))
     except dist.DistStoreError as error:
         raise RuntimeError(
             f"Rank {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} in time: "
             "check that all ranks were started, that MASTER_ADDR and MASTER_PORT are the same on all of them and "
             "reachable, or give them longer with `InitProcessGroupKwargs(timeout=...)`."
         ) from error
-    if "gloo" in str(dist.get_backend_config()):
-        # A process that leaves at once would break the connections that a slower one is still making.
-        dist.all_reduce(torch.zeros(1))
     return Joined(world, str(asked or backend))
 
 

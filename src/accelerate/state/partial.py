@@ -106,6 +106,16 @@ class PartialState(ProcessControl):
                 self._group_ended = True
                 PartialState._groups_ended += 1
 
+    def _meet_again(self) -> None:
+        """Make the process group anew, on all ranks; what watches over this one goes on."""
+        ending.take_down(None)
+        PartialState._groups_ended += 1
+        self.device_kind.join(self.world, self._group_options, PartialState._groups_ended)
+        self._talk_through(self.device_kind.communicator(self.device))
+
+    def _talk_through(self, communicator: Communicator) -> None:
+        set_current(_checked(communicator) if self.debug and self.backend is not None else communicator)
+
     def _prepare_backend(
         self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
     ) -> tuple[str | None, DistributedType]:
@@ -158,10 +168,11 @@ class PartialState(ProcessControl):
         self.process_index: int = communicator.rank
         self.local_process_index: int = world.local_rank if distributed else 0
         self._fork_launched = fork_launched
+        self._group_options = kwargs
         self.world = world
         self.device_kind: devices.Device = choice.device
         self.device_reason: str = choice.reason
-        set_current(_checked(communicator) if self.debug and distributed else communicator)
+        self._talk_through(communicator)
         _share_the_cores(choice.device, world)
         if affinity:
             override_numa_affinity(self.local_process_index)
