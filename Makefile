@@ -187,7 +187,8 @@ deepspeed: $(DEEPSPEED)/.ready
 # Without the documents, which show what the current release of torch does, and without what is the same on all of them:
 # commands, settings, plans of a launch, trackers, notebooks, clusters.
 SAME_ON_ALL := $(addprefix tests/unit/,commands config environments launch runs tracking) \
-	$(addprefix tests/world/,test_slurm.py test_two_machines.py test_notebook.py test_local_runs.py test_test_utils_scripts.py)
+	$(addprefix tests/world/,test_slurm.py test_two_machines.py test_notebook.py test_local_runs.py test_test_utils_scripts.py \
+	test_checkpoint_crash.py test_checkpoint_disk.py test_accelerate_test.py)
 ON_OLDER := tests/world tests/contract tests/unit $(addprefix --ignore=,$(SAME_ON_ALL))
 
 torch-oldest: $(TORCH_OLDEST)/.ready
