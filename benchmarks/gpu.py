@@ -1,7 +1,8 @@
 """The figures of a machine with one NVIDIA GPU: `PYTHONPATH=src python3 benchmarks/gpu.py --out FILE.json`.
 
 The peer is the released version installed for the same python3. This file is also the module of its own two
-benchmarks: a step of a transformer of 125 million parameters, and the feeding of large, pinned batches.
+benchmarks: a step of a transformer of 125 million parameters, and the feeding of batches that are large or have many
+tensors.
 """
 
 from __future__ import annotations
@@ -27,6 +28,17 @@ from step import endless, plain_device
 from worker import Block
 
 FEEDING = ("compute", "plain", "peer", "ours")
+# What the batches come from, besides memory that was pinned beforehand, and how they are asked for.
+ORDINARY = {"ready": "pageable", "products": 33}
+FEEDS: dict[str, dict[str, Any]] = {
+    "113 MB batches, pinned": {},
+    "113 MB batches, pinned, non_blocking=True": {"non_blocking": True},
+    "113 MB batches, not pinned": ORDINARY,
+    "113 MB batches, pin_memory=True": ORDINARY | {"pin_memory": True},
+    "113 MB batches, not pinned, dispatched": ORDINARY | {"dispatch": True},
+    "1,000 tensors of 16 KB, not pinned": ORDINARY | {"ready": "small"},
+    "1,000 tensors of 16 KB, pin_memory=True": ORDINARY | {"ready": "small", "pin_memory": True},
+}
 SMALL_GPT = {"layers": 2, "width": 64, "heads": 2, "vocabulary": 128, "length": 32, "batch": 2}
 
 
@@ -41,10 +53,9 @@ def figures() -> list[Figure]:
         name = f"125M transformer, bf16, {text}"
         args = {"task": "gpt", "output": output}
         found.append(Figure(name, "gpu", "baseline", 1.01, args, 1, 4, 4, 16, 18.0))
-    for non_blocking in (False, True):
-        name = "113 MB batches, pinned" + (", non_blocking=True" if non_blocking else "")
-        args = {"task": "feed", "non_blocking": non_blocking}
-        found.append(Figure(name, "gpu", "baseline", 1.10, args, 1, 20, 10, 16, 14.0, subjects=FEEDING))
+    for name, args in FEEDS.items():
+        args = {"task": "feed", **args}
+        found.append(Figure(name, "gpu", "baseline", 1.10, args, 1, 20, 10, 16, 8.0, subjects=FEEDING))
     found.append(Figure("loader, per batch", "loader", "added", None, steps=100, rounds=60, seconds=5.0, beside=True))
     name = "evaluation step with gather_for_metrics"
     found.append(Figure(name, "gather", "added", None, rounds=60, seconds=8.0, beside=True))
@@ -57,7 +68,7 @@ def smoke(figure: Figure) -> Figure:
     if args.get("task") == "gpt":
         args["sizes"] = SMALL_GPT
     if args.get("task") == "feed":
-        args |= {"rows": 64, "width": 32, "products": 2}
+        args |= {"rows": 64, "width": 32, "products": 2, "tensors": 40}
     return dataclasses.replace(figure, args=args, steps=4, warmup=4, rounds=3)
 
 
@@ -193,81 +204,106 @@ def prepared_gpt(output: str, sizes: dict[str, int] | None = None) -> Block:
 # Large batches.
 
 
-class Ready(Dataset[torch.Tensor]):
-    """Batches that lie ready in pinned memory, each time in a new tensor object.
+@dataclasses.dataclass(frozen=True)
+class Feed:
+    """What batches are, and how they are read and copied.
 
-    Pinning a fresh 113 MB costs the host more than the copy to the device does: the figure would be that of
-    the pinning. So a few batches are pinned beforehand; the loader's `pin_memory` passes those on untouched.
+    ready: "pinned" in memory that was pinned beforehand, since to pin a fresh 113 MB costs the host more than the copy
+    to the device; "pageable" in memory as any; "small" the same, as many small tensors in place of a large one.
     """
 
-    def __init__(self, rows: int, width: int, count: int = 4) -> None:
+    ready: str = "pinned"
+    pin_memory: bool = False
+    dispatch: bool = False
+    non_blocking: bool = False
+    rows: int = 6912
+    width: int = 4096
+    products: int = 20
+    tensors: int = 1000
+
+    def batches(self, count: int = 4) -> list[list[torch.Tensor]]:
         torch.manual_seed(0)
-        self.batches = [torch.randn(rows, width) for _ in range(count)]
-        if torch.cuda.is_available():
-            self.batches = [batch.pin_memory() for batch in self.batches]
+        shapes = [(1, self.width)] * self.tensors if self.ready == "small" else [(self.rows, self.width)]
+        pinned = self.ready == "pinned" and torch.cuda.is_available()
+        made = [[torch.randn(shape) for shape in shapes] for _ in range(count)]
+        return [[tensor.pin_memory() for tensor in batch] for batch in made] if pinned else made
+
+    def loader(self) -> DataLoader[Any]:
+        pins = torch.cuda.is_available() and (self.pin_memory or self.ready == "pinned")
+        return DataLoader(Ready(self.batches()), batch_size=None, pin_memory=pins)
+
+    def work(self, device: torch.device) -> Work:
+        return Work(self.rows, self.width, self.products).to(device)
+
+
+class Ready(Dataset[list[torch.Tensor]]):
+    """Batches that lie ready, each time in new tensor objects."""
+
+    def __init__(self, batches: list[list[torch.Tensor]]) -> None:
+        self.batches = batches
 
     def __len__(self) -> int:
         return 100_000
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return self.batches[index % len(self.batches)].view_as(self.batches[0])
+    def __getitem__(self, index: int) -> list[torch.Tensor]:
+        return [tensor.view_as(tensor) for tensor in self.batches[index % len(self.batches)]]
 
 
 class Work(nn.Module):
-    """A fixed amount of bf16 products on a batch: some 6 ms on an H200."""
+    """A fixed amount of bf16 products: with 20 of them some 6 ms on an H200, with 33 some 10."""
 
     weight: torch.Tensor
+    start: torch.Tensor
 
-    def __init__(self, width: int, products: int) -> None:
+    def __init__(self, rows: int, width: int, products: int) -> None:
         super().__init__()
         weight = torch.randn(width, width, dtype=torch.bfloat16) / width**0.5
         self.register_buffer("weight", weight)
+        self.register_buffer("start", torch.randn(rows, width, dtype=torch.bfloat16))
         self.products = products
 
     @torch.no_grad()
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = x.bfloat16()
+    def forward(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        # One large tensor is what is multiplied; of many small ones, all are read.
+        h = batch[0].bfloat16() if len(batch) == 1 else self.start + torch.cat(batch).bfloat16().sum()
         for _ in range(self.products):
             h = h @ self.weight
         return h.sum()
 
 
-def feed(rows: int, width: int) -> DataLoader[Any]:
-    return DataLoader(Ready(rows, width), batch_size=None, pin_memory=torch.cuda.is_available())
-
-
-def feed_block(batches: Iterator[torch.Tensor], work: Work, device: torch.device, move: dict[str, Any]) -> Block:
+def feed_block(batches: Iterator[list[torch.Tensor]], work: Work, device: torch.device, move: dict[str, Any]) -> Block:
     total = torch.zeros((), device=device, dtype=torch.bfloat16)
 
     def block(steps: int) -> None:
         for _ in range(steps):
-            total.add_(work(next(batches).to(device, **move)))
+            total.add_(work([tensor.to(device, **move) for tensor in next(batches)]))
 
     return block
 
 
-def compute_alone(non_blocking: bool, rows: int = 6912, width: int = 4096, products: int = 20) -> Block:
+def compute_alone(**args: Any) -> Block:
     """The batches lie on the device from the start."""
-    device = plain_device()
-    ready = [batch.to(device) for batch in Ready(rows, width).batches]
-    return feed_block(endless(ready), Work(width, products).to(device), device, {})
+    device, feed = plain_device(), Feed(**args)
+    ready = [[tensor.to(device) for tensor in batch] for batch in feed.batches()]
+    return feed_block(endless(ready), feed.work(device), device, {})
 
 
-def plain_feed(non_blocking: bool, rows: int = 6912, width: int = 4096, products: int = 20) -> Block:
-    device = plain_device()
-    work = Work(width, products).to(device)
-    return feed_block(endless(feed(rows, width)), work, device, {"non_blocking": non_blocking})
+def plain_feed(**args: Any) -> Block:
+    device, feed = plain_device(), Feed(**args)
+    return feed_block(endless(feed.loader()), feed.work(device), device, {"non_blocking": feed.non_blocking})
 
 
-def prepared_feed(non_blocking: bool, rows: int = 6912, width: int = 4096, products: int = 20) -> Block:
+def prepared_feed(**args: Any) -> Block:
     from accelerate import Accelerator
     from accelerate.utils import DataLoaderConfiguration
 
-    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=non_blocking))
-    loader = accelerator.prepare(feed(rows, width))
-    work = Work(width, products).to(accelerator.device)
+    feed = Feed(**args)
+    # Left to itself where nothing is to be dispatched.
+    config = DataLoaderConfiguration(non_blocking=feed.non_blocking, dispatch_batches=feed.dispatch or None)
+    accelerator = Accelerator(dataloader_config=config)
+    loader = accelerator.prepare(feed.loader())
     # The batch is on the device already; the same loop's `.to` then does nothing.
-    return feed_block(endless(loader), work, accelerator.device, {})
+    return feed_block(endless(loader), feed.work(accelerator.device), accelerator.device, {})
 
 
 def main() -> int:

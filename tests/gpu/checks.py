@@ -108,45 +108,6 @@ def trains_like_plain_pytorch() -> None:
         torch.testing.assert_close(seen, expected, rtol=1e-5, atol=1e-6)
 
 
-class Numbered(Dataset[Any]):
-    """Batches of their own number, large enough that a copy takes a while."""
-
-    def __init__(self, count: int, elements: int, reuse: bool) -> None:
-        self.count, self.elements = count, elements
-        self.buffer = torch.empty(elements).pin_memory() if reuse else None
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Any:
-        if self.buffer is not None:
-            return self.buffer.fill_(index)
-        return torch.full((self.elements,), float(index))
-
-
-@check
-def copies_behind_the_compute_are_right() -> None:
-    from accelerate import Accelerator
-
-    for pinned, reuse in ((True, False), (True, True), (False, False)):
-        reset()
-        accelerator = Accelerator()
-        data = Numbered(60, 4_000_000, reuse)
-        loader = accelerator.prepare(DataLoader(data, batch_size=None, pin_memory=pinned))
-        weight = torch.randn(2048, 2048, device="cuda")
-        results = []
-        for batch in loader:
-            h = weight
-            for _ in range(4):  # keeps the GPU behind the host
-                h = torch.tanh(h @ weight)
-            results.append((batch.min() + h.sum() * 0, batch.max() + h.sum() * 0))
-            # Memory that the loop gives back may be taken by the next copy: never while it is in use.
-            del batch
-            torch.empty(3_000_000, device="cuda").fill_(-1)
-        found = [(low.item(), high.item()) for low, high in results]
-        assert found == [(float(i), float(i)) for i in range(60)], (pinned, reuse, found[:5])
-
-
 class Bag:
     """A batch that only knows how to move itself."""
 

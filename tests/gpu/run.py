@@ -9,7 +9,16 @@ import sys
 import time
 import traceback
 
-from tests.gpu import big_models, checks, launchers, launching, loading, pinning, sharding  # noqa: F401  (its checks add themselves)
+from tests.gpu import (  # noqa: F401  (their checks add themselves)
+    big_models,
+    checks,
+    feeding,
+    launchers,
+    launching,
+    loading,
+    pinning,
+    sharding,
+)
 
 
 def run_world(processes: int, name: str) -> str | None:

@@ -96,6 +96,10 @@ def test_many_tensors_at_once() -> None:
         assert torch.stack(kind.norms(values, float("inf"))).tolist() == [3.0, 3.0]
         kind.multiply_(values, torch.tensor(2.0))
         assert values[0].tolist() == [0.0, 2.0, 4.0, 6.0]
+    for kind in (tensors, without("_foreach_copy_", "tensors"), without("_unflatten_dense_tensors", "tensors")):
+        values = [torch.zeros(()), torch.zeros(2, 3), torch.zeros(0)]
+        kind.copy_all_(values, kind.split_like(torch.arange(7), values))
+        assert [value.tolist() for value in values] == [0.0, [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], []]
 
 
 def test_whether_a_tensor_was_written_to() -> None:

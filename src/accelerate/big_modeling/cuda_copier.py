@@ -13,35 +13,11 @@ import torch
 from accelerate.big_modeling.locked_files import LockedFiles
 from accelerate.big_modeling.pagelock import SMALL, LockedCopies, PageLocks
 from accelerate.big_modeling.slot import Slot
-from accelerate.big_modeling.staging import Job, Stager
-from accelerate.big_modeling.store import FileRange, bytes_of
+from accelerate.big_modeling.store import FileRange
 from accelerate.big_modeling.tensors import has_plain_memory
 from accelerate.devices import page_lock
-
-
-class CudaLane:
-    """Copies on a stream of their own."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)
-
-    def enter(self) -> None:
-        torch.cuda.set_device(self.device)
-        torch.cuda.set_stream(self.stream)
-
-    def buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-    def send(self, out: torch.Tensor, buffer: torch.Tensor, mark: torch.cuda.Event) -> None:
-        """Only for threads that have entered: their stream is this one."""
-        out.copy_(buffer, non_blocking=True)
-        mark.record(self.stream)
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # who waits sleeps: the cores are needed to read
-        event.record(self.stream)
-        return event
+from accelerate.devices.cuda_lane import CudaLane
+from accelerate.devices.staging import Job, Stager, bytes_of
 
 
 class CudaCopier:

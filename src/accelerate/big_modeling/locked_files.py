@@ -5,7 +5,7 @@ be locked, without any copy, as long as nobody asks to write to them. So each we
 only, as soon as it has been read once: the system has its pages then, and locking does not wait for the disk.
 
 Locked pages cannot be given to anybody else, so at most half of the memory that is free is taken. The other weights are
-read through buffers (staging.py), as are all of them where locking is refused.
+read through buffers (devices/staging.py), as are all of them where locking is refused.
 
 A file that is cut short and written anew gets other pages, and those that are locked keep the old content. So whoever
 takes them asks whether the file is still the same.

@@ -1,7 +1,8 @@
 """Weights in page-locked host memory: a device reads them at the speed of the bus, and behind the compute.
 
 Memory is locked where it is, by threads of their own, because that takes a while (up to a fifth of a second for each
-GiB): what is not locked yet, or cannot be, goes through buffers (staging.py). See devices/page_lock.py for the rest.
+GiB): what is not locked yet, or cannot be, goes through buffers (devices/staging.py). See devices/page_lock.py
+for the rest.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from accelerate.big_modeling.sources import Source
-from accelerate.big_modeling.store import Reader, bytes_of
+from accelerate.big_modeling.store import Reader
+from accelerate.devices.staging import bytes_of
 
 # Small enough for little locked memory, big enough for a disk and a bus to be at full speed.
 PIECE = 8 * 2**20

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from accelerate.big_modeling.store import FileRange, Reader, SafetensorsFile, bytes_of
+from accelerate.big_modeling.store import FileRange, Reader, SafetensorsFile
 from accelerate.bounded import is_inside, read_json
 from accelerate.checkpoint.files import read_torch
 from accelerate.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accelerate.devices.staging import bytes_of
 from accelerate.errors import CheckpointError, MissingFile, Unfit
 from accelerate.torch_internals.modules import metadata_of
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from accelerate.bounded import read_json, safetensors_header
+from accelerate.devices.staging import Buffer, Memory, Source, bytes_of
 from accelerate.errors import CheckpointError
 
 INDEX = "index.json"
@@ -130,6 +131,12 @@ class FileRange(NamedTuple):
         """A handle to read from; None where the file has lost its name: it can be mapped then."""
         return os.open(self.path, os.O_RDONLY) if self.file is None else self.file.open()
 
+    def opened(self) -> Source:
+        """Its bytes, for threads that bring them to a device."""
+        handle = self.open()
+        # A file that has lost its name is still mapped.
+        return Memory(self.mapped()) if handle is None else _OpenFile(self, handle)
+
     def read_into(self, address: memoryview, start: int, reader: Reader) -> None:
         """Fill `address` with the bytes from `start` on."""
         try:
@@ -141,6 +148,21 @@ class FileRange(NamedTuple):
         except OSError as error:
             reason = error.strerror or "it has become shorter"
             raise CheckpointError(f"{self.path} cannot be read ({reason}): load another checkpoint.") from error
+
+
+class _OpenFile:
+    """A part of a file to be read, open until all of it was."""
+
+    def __init__(self, place: FileRange, handle: int) -> None:
+        self._place = place
+        self._handle = handle
+
+    def fill(self, buffer: Buffer, start: int, size: int) -> None:
+        view = buffer.view if size == len(buffer.view) else buffer.view[:size]
+        read_fully(self._handle, view, self._place.offset + start, self._place.path)
+
+    def close(self) -> None:
+        os.close(self._handle)
 
 
 class Reader:
@@ -163,12 +185,6 @@ class Reader:
         if self._handle is not None:
             os.close(self._handle)
             self._handle = None
-
-
-def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of a contiguous tensor as bytes."""
-    # Not `view(-1)`: a single element may keep the stride of the row it was taken from, which no view of bytes has.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def read_fully(handle: int, address: memoryview, offset: int, path: str) -> None:

@@ -18,7 +18,7 @@ from accelerate.data_loader.pieces import batch_length, cut, join
 from accelerate.data_loader.position import Place
 from accelerate.data_loader.rest import innermost_skip
 from accelerate.data_loader.streams import undisturbed
-from accelerate.devices import transfer_to
+from accelerate.devices import Transfer, transfer_to
 from accelerate.parallel.mesh import shares_of_ranks
 from accelerate.random import synchronize_rng_states
 from accelerate.state import PartialState
@@ -79,7 +79,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         place = self.position.begin(self)
         transfer = transfer_to(self.state.device, self._non_blocking)
         handout = Handout(current())
-        parts = self._lead(handout, place) if self.state.is_main_process else self._follow(handout)
+        parts = self._lead(handout, place, transfer) if self.state.is_main_process else self._follow(handout)
         try:
             for part in parts:
                 self.position.caught_up(self)
@@ -88,7 +88,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                 self.adjust_state_dict_for_prefetch()
                 place.handed_out(part.is_last)
                 backwards = self.gradient_state.backwards
-                yield self._hand_out(transfer.finish(transfer.start(part.batch)), part.counts)
+                started = transfer.start(part.batch, late=not part.is_last)
+                yield self._hand_out(transfer.finish(started), part.counts)
                 self._came_back(part.is_last, backwards)
         finally:
             self.position.caught_up(self)
@@ -100,13 +101,14 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             if part.is_last:
                 return
 
-    def _lead(self, handout: Handout, place: Place) -> Iterator[Part]:
+    def _lead(self, handout: Handout, place: Place, transfer: Transfer) -> Iterator[Part]:
         """Read one global batch ahead, so that the last one is known when it is sent."""
         with handout.telling_errors():
             left_out = innermost_skip(self.sampler if self.batch_sampler is None else self.batch_sampler)
             if left_out is not None:
                 left_out.keeps = self.batches_per_step
             batches = self.position.iterate(self, place)
+            transfer.reads(batches)
             first = self._skip(batches, handout)
             steps = self._steps(batches, self.position.reader(self, place))
             step = next(steps, None)

@@ -90,6 +90,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
 
         try:
             batches = self.position.iterate(self, place)
+            transfer.reads(batches)
             reader = self.position.reader(self, place)
             for _ in range(self.skip_batches):
                 if next(batches, _END) is _END:

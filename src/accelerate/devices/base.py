@@ -8,7 +8,7 @@ import torch
 
 from accelerate.comm import Communicator, torch_dist
 from accelerate.config.enums import DistributedType
-from accelerate.devices.transfer import BlockingTransfer, OverlappedTransfer, Transfer
+from accelerate.devices.transfer import BlockingTransfer, Transfer
 from accelerate.environments import World
 
 
@@ -109,18 +109,11 @@ class Device:
         """Whether arithmetic in `mode` ("no", "fp16", "bf16") runs here."""
         return mode != "bf16" or bool(getattr(self.module, "is_bf16_supported", lambda: True)())
 
-    def new_stream(self) -> Any | None:
-        """A side stream for copies behind the compute, or None where the device has no such thing."""
-        return None
-
     # --- what goes to the device, and between processes ---------------------------------------------------------
 
     def transfer(self, device: torch.device, non_blocking: bool) -> Transfer:
         """How batches get to `device`, one of this kind."""
-        stream = self.new_stream()
-        if stream is None:
-            return BlockingTransfer(device, non_blocking)
-        return OverlappedTransfer(device, non_blocking, stream)
+        return BlockingTransfer(device, non_blocking)
 
     def join(self, world: World, options: dict[str, Any], attempt: int = 0) -> torch_dist.Joined | None:
         """Join the processes of `world`; None where this one is alone.

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from accelerate.available import is_cuda_available
 from accelerate.config.enums import DistributedType
 from accelerate.devices.base import Device
+from accelerate.devices.transfer import Transfer
+
+if TYPE_CHECKING:
+    from accelerate.devices.feed import Feeder
 
 
 class CUDA(Device):
     def __init__(self) -> None:
         super().__init__("cuda", backend="nccl", label=DistributedType.MULTI_GPU)
+        self._feeders: dict[torch.device, Feeder] = {}
 
     def available(self) -> bool:
         return is_cuda_available()  # which does not start CUDA
 
-    def new_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()
+    def transfer(self, device: torch.device, non_blocking: bool) -> Transfer:
+        from accelerate.devices.cuda_lane import CudaLane
+        from accelerate.devices.feed import Feeder, OverlappedTransfer
+
+        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+        # One for all loaders of the process: its buffers are used again.
+        if device not in self._feeders:
+            self._feeders[device] = Feeder(CudaLane(device))
+        return OverlappedTransfer(self._feeders[device], non_blocking)

@@ -17,6 +17,17 @@ def pin_memory(batch: Any) -> Any:
     return pinned(batch)
 
 
+def stop_pinning(batches: Any) -> bool:
+    """Have an iteration without workers no longer pin what it reads, if it does; returns whether it did.
+
+    Where it cannot be stopped, batches are pinned while the loop waits for them.
+    """
+    if getattr(batches, "_num_workers", None) != 0 or not getattr(batches, "_pin_memory", False):
+        return False
+    batches._pin_memory = False
+    return True
+
+
 def before_first_read(batches: Any, function: Callable[[], None]) -> bool:
     """Have a function called once in an iteration without workers: after the sampler has given its next indices, and
     before the dataset is read. Returns whether that is possible.

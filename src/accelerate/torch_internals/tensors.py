@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 _multiply_all: Callable[..., Any] | None = getattr(torch, "_foreach_mul_", None)
 _norm_all: Callable[..., Any] | None = getattr(torch, "_foreach_norm", None)
+_unflatten: Callable[..., Any] | None = getattr(torch._utils, "_unflatten_dense_tensors", None)
+_copy_all: Callable[..., Any] | None = getattr(torch, "_foreach_copy_", None)
 
 
 def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:
@@ -26,6 +28,25 @@ def norms(tensors: list[torch.Tensor], norm_type: float) -> list[torch.Tensor]:
     if _norm_all is not None:
         return list(_norm_all(tensors, norm_type, dtype=torch.float32))
     return [torch.linalg.vector_norm(tensor, norm_type, dtype=torch.float32) for tensor in tensors]
+
+
+def copy_all_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy tensors of one device; one after the other, which is slower, without `torch._foreach_copy_`."""
+    if _copy_all is not None:
+        _copy_all(targets, sources)
+        return
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Views of a flat tensor, one behind the other, in the shapes of these tensors; made one by one, which is slower,
+    without torch's function for gradients in one piece."""
+    if _unflatten is not None:
+        views: Sequence[torch.Tensor] = _unflatten(flat, tensors)
+        return views
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]
 
 
 def change_mark(tensor: torch.Tensor) -> int | float:

@@ -15,8 +15,8 @@ from torch import nn
 
 from accelerate import disk_offload, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
 from accelerate.big_modeling import store
-from accelerate.big_modeling.staging import Job
 from accelerate.big_modeling.store import OffloadedWeightsLoader, offload_state_dict
+from accelerate.devices.staging import Job
 
 X = torch.ones(1, 4)
 PLACES: dict[str, Any] = {"0": "cpu", "1": "disk"}
@@ -105,7 +105,7 @@ def test_staging_reads_the_file_it_was_told_of(tmp_path: Path) -> None:
 
 
 def _staged(place: Any, out: torch.Tensor) -> torch.Tensor:
-    from accelerate.big_modeling.staging import _Buffer
+    from accelerate.devices.staging import Buffer
 
     class Lane:
         def buffer(self, size: int) -> torch.Tensor:
@@ -115,7 +115,7 @@ def _staged(place: Any, out: torch.Tensor) -> torch.Tensor:
             return None
 
     job = Job()
-    buffer: Any = _Buffer(Lane(), out.nbytes)  # type: ignore[arg-type]
+    buffer: Any = Buffer(Lane(), out.nbytes)  # type: ignore[arg-type]
     job.open(place).fill(buffer, 0, out.nbytes)
     job.end()
     return buffer.bytes.view(out.dtype)

@@ -1,74 +1,15 @@
 from __future__ import annotations
 
-import itertools
 import threading
-import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from accelerate.big_modeling.staging import Job, Stager
 from accelerate.big_modeling.store import FileRange
-
-
-class Mark:
-    """Behind some of the copies of a lane, which are done only when somebody waits for them."""
-
-    def __init__(self, lane: FakeLane, place: int) -> None:
-        self.lane = lane
-        self.place = place
-
-    def synchronize(self) -> None:
-        self.lane.finish(self.place)
-
-
-class FakeLane:
-    def __init__(self) -> None:
-        self.buffers: list[str] = []
-        self.entered: list[str] = []
-        self.senders: set[str] = set()
-        self.outs: list[weakref.ref[torch.Tensor]] = []
-        self._sent: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._done = 0
-        self._guard = threading.RLock()
-        self._numbers = itertools.count(3)
-        self._overtaken = threading.Event()
-
-    def cross(self) -> None:
-        """Have the reader that comes first from now on be overtaken by the second one."""
-        self._overtaken.clear()
-        self._numbers = itertools.count(1)
-
-    def enter(self) -> None:
-        self.entered.append(str(threading.get_ident()))
-
-    def buffer(self, size: int) -> torch.Tensor:
-        self.buffers.append(str(threading.get_ident()))
-        return torch.full((size,), 255, dtype=torch.uint8)
-
-    def send(self, out: torch.Tensor, buffer: torch.Tensor, mark: Mark) -> None:
-        number = next(self._numbers)
-        if number == 1:
-            assert self._overtaken.wait(60)
-        with self._guard:
-            self.senders.add(str(threading.get_ident()))
-            self.outs.append(weakref.ref(out))
-            self._sent.append((out.view(-1), buffer))
-            mark.place = len(self._sent)
-        if number == 2:
-            self._overtaken.set()
-
-    def mark(self) -> Mark:
-        with self._guard:
-            return Mark(self, len(self._sent))
-
-    def finish(self, place: int) -> None:
-        with self._guard:
-            for out, buffer in self._sent[self._done : place]:
-                out.copy_(buffer)
-            self._done = max(self._done, place)
+from accelerate.devices.staging import Job, Stager
+from tests.unit.devices.lanes import FakeLane
 
 
 @pytest.fixture
@@ -161,7 +102,7 @@ def test_a_cancelled_job_ends(tmp_path: Path) -> None:
         assert gate.wait(60)
         send(*args)
 
-    lane.send = wait_and_send  # type: ignore[method-assign]
+    lane.send = wait_and_send  # type: ignore[method-assign,assignment]
     stager = Stager(lane, part=16, readers=2)
     value = torch.randn(10_000)
     job = stager.bring([(in_file(tmp_path / "f", value), torch.zeros(10_000))])
@@ -227,7 +168,7 @@ def test_closed_by_one_of_its_own_readers(lane: FakeLane) -> None:
             stager.close()
 
     finish(stager.bring([(torch.randn(4), torch.zeros(4))]))
-    lane.send = closing  # type: ignore[method-assign]
+    lane.send = closing  # type: ignore[method-assign,assignment]
     threads = stager._threads
     value, out = torch.randn(4), torch.zeros(4)
     finish(stager.bring([(value, out)]))

@@ -1,0 +1,236 @@
+"""Batches that are copied to the device behind the compute, whether or not they lie in pinned memory.
+
+What is pinned is copied from where it is. Everything else goes through the few buffers of a `Stager`, whose threads do
+nothing but copy: the dataset is read where the loop is. The buffers belong to the process, one set for each device it
+feeds, and are used again for as long as it lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from accelerate.comm.tree import is_nested, items_of, leaves, replace_leaves, send_to_device
+from accelerate.devices import staging
+from accelerate.devices.staging import Job, Stager
+from accelerate.devices.transfer import BlockingTransfer
+from accelerate.torch_internals.data_loader import pin_memory, stop_pinning
+
+# A loader that pins memory pins all of it: a look at the first tensors is enough.
+_LOOKED_AT = 2
+# Such tensors, if they are few, are on their way sooner than a thread has woken up: CUDA keeps copies of them itself.
+_TINY = 1 << 16
+_FEW = 16
+# One alone copies less than half of what memory and the bus can do. With two buffers of 4 MiB each.
+_READERS = 4
+
+
+class Lane(staging.Lane, Protocol):
+    """The way of batches: the memory they get belongs to it, and is taken and given back in its order."""
+
+    device: torch.device
+
+    def on(self) -> AbstractContextManager[Any]:
+        """A context in which memory that is taken belongs to this lane, and what is copied goes along it."""
+
+    def submitted(self) -> Any:
+        """All work that the loop has given to the device so far."""
+
+    def follow(self, work: Any) -> None:
+        """What is sent from now on waits for that work."""
+
+    def arrive(self, mark: Any) -> None:
+        """What the loop gives to the device from now on waits for what was sent before the mark."""
+
+
+class Feeder:
+    """A lane and its buffers."""
+
+    def __init__(self, lane: Lane) -> None:
+        self.lane = lane
+        self.stager: Stager = Stager(lane, readers=_READERS, name="feeder")
+
+
+class _Started:
+    """A batch that was fetched.
+
+    moved: whether it is on its way as it is, or else its tensors are replaced by `outs`. pairs: sources, which are not
+    read yet, and the memory they go to. mark: behind the last copy.
+    """
+
+    def __init__(self, batch: Any, *, moved: bool = False, outs: list[torch.Tensor] | None = None) -> None:
+        self.batch = batch
+        self.moved = moved
+        self.outs = outs
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.job: Job | None = None
+        self.mark: Any = None
+
+    def taken(self) -> Any:
+        """The batch as it arrives, which from now on is the loop's alone."""
+        batch = self.batch if self.outs is None else replace_leaves(self.batch, self.outs)
+        self.batch = self.outs = None
+        return batch
+
+
+class _Room:
+    """Memory for the next batch, if it has the tensors of the last one. free: behind all work on what was there."""
+
+    def __init__(self, outs: list[torch.Tensor], free: Any) -> None:
+        self.outs = outs
+        self.free = free
+
+    def fits(self, tensors: list[torch.Tensor]) -> bool:
+        return len(tensors) == len(self.outs) and all(
+            out.dtype == tensor.dtype and out.shape == tensor.shape and out.stride() == tensor.stride()
+            for out, tensor in zip(self.outs, tensors, strict=True)
+        )
+
+
+class OverlappedTransfer(BlockingTransfer):
+    """Copied beside the step of the previous batch.
+
+    The lane first waits for all work the loop has submitted so far, so memory that a former batch has given back is
+    never overwritten under a running kernel. A batch that is started late would have to wait for the very step that it
+    is to be copied beside: its memory is taken before that.
+
+    Whether memory is pinned costs a question to the driver: it is asked once, of the first batch.
+    """
+
+    def __init__(self, feeder: Feeder, non_blocking: bool) -> None:
+        super().__init__(feeder.lane.device, non_blocking)
+        self._lane = feeder.lane
+        self._stager = feeder.stager
+        self._pins = False
+        self._direct: bool | None = None  # from where batches are; None before the first one was seen
+        self._last: _Started | None = None
+        self._room: _Room | None = None
+
+    def reads(self, batches: Any) -> None:
+        # Pinned by the loader they would be copied twice, and once of that while the loop waits.
+        self._pins = stop_pinning(batches)
+
+    def start(self, batch: Any, late: bool = False) -> Any:
+        tensors = _plain_tensors(batch)
+        if tensors is None and self._pins:
+            batch = pin_memory(batch)
+        if self._direct is None:
+            self._decide(leaves(batch) if tensors is None else tensors)
+        if tensors is None:
+            return self._start_whole(batch)
+        if not self._direct and len(tensors) <= _FEW and all(tensor.nbytes <= _TINY for tensor in tensors):
+            return _Started(send_to_device(batch, self.device, self.non_blocking), moved=True)
+        outs = self._take_room(tensors)
+        self._last = started = _Started(batch, outs=outs)
+        started.pairs = [(_dense(tensor, out), out) for tensor, out in zip(tensors, outs, strict=True)]
+        if self._direct:
+            self._copy(started)
+        else:
+            started.job = self._stager.bring(started.pairs)
+        if late:
+            self._room = _Room(self._memory(outs), self._lane.submitted())
+        return started
+
+    def _decide(self, tensors: list[torch.Tensor]) -> None:
+        if tensors:
+            pinned = [tensor.is_pinned() for tensor in tensors[:_LOOKED_AT]]
+            self._direct = all(pinned)
+            # A copy from pageable memory has read its source when it returns: waiting for more than that, as a
+            # blocking copy does, would only stop the loop until the device has caught up.
+            self.non_blocking = self.non_blocking or not any(pinned)
+
+    def _start_whole(self, batch: Any) -> _Started:
+        """What has a way of its own to a device, or is more than its bytes."""
+        if not self._direct:
+            return _Started(batch)
+        self._lane.follow(self._lane.submitted())
+        with self._lane.on():
+            self._last = started = _Started(send_to_device(batch, self.device, non_blocking=True), moved=True)
+        started.mark = self._lane.mark()
+        return started
+
+    def _take_room(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Memory for these tensors, which the lane may write to as soon as it is no longer in use."""
+        room, self._room = self._room, None
+        if room is None or not room.fits(tensors):
+            room = None
+            room = _Room(self._memory(tensors), self._lane.submitted())
+        self._lane.follow(room.free)
+        return room.outs
+
+    def _memory(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        # Tensors of inference mode could not be written to by other threads.
+        with torch.inference_mode(False), self._lane.on():
+            return [torch.empty_like(tensor, device=self.device) for tensor in tensors]
+
+    def _copy(self, started: _Started) -> None:
+        """Copy from where the sources are."""
+        with torch.no_grad(), self._lane.on():
+            for source, out in started.pairs:
+                out.copy_(source, non_blocking=True)
+        started.mark = self._lane.mark()
+
+    def finish(self, batch: Any) -> Any:
+        started: _Started = batch
+        self._send(started)
+        if started.mark is not None:
+            self._lane.arrive(started.mark)
+        elif not started.moved:
+            return super().finish(started.taken())
+        return started.taken()
+
+    def _send(self, started: _Started) -> None:
+        """Until everything has been read and sent, where that is done through buffers."""
+        job, started.job = started.job, None
+        if job is None:
+            return
+        job.over.wait()
+        if job.error is None:
+            started.mark = job.mark
+        else:
+            # There is no memory for the buffers, say. What was wrong with the device itself is told here.
+            self._direct = True
+            self._copy(started)
+        started.pairs = []
+
+    def wait(self) -> None:
+        # A dataset may reuse its memory for the batch after the next.
+        started, self._last = self._last, None
+        if started is None:
+            return
+        if started.job is not None:
+            self._send(started)
+        elif started.mark is not None:
+            started.mark.synchronize()
+
+
+def _plain_tensors(batch: Any) -> list[torch.Tensor] | None:
+    """The tensors of a batch; None where it has anything else that goes to a device, or tensors that are more than
+    bytes in the memory of the host."""
+    tensors = leaves(batch)
+    return tensors if not _has_own_way(batch) and all(map(_is_plain, tensors)) else None
+
+
+def _has_own_way(data: Any) -> bool:
+    if isinstance(data, torch.Tensor):
+        return False
+    if hasattr(data, "to") and not isinstance(data, type):
+        return True
+    return is_nested(data) and any(map(_has_own_way, items_of(data)))
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    if type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
+        return False
+    special = tensor.requires_grad or tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return not special
+
+
+def _dense(tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """The tensor with its elements in the order in which they lie in the memory that it gets, and without gaps."""
+    if tensor.is_contiguous() or tensor.stride() == out.stride():
+        return tensor
+    return torch.empty_like(tensor).copy_(tensor)

@@ -1,0 +1,330 @@
+"""Batches that get to a device behind the compute, where the device that is not here is played by the CPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from accelerate.comm.tree import leaves
+from accelerate.data_loader import prepare_data_loader
+from accelerate.devices import CPU
+from accelerate.devices.feed import Feeder, OverlappedTransfer
+from accelerate.devices.transfer import Transfer
+from accelerate.torch_internals.data_loader import pin_memory
+from tests.unit.devices.lanes import FakeWay
+
+LARGE = 50_000  # elements: some parts of a buffer, and more than is sent off at once
+
+
+@pytest.fixture
+def way() -> FakeWay:
+    return FakeWay()
+
+
+@pytest.fixture
+def feeder(way: FakeWay) -> Iterator[Feeder]:
+    feeder = Feeder(way)
+    feeder.stager._size = 10_000
+    yield feeder
+    feeder.stager.close()
+
+
+@pytest.fixture
+def fed(feeder: Feeder, monkeypatch: pytest.MonkeyPatch) -> Feeder:
+    """Prepared loaders take this way to the CPU."""
+
+    def transfer(self: CPU, device: torch.device, non_blocking: bool) -> Transfer:
+        return OverlappedTransfer(feeder, non_blocking)
+
+    monkeypatch.setattr(CPU, "transfer", transfer)
+    return feeder
+
+
+def prepared(loader: DataLoader[Any], **arguments: Any) -> Any:
+    return prepare_data_loader(loader, torch.device("cpu"), put_on_device=True, **arguments)
+
+
+class Pair(NamedTuple):
+    first: torch.Tensor
+    second: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    x: torch.Tensor
+    name: str
+
+
+class Boxed:
+    """Something that has a way of its own to a device, and to pinned memory."""
+
+    def __init__(self, x: torch.Tensor, pinned: bool = False) -> None:
+        self.x, self.pinned = x, pinned
+
+    def to(self, device: Any) -> Boxed:
+        return Boxed(self.x.clone(), self.pinned)
+
+    def pin_memory(self) -> Boxed:
+        return Boxed(self.x, True)
+
+
+def large(number: int) -> torch.Tensor:
+    return torch.arange(LARGE, dtype=torch.float32) + number
+
+
+def of_all_kinds(number: int) -> Any:
+    x = large(number)
+    picture = x[:48_000].view(4, 3, 40, 100)
+    return {
+        "plain": x,
+        "strides": [picture.to(memory_format=torch.channels_last), x.view(200, 250).t()],
+        "gaps": (x.view(200, 250)[:, ::3], x.view(200, 250)[:, 3:], x[:1].expand(300), x[5:6].view(1, 1)),
+        "dtypes": Pair(
+            x.to(torch.bfloat16), {"bool": x[:333] > 3, "nothing": torch.empty(0, 3), "complex": x[:9] * 1j}
+        ),
+        "record": Record(torch.tensor(number), "name"),
+        "rest": [None, "text", 3, torch.float32],
+    }
+
+
+def many_small(number: int) -> Any:
+    return {str(i): torch.full((i % 7 + 1, 3), number * 1000 + i, dtype=torch.int32) for i in range(500)}
+
+
+def boxed(number: int) -> Any:
+    return {"box": Boxed(large(number)), "y": large(number)}
+
+
+def tiny(number: int) -> Any:
+    return torch.full((4,), float(number)), torch.tensor([number])
+
+
+def with_graph(number: int) -> Any:
+    return [large(number).requires_grad_()]
+
+
+KINDS = [of_all_kinds, many_small, boxed, tiny, with_graph]
+
+
+class Made(Dataset[Any]):
+    """Batches made of their numbers, here and in this thread alone."""
+
+    def __init__(self, make: Any, count: int = 6) -> None:
+        self.make, self.count = make, count
+        self.threads: set[Any] = set()
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Any:
+        self.threads.add(threading.current_thread())
+        return self.make(index)
+
+
+def values(batch: Any) -> list[Any]:
+    if isinstance(batch, dict) and "box" in batch:
+        return [batch["box"].x, batch["y"]]
+    return leaves(batch)
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    for one, other in zip(values(found), values(expected), strict=True):
+        assert torch.equal(one, other) and one.dtype == other.dtype
+        assert one.data_ptr() != other.data_ptr() or not one.numel()
+    if isinstance(expected, dict):
+        assert list(found) == list(expected)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("make", KINDS)
+def test_every_kind_of_batch_arrives_as_it_was(make: Any, dispatch: bool, fed: Feeder) -> None:
+    data = Made(make)
+    loader = prepared(DataLoader(data, batch_size=None), dispatch_batches=dispatch)
+    for _ in range(2):  # the buffers are used again
+        found = list(loader)  # kept: none is overwritten by a later one
+        assert len(found) == 6
+        for number, batch in enumerate(found):
+            assert_same(batch, make(number))
+    assert data.threads == {threading.main_thread()}
+
+
+def test_strides_types_and_what_is_no_tensor_are_kept(feeder: Feeder) -> None:
+    transfer = OverlappedTransfer(feeder, False)
+    batch = of_all_kinds(3)
+    found = transfer.finish(transfer.start(batch))
+    expected = [torch.empty_like(tensor).stride() for tensor in leaves(batch)]
+    assert [tensor.stride() for tensor in leaves(found)] == expected
+    assert type(found["dtypes"]) is Pair and type(found["record"]) is Record
+    assert found["rest"] == batch["rest"] and found["record"].name == "name"
+    # None is a part of another one.
+    assert len({tensor.untyped_storage().data_ptr() for tensor in leaves(found) if tensor.numel()}) == 11
+
+
+def test_memory_for_buffers_does_not_grow_with_the_batches(way: FakeWay, feeder: Feeder) -> None:
+    transfer = OverlappedTransfer(feeder, False)
+    for number in range(20):
+        assert_same(transfer.finish(transfer.start(large(number))), large(number))
+    assert len(way.buffers) <= 8
+
+
+def test_small_tensors_travel_together(way: FakeWay, feeder: Feeder, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    send = way.send
+
+    def noted(outs: list[torch.Tensor], *rest: Any) -> None:
+        sent.append(len(outs))
+        send(outs, *rest)
+
+    monkeypatch.setattr(way, "send", noted)
+    transfer = OverlappedTransfer(feeder, False)
+    assert_same(transfer.finish(transfer.start(many_small(1))), many_small(1))
+    assert sum(sent) == 500 and len(sent) == 3  # 24 kB in buffers of 10
+
+
+class Reusing(Dataset[Any]):
+    """One memory for all batches, as of readers that fill what they were given."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(LARGE)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.memory.fill_(index)
+
+
+def test_a_dataset_may_fill_the_same_memory_again(fed: Feeder) -> None:
+    found = list(prepared(DataLoader(Reusing(), batch_size=None)))
+    assert [(batch.min().item(), batch.max().item()) for batch in found] == [(float(i), float(i)) for i in range(8)]
+
+
+def test_a_loop_may_break_off_at_any_time(fed: Feeder) -> None:
+    loader = prepared(DataLoader(Made(large), batch_size=None))
+    for stop in range(6):
+        for number, batch in enumerate(loader):
+            assert torch.equal(batch, large(number))
+            if number == stop:
+                break
+    assert len(list(loader)) == 6
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, sizes: list[int], way: FakeWay) -> None:
+        self.sizes, self.way = sizes, way
+
+    def __iter__(self) -> Iterator[Any]:
+        for size in self.sizes:
+            yield torch.full((size,), float(size))
+
+
+def test_the_memory_of_a_dispatched_batch_is_taken_before_the_step_it_is_copied_beside(
+    way: FakeWay, fed: Feeder
+) -> None:
+    sizes = [LARGE] * 4 + [LARGE // 2] * 2
+    loader = prepared(DataLoader(Stream(sizes, way), batch_size=None), dispatch_batches=True)
+    kept = []
+    for batch in loader:
+        kept.append(batch)
+        way.work += 1  # the step
+    assert [(len(batch), batch.unique().tolist()) for batch in kept] == [(size, [size]) for size in sizes]
+    # The copy of a batch waits for what was submitted before the step of the one before, but where that had another
+    # size, whose memory is of no use.
+    assert way.followed == [0, 0, 1, 2, 4, 4]
+
+
+def test_what_is_pinned_is_copied_from_where_it_is(
+    way: FakeWay, feeder: Feeder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.Tensor] = []
+
+    def is_pinned(tensor: torch.Tensor) -> bool:
+        asked.append(tensor)
+        return True
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", is_pinned)
+    transfer = OverlappedTransfer(feeder, False)
+    for number in range(4):
+        assert_same(transfer.finish(transfer.start([large(number)])), [large(number)])
+        transfer.wait()
+    assert way.buffers == [] and len(way.followed) == 4
+    assert len(asked) == 1  # of the first batch: it is a question to the driver
+
+
+def test_pinned_things_with_a_way_of_their_own_go_it_ahead(
+    way: FakeWay, feeder: Feeder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: True)
+    transfer = OverlappedTransfer(feeder, False)
+    assert_same(transfer.finish(transfer.start(boxed(1))), boxed(1))
+    assert len(way.followed) == 1
+
+
+@pytest.mark.parametrize("make", [large, boxed])
+def test_a_loader_that_pins_leaves_it_to_the_buffers(make: Any, fed: Feeder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But what cannot go through them is pinned as torch does it."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *device: self)
+    pinned: list[Any] = []
+
+    def noted(batch: Any) -> Any:
+        pinned.append(batch)
+        return pin_memory(batch)
+
+    monkeypatch.setattr("accelerate.devices.feed.pin_memory", noted)
+    loader = prepared(DataLoader(Made(make), batch_size=None, pin_memory=True))
+    for number, batch in enumerate(loader):
+        assert_same(batch, make(number))
+        if make is boxed:
+            assert batch["box"].pinned
+    assert loader.pin_memory is True
+    assert len(pinned) == (6 if make is boxed else 0)
+
+
+def test_batches_arrive_where_there_is_no_memory_for_buffers(
+    way: FakeWay, fed: Feeder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(size: int) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(way, "buffer", refuse)
+    found = list(prepared(DataLoader(Made(large), batch_size=None)))
+    assert all(torch.equal(batch, large(number)) for number, batch in enumerate(found))
+
+
+def test_in_inference_mode(fed: Feeder) -> None:
+    with torch.inference_mode():
+        for number, batch in enumerate(prepared(DataLoader(Made(large), batch_size=None))):
+            assert torch.equal(batch, large(number))
+
+
+def test_a_first_batch_without_tensors_does_not_confuse_the_next(feeder: Feeder) -> None:
+    transfer = OverlappedTransfer(feeder, False)
+    words = transfer.start(["a", "b"])
+    assert transfer.finish(words) == ["a", "b"]
+    assert_same(transfer.finish(transfer.start([large(0)])), [large(0)])
+
+
+@pytest.mark.parametrize(
+    ("pinned", "asked_for", "waits_no_longer_than_the_source"),
+    [([False], False, True), ([True, False], False, False), ([True, False], True, True)],
+)
+def test_copies_wait_for_no_more_than_they_must(
+    pinned: list[bool],
+    asked_for: bool,
+    waits_no_longer_than_the_source: bool,
+    feeder: Feeder,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is pageable has been read when its copy returns."""
+    answers = iter(pinned)
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: next(answers))
+    transfer = OverlappedTransfer(feeder, asked_for)
+    transfer.finish(transfer.start([torch.zeros(2) for _ in pinned]))
+    assert transfer.non_blocking is waits_no_longer_than_the_source
