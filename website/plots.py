@@ -107,6 +107,20 @@ def plots() -> dict[str, Plot]:
                 },
             ),
         ),
+        "plot-feeding": Plot(
+            "A step with 10 to 12 ms of compute on an H200, by how its data gets there",
+            "ms",
+            _medians(
+                _figures("gpu-h200-feeding.json"),
+                1e3,
+                {
+                    "113 MB batches, not pinned": "batches of 113 MB",
+                    "113 MB batches, pin_memory=True": "… with pin_memory=True",
+                    "113 MB batches, not pinned, dispatched": "… dispatched",
+                    "1,000 tensors of 16 KB, not pinned": "1,000 tensors of 16 KB",
+                },
+            ),
+        ),
         "plot-collectives": Plot(
             "Two processes on the CPU",
             "ms",
