@@ -7,6 +7,8 @@ from typing import Any
 LIMIT = "ACCELERATE_HANG_TIMEOUT"
 ACTION = "ACCELERATE_HANG_TIMEOUT_ACTION"
 DEFAULT_LIMIT = 60.0
+# What the rank that shows a hang ends with, where that ends the run: as `timeout` ends.
+ABORTED = 124
 
 
 def limit_from(environ: Any) -> float:

@@ -27,8 +27,6 @@ from accelerate.diagnosis.roll import Note, Notes
 from accelerate.environments import World
 from accelerate.torch_internals.process_groups import collectives_begun, own_connection
 
-ABORTED = 124  # as `timeout` ends
-
 _LOOK = 1.0
 _NOTE_AFTER = 5.0
 # Of a question to the store.
@@ -141,8 +139,8 @@ class Watch:
             notes = [own if rank == self._rank else roll.SILENT for rank in range(self._notes.size)]
         show(notes, self._save(roll.in_full(notes)))
         if self._abort:
-            print(f"Rank {self._rank} ends the run, as hang_timeout_action=abort asks.", file=sys.stderr, flush=True)
-            os._exit(ABORTED)
+            print("The run is ended, as `--hang_timeout_action abort` asks.", file=sys.stderr, flush=True)
+            os._exit(limits.ABORTED)
 
     def _show_at_interrupt(self) -> None:
         """Control-C in a hang: before all ranks end, who waited where."""

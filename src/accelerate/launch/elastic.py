@@ -24,6 +24,7 @@ from typing import Any
 
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.preemption import NOTE, PREEMPTED
+from accelerate.diagnosis.limits import ABORTED
 from accelerate.launch import processes, program
 from accelerate.launch.engines.single import PROGRAM, WORKER
 from accelerate.launch.failure import details, say, say_of_several
@@ -138,11 +139,13 @@ def _report(failure: Any, quiet: bool, memory_kills: int) -> int:
     alike = [n for n, other in failed.items() if details(other.error_file_data).get("py_callstack") == traceback]
     others = len(failed) - (len(alike) if traceback and len(alike) > 1 else 1)
     also = f" (and {others} more after it)" if others > 0 else ""
-    if traceback and len(alike) > 1:
-        shown = others == 0 and all(details(failed[number].error_file_data).get("on_screen") for number in alike)
+    shown = all(details(failed[number].error_file_data).get("on_screen") for number in alike)
+    if first.exitcode == ABORTED and not details(first.error_file_data):  # else the script has chosen that code
+        _say("The run was ended because its ranks waited for each other, as shown above.")
+    elif traceback and len(alike) > 1:
         say_of_several(alike, _host(), traceback, also, shown=shown)
     elif traceback:
-        say(rank, _host(), traceback, also)
+        say(rank, _host(), traceback, also, shown=shown)
     else:
         _say(f"{who} was the first to fail{also}, with exit code {first.exitcode}.")
     return code

@@ -29,23 +29,22 @@ def first_in(folder: str) -> dict[str, Any] | None:
     return min(found, key=lambda record: float(record.get("time", 0)), default=None)
 
 
-def say(rank: Any, host: Any, traceback: str, also: str = "") -> None:
-    """The traceback as the last thing on the screen, under the name of its rank."""
-    _last(f"Rank {rank} on {host} was the first to fail{also}", traceback)
+def say(rank: Any, host: Any, traceback: str, also: str = "", *, shown: bool = False) -> None:
+    """The error as the last thing on the screen, under the name of its rank. shown: its traceback is there already."""
+    _last(f"Rank {rank} on {host} was the first to fail{also}", traceback, shown)
 
 
 def say_of_several(ranks: list[int], host: Any, traceback: str, also: str = "", *, shown: bool) -> None:
     """The same of all that failed alike. shown: whether the traceback is on the screen already, for all of them."""
-    who = f"Ranks {', '.join(map(str, sorted(ranks)))} on {host} failed alike{also}"
+    _last(f"Ranks {', '.join(map(str, sorted(ranks)))} on {host} failed alike{also}", traceback, shown)
+
+
+def _last(who: str, traceback: str, shown: bool) -> None:
+    text = traceback.rstrip()
     if shown:
-        lines = traceback.rstrip().splitlines()
+        lines = text.splitlines()
         # The error itself: what comes after the lines of the stack, which are indented.
         stack = max((number for number, line in enumerate(lines) if line.startswith(" ")), default=-1)
-        _last(f"{who}, as shown above", "\n".join(lines[stack + 1 :]) or traceback)
-    else:
-        _last(who, traceback)
-
-
-def _last(who: str, text: str) -> None:
+        who, text = f"{who}, as shown above", "\n".join(lines[stack + 1 :]) or text
     sys.stdout.flush()
-    print(f"\n{who}:\n{text.rstrip()}", file=sys.stderr, flush=True)
+    print(f"\n{who}:\n{text}", file=sys.stderr, flush=True)

@@ -85,7 +85,7 @@ def run_module(name: str) -> None:
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
-def record(error: BaseException, traceback: TracebackType | None) -> None:
+def record(error: BaseException, traceback: TracebackType | None, on_screen: bool = False) -> None:
     """Writes the failure where the launcher looks for it, in the form torch elastic knows."""
     path = _record_path()
     if path is None or os.path.exists(path):
@@ -104,7 +104,7 @@ def record(error: BaseException, traceback: TracebackType | None) -> None:
         "time": now,
         "rank": _rank(),
         "host": platform.node(),
-        "on_screen": _shares_the_screen(),
+        "on_screen": on_screen,
     }
     try:
         with open(path, "w", encoding="utf-8") as file:
@@ -136,17 +136,17 @@ def _is_first_to_say(text: str) -> bool:
 
 
 @contextmanager
-def _once_on_the_screen() -> Iterator[None]:
+def _once_on_the_screen() -> Iterator[io.StringIO]:
     """What is written to the screen in here is not, if another process of this run has written the same: the launcher
     says which ranks have failed like this."""
-    screen, sys.stderr = sys.stderr, io.StringIO()
+    screen = sys.stderr
+    sys.stderr = said = io.StringIO()
     try:
-        yield
-        text = sys.stderr.getvalue()
+        yield said
     finally:
         sys.stderr = screen
-    if _is_first_to_say(text):
-        print(text, end="", file=screen, flush=True)
+    if _is_first_to_say(said.getvalue()):
+        print(said.getvalue(), end="", file=screen, flush=True)
 
 
 def warn_once() -> None:
@@ -244,9 +244,10 @@ def main() -> None:
     except BaseException as error:
         traceback = _inside(error.__traceback__)
         # First on the screen: whoever shows an error may add to it, as which machine was lost.
-        with _once_on_the_screen():
+        with _once_on_the_screen() as said:
             sys.excepthook(type(error), error.with_traceback(traceback), traceback)
-        record(error, traceback)
+        # A script's own hook may have shown it otherwise, or not at all.
+        record(error, traceback, _shares_the_screen() and "Traceback (most recent call last)" in said.getvalue())
         failed = True
     else:
         failed = False

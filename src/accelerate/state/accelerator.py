@@ -12,7 +12,6 @@ from accelerate.errors import NotYetSupported
 from accelerate.per_rank import ThreadLocalSharedDict
 from accelerate.state import engines
 from accelerate.state.partial import PartialState
-from accelerate.text import did_you_mean
 
 if TYPE_CHECKING:
     from accelerate.config.deepspeed import DeepSpeedPlugin
@@ -197,6 +196,8 @@ def _checked_precision(mode: str | None, name: str = "mixed_precision") -> str |
         return None
     mode = str(mode).lower()
     if mode not in PrecisionType:
+        from accelerate.text import did_you_mean
+
         choices = ", ".join(choice for choice in PrecisionType.list() if choice != "fp8")
         raise ValueError(f"{name} is {mode!r}: choose one of {choices}{did_you_mean(mode, PrecisionType.list())}.")
     if mode == "fp8":

@@ -13,7 +13,7 @@ import termios
 import time
 from collections.abc import Sequence
 
-ENTER, DOWN, UP, CONTROL_C = "\r", "\x1b[B", "\x1b[A", "\x03"
+ENTER, DOWN, UP, CONTROL_C, ESCAPE = "\r", "\x1b[B", "\x1b[A", "\x03", "\x1b"
 _CODES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r")
 
 

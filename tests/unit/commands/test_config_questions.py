@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tests.unit.commands.terminal import CONTROL_C, DOWN, ENTER, Terminal
+from tests.unit.commands.terminal import CONTROL_C, DOWN, ENTER, ESCAPE, Terminal
 
 COMMAND = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config"]
 
@@ -32,13 +32,19 @@ def test_enter_all_the_way_gives_what_was_detected(tmp_path: Path) -> None:
     assert "no GPU: " in asked  # the reason of the suggestion
     terminal.send(ENTER)
     terminal.wait_for("Run on the CPU")
-    terminal.send(ENTER)
+    terminal.send("n")
+    terminal.wait_for("Use DeepSpeed")
+    terminal.send(ESCAPE)  # back to the question before
+    terminal.wait_for("Run on the CPU")
+    terminal.send("y")
     terminal.wait_for("Which number format")
     terminal.send(ENTER)
     terminal.wait_for("torch.compile?")
     terminal.send(ENTER)
     terminal.wait_for("Your answers")
     assert terminal.end() == 0
+    table = terminal.shown.split("Your answers")[1]
+    assert "tpu" not in table and "downcast_bf16" not in table and "use_cpu" in table
     assert "Written to" in terminal.shown
     assert written(tmp_path)["distributed_type"] == "NO"
     assert written(tmp_path)["use_cpu"] is True

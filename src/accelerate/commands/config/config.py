@@ -11,6 +11,7 @@ from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_co
 from accelerate.config import file
 from accelerate.config.enums import ComputeEnvironment
 from accelerate.config.file import BaseConfig
+from accelerate.config.options.launching import TPU
 
 DESCRIPTION = "Answer questions about the machine and the training; `accelerate launch` uses the answers from then on."
 
@@ -52,12 +53,15 @@ def config_command(args: argparse.Namespace) -> None:
             "accelerate config: the questions need a terminal, and there is none here: "
             "`accelerate config default` writes a file with what suits this machine."
         )
+    from accelerate.commands.config import questions
+
     path = Path(args.config_file).expanduser() if args.config_file else file.default_path()
     with one_sentence("accelerate config"):
         if path.exists():
             _start_from(path)
         try:
-            config = get_user_input()
+            print("Esc goes back to the question before.")
+            config = questions.with_steps_back(get_user_input)
         except (KeyboardInterrupt, EOFError):
             print("Nothing was written.", file=sys.stderr)
             sys.exit(130)
@@ -105,7 +109,12 @@ def _summary(config: BaseConfig) -> None:
     from rich.text import Text
 
     table = Table("setting", "value", box=SIMPLE, title="Your answers", title_justify="left")
+    others = (
+        set() if getattr(config.distributed_type, "value", "") == "XLA" else {each.file_key for each in TPU.options}
+    )
     for key, value in config.to_dict().items():
+        if key in others:  # which are in every file
+            continue
         for name, inner in value.items() if isinstance(value, dict) else [(key, value)]:
             table.add_row(Text(str(name)), Text(str(inner)))
     Console(highlight=False).print(table)

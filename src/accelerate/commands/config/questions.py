@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 from accelerate.config.options import FLAG, Option
 from accelerate.config.options.base import YES_NO, YES_NO_DIGIT, YES_NO_WORD
@@ -14,7 +15,57 @@ earlier: dict[str, Any] = {}
 
 _YES_NO = (FLAG, YES_NO, YES_NO_WORD, YES_NO_DIGIT)
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
+
+class _Back(Exception):
+    """Esc: back to the question before."""
+
+
+class _Answers:
+    """Those given so far, in order. All but the last are given again, unasked, to come back to the one before it."""
+
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+        self.repeated = 0
+
+
+_answers = _Answers()
+
+
+def with_steps_back(ask_all: Callable[[], R]) -> R:
+    """Asks one question after the other, each of which Esc leaves for the one before."""
+    while True:
+        _answers.repeated = 0
+        try:
+            return ask_all()
+        except _Back:
+            del _answers.given[-1:]
+
+
+def _one_step(asks: Callable[P, R]) -> Callable[P, R]:
+    @functools.wraps(asks)
+    def step(*args: P.args, **kwargs: P.kwargs) -> R:
+        if _answers.repeated == len(_answers.given):
+            _answers.given.append(asks(*args, **kwargs))
+        _answers.repeated += 1
+        answer: R = _answers.given[_answers.repeated - 1]
+        return answer
+
+    return step
+
+
+def _answer(question: Any) -> Any:
+    from prompt_toolkit.key_binding import KeyBindings, merge_key_bindings
+
+    keys = KeyBindings()
+    keys.add("escape", eager=True)(lambda event: event.app.exit(exception=_Back))
+    question.application.key_bindings = merge_key_bindings([question.application.key_bindings, keys])
+    return question.unsafe_ask()
+
+
+@_one_step
 def choose(question: str, choices: Mapping[str, str], default: str, reason: str = "") -> str:
     """One of several answers, each with a line that explains it."""
     import questionary
@@ -31,7 +82,7 @@ def choose(question: str, choices: Mapping[str, str], default: str, reason: str 
     # Not through `default=`, which would compare titles in some versions.
     start = next(choice for choice in listed if choice.value == default)
     # The list goes, and the answer stays without its explanation.
-    answer = str(questionary.select(question, choices=listed, default=start, erase_when_done=True).unsafe_ask())
+    answer = str(_answer(questionary.select(question, choices=listed, default=start, erase_when_done=True)))
     questionary.print(f"? {question} {answer}")
     return answer
 
@@ -40,13 +91,15 @@ def _cut(line: str, room: int) -> str:
     return line if len(line) <= room else f"{line[: room - 1].rsplit(' ', 1)[0]}…"
 
 
+@_one_step
 def confirm(question: str, default: bool, reason: str = "") -> bool:
     """Yes or no."""
     import questionary
 
-    return bool(questionary.confirm(_explained(question, reason), default=default).unsafe_ask())
+    return bool(_answer(questionary.confirm(_explained(question, reason), default=default)))
 
 
+@_one_step
 def text(question: str, default: Any, read: Callable[[str], Any], reason: str = "", *, needed: bool = False) -> Any:
     """A word or a number; asked again until it can be read. Nothing typed is None, unless it is needed."""
     import questionary
@@ -62,7 +115,7 @@ def text(question: str, default: Any, read: Callable[[str], Any], reason: str = 
         return True
 
     shown = "" if default is None else str(default)
-    answer = questionary.text(_explained(question, reason), default=shown, validate=check).unsafe_ask()
+    answer = _answer(questionary.text(_explained(question, reason), default=shown, validate=check))
     return read(answer) if answer else None
 
 
