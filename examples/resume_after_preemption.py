@@ -76,7 +76,7 @@ def main(epochs=6, batch_size=32, folder="runs/preemption", preempt_at=None):
                 accelerator.save_state()
                 accelerator.print(f"the machine is needed elsewhere: saved at step {progress.step}")
                 accelerator.end_training()
-                return
+                raise SystemExit(75)  # "try again": a job file can tell it from a failure, and from the end
         progress.epoch += 1
         accelerator.save_state()  # nobody warns before a power cut
 
