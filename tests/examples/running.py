@@ -25,13 +25,15 @@ def as_script(name: str, *words: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def printed(name: str, processes: int, folder: Path, *words: str, timeout: float = 150.0) -> list[str]:
+def printed(
+    name: str, processes: int, folder: Path, *words: str, timeout: float = 150.0, ends: str = "finished"
+) -> list[str]:
     """The lines that an example prints, which are those of its main process, and none of them a warning."""
     __tracebackhide__ = True
     env = QUIET | (PLAIN_PROCESS if processes == 1 else {})
     outcomes = world_outcomes(as_script, processes, name, *words, env=env, cwd=folder, timeout=timeout)
     for outcome in outcomes:
-        assert outcome.reason == "finished", f"{outcome.traceback}\n{outcome.output}"
+        assert outcome.reason == ends, f"{outcome.traceback}\n{outcome.output}"
     main, *others = (re.sub(_OF_OTHERS, "", outcome.output + "\n", flags=re.MULTILINE) for outcome in outcomes)
     assert "Warning: " not in main, main
     assert [other.strip() for other in others] == [""] * len(others), "an example prints on its main process alone"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 import yaml
 
@@ -17,6 +20,7 @@ from tests.harness import world_outcomes
 from tests.harness.world import free_port
 
 JOBS = EXAMPLES / "jobs"
+CLUSTERS = EXAMPLES.parent / "docs" / "clusters.md"
 
 
 def documents(name: str) -> dict[str, Any]:
@@ -45,6 +49,19 @@ def test_the_job_file_that_the_documents_show_is_that_of_the_examples() -> None:
     assert (JOBS / "slurm.sbatch").read_text() in (EXAMPLES.parent / "docs" / "preemption.md").read_text()
 
 
+def assert_trained_together(pods: list[subprocess.Popen[str]]) -> None:
+    """On two machines of one process each."""
+    try:
+        outputs = [pod.communicate(timeout=200) for pod in pods]
+    finally:
+        for pod in pods:
+            pod.kill()
+    assert [pod.returncode for pod in pods] == [0, 0], outputs
+    first, second = (lines.splitlines() for lines, _ in outputs)
+    assert first == second, "each machine prints, and they have trained one model"
+    assert first[0] == "training on 2 process(es), device cpu" and "accuracy on 359 digits" in first[1]
+
+
 def test_the_pods_of_a_pytorchjob_train_together(tmp_path: Path) -> None:
     replicas = documents("kubernetes_pytorchjob.yaml")["PyTorchJob"]["spec"]["pytorchReplicaSpecs"]
     assert [(kind, replica["replicas"]) for kind, replica in replicas.items()] == [("Master", 1), ("Worker", 1)]
@@ -60,15 +77,42 @@ def test_the_pods_of_a_pytorchjob_train_together(tmp_path: Path) -> None:
         own |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": port}
         own |= {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "1"}
         pods.append(start(container, folder, **own))
-    try:
-        outputs = [pod.communicate(timeout=200) for pod in pods]
-    finally:
-        for pod in pods:
-            pod.kill()
-    assert [pod.returncode for pod in pods] == [0, 0], outputs
-    first, second = (lines.splitlines() for lines, _ in outputs)
-    assert first == second, "each machine prints, and they have trained one model"
-    assert first[0] == "training on 2 process(es), device cpu" and "accuracy on 359 digits" in first[1]
+    assert_trained_together(pods)
+
+
+def test_the_pods_of_a_jobset_train_together(tmp_path: Path) -> None:
+    (replicated,) = documents("kubernetes_jobset.yaml")["JobSet"]["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    assert (replicated["replicas"], job["completionMode"], job["completions"]) == (1, "Indexed", 2)
+    (container,) = job["template"]["spec"]["containers"]
+    env = {variable["name"]: variable["value"] for variable in container["env"]}
+    assert env == {"MASTER_ADDR": f"train-{replicated['name']}-0-0.train", "MASTER_PORT": "29500", "GPUS": "4"}
+    # Without names of pods, and without GPUs.
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "GPUS": "1"}
+    pods = []
+    for index in range(2):
+        (tmp_path / str(index)).mkdir()
+        pods.append(start(container, tmp_path / str(index), **env, JOB_COMPLETION_INDEX=str(index)))
+    assert_trained_together(pods)
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="needs mpirun, from the package openmpi-bin")
+def test_mpirun_starts_the_training(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    words = {"command": ["bash"], "args": ["examples/jobs/mpirun.sh"]}
+    own = {"PROCESSES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    run = start(words, tmp_path, **own)
+    printed, errors = run.communicate(timeout=200)
+    assert run.returncode == 0, printed + errors
+    assert "training on 2 process(es), device cpu" in printed and "accuracy on 359 digits" in printed
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in JOBS.glob("*.*")))
+def test_the_document_shows_the_job_files_as_they_are(name: str) -> None:
+    text = (JOBS / name).read_text()
+    blocks = re.findall(r"^```.*\n((?:.*\n)*?)```$", CLUSTERS.read_text(), flags=re.MULTILINE)
+    assert blocks.count(text) == 1, f"docs/clusters.md should show examples/jobs/{name} word for word"
 
 
 def test_the_pods_of_a_job_would_be_two_machines(tmp_path: Path) -> None:

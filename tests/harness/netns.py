@@ -38,6 +38,16 @@ class Machine:
         """Pull the cable: nothing that is sent arrives, and nobody is told."""
         _ip("-n", self.name, "link", "set", self.interface, "down")
 
+    def mend(self) -> None:
+        """Plug the cable in again."""
+        _ip("-n", self.name, "link", "set", self.interface, "up")
+
+    def ports(self) -> set[int]:
+        """The ports on which something listens here."""
+        lines = subprocess.run(self.command("cat", "/proc/net/tcp", "/proc/net/tcp6"), capture_output=True, text=True)
+        fields = (line.split() for line in lines.stdout.splitlines())
+        return {int(words[1].rsplit(":", 1)[1], 16) for words in fields if len(words) > 3 and words[3] == "0A"}
+
 
 @functools.cache
 def missing() -> str | None:

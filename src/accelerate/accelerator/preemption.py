@@ -7,6 +7,7 @@ import multiprocessing.util
 import os
 import signal
 import sys
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.accelerator.save import Saving
-from accelerate.config.preemption import NOTE, PREEMPTED, STOP_SIGNALS
+from accelerate.config.preemption import ELASTIC, NOTE, PREEMPTED, REGROUPING, STOP_SIGNALS, regrouping
 
 
 class Preempting(Saving):
@@ -83,14 +84,19 @@ class SaveAndEnd:
             return
         folder = accelerator.save_state()  # type: ignore[attr-defined]
         reason = self._stopping.stop.reason if self._stopping.stop is not None else ""
+        regroups, elastic = reason == REGROUPING, os.environ.get(ELASTIC)
         if accelerator.is_main_process:
-            print(
-                f"\n{reason}: the run was saved to {folder} and ends with code {PREEMPTED}. It continues there when it "
-                "is started with `accelerate launch --resume auto` and the script calls `accelerator.resume()`.",
-                file=sys.stderr,
-                flush=True,
+            then = (
+                "continues there with the machines that there are."
+                if regroups or elastic
+                else f"ends with code {PREEMPTED}. It continues there when it is started with `accelerate launch "
+                "--resume auto` and the script calls `accelerator.resume()`."
             )
-        if accelerator.is_local_main_process:
+            print(f"\n{reason}: the run was saved to {folder} and {then}", file=sys.stderr, flush=True)
+        if regroups:
+            _wait_for_launcher()
+        # An elastic run goes on without the machine that got the signal.
+        elif self._stopping.was_asked if elastic else accelerator.is_local_main_process:
             _tell_launcher()
         raise SystemExit(PREEMPTED)
 
@@ -102,6 +108,14 @@ def _tell_launcher() -> None:
         Path(note).touch()
         with suppress(OSError):
             os.kill(int(launcher), signal.SIGTERM)
+
+
+def _wait_for_launcher() -> None:
+    """The launcher of another machine may have seen first that the machines change: an end before this one has would
+    be a failure to it."""
+    mark, patience = regrouping(), time.monotonic() + 10
+    while mark is not None and not mark.exists() and time.monotonic() < patience:
+        time.sleep(0.05)
 
 
 class OutlivesSignals:

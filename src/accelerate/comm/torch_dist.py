@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate.comm.base import Communicator
-from accelerate.environments import World
+from accelerate.environments import World, torchrun
 from accelerate.errors import DistributedOperationException
 from accelerate.torch_internals.process_groups import all_gather_on
 
@@ -57,7 +57,7 @@ def join(world: World, kind: str, backend: str, options: dict[str, Any], attempt
 
     options = dict(options)
     asked = options.pop("backend", None)
-    attempts = (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), attempt)
+    attempts = (torchrun.attempt(os.environ), attempt)
     if "init_method" in options:
         # Only env:// finds these by itself.
         options = {"rank": world.rank, "world_size": world.size, **options}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from accelerate.config.project import ProjectConfiguration
 
@@ -12,6 +13,16 @@ PREEMPTED = 75
 STOP_SIGNALS = ("SIGTERM", "SIGUSR1")
 # Names a file of the launcher, which is sent the same signal: there it reads that the run was saved.
 NOTE = "ACCELERATE_PREEMPTION_NOTE"
+# Set where a run goes on without the machines that are taken from it.
+ELASTIC = "ACCELERATE_ELASTIC"
+# Why ranks stop that their launcher starts again with those of another machine.
+REGROUPING = "The machines of the run change"
+
+
+def regrouping() -> Path | None:
+    """A file beside the note, which is there while the launcher has the ranks end to start them again."""
+    _, _, note = os.environ.get(NOTE, "").partition(":")
+    return Path(note).with_name("regrouping") if note else None
 
 
 def preemption_settings(asked: str | None, project: ProjectConfiguration) -> tuple[str | None, str | None]:

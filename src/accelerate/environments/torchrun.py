@@ -7,6 +7,16 @@ from collections.abc import Mapping
 from accelerate.environments.base import DEFAULT_PORT, World, integer
 
 
+def attempt(environ: Mapping[str, str]) -> str:
+    """What tells the notes of this world from those of earlier ones in the same store.
+
+    Machines of one launch need not count alike: one of them may have been started again. They do where torch elastic
+    keeps the store from one attempt to the next; else the store is new with each attempt.
+    """
+    kept = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
+
+
 def detect(environ: Mapping[str, str]) -> World | None:
     rank = integer(environ, ["RANK"])
     size = integer(environ, ["WORLD_SIZE"])

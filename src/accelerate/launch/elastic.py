@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +27,7 @@ from accelerate.launch import processes, program
 from accelerate.launch.engines.single import PROGRAM, WORKER
 from accelerate.launch.failure import details, say, say_of_several
 from accelerate.launch.meeting import PortTaken, meeting_point
+from accelerate.launch.scratch import scratch_folder
 from accelerate.launch.waiting import NobodyThere, saying_who_is_awaited, wait_for_main
 
 # In front of the words for the script.
@@ -41,6 +40,11 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the processes to their end; returns the exit code of the first that failed."""
     words = sys.argv[1:] if argv is None else argv
     own = list(takewhile(_OWN.__contains__, words))
+    with scratch_folder() as folder:
+        return _run(words[len(own) :], own, folder)
+
+
+def _run(words: list[str], own: list[str], folder: Path) -> int:
     quiet = "--quiet" in own
     program.adopt_orphans()
     _limit_interrupts()
@@ -56,20 +60,22 @@ def main(argv: list[str] | None = None) -> int:
         # Its report of a failure says less than ours, and hides it.
         logging.disable(logging.CRITICAL)
     # Its parser would take a `--` of the script for its own, and an option that begins as some of its own for unclear.
-    words = words[len(own) :]
     script = next(place for place, word in enumerate(words) if not word.startswith("--")) + 1
     shielded = [*words[:script], *(_SHIELD + word for word in words[script:])]
     arguments = torchrun.get_args_parser().parse_args(shielded)
     if arguments.master_port is None:
         arguments.master_port = 29500
+    if arguments.log_dir is None and arguments.tee == "0":
+        arguments.log_dir = str(folder / "logs")  # torch elastic keeps files of its own, and would leave them
     config, command, command_args = torchrun.config_from_args(arguments)
     command_args = [word.removeprefix(_SHIELD) for word in command_args]
     command, command_args = _through_worker(arguments, str(command), command_args)
-    note = Path(tempfile.mkdtemp(prefix="accelerate-launch-"), "preempted")
+    note = folder / "preempted"
     os.environ[NOTE] = f"{os.getpid()}:{note}"
+    endpoint = config.rdzv_endpoint
     signal.signal(signal.SIGUSR1, _pass_on)  # as torch elastic does with SIGTERM
     try:
-        with _listening(config, "--any_port" in own):
+        with _listening(config, "--any_port" in own, arguments.node_rank):
             elastic_launch(config=config, entrypoint=command)(*command_args)
         return 0
     except (PortTaken, NobodyThere) as problem:
@@ -88,27 +94,35 @@ def main(argv: list[str] | None = None) -> int:
         _say(f"The run {processes.signal_in_words(number)}.")
         return 128 + number
     except RendezvousError as problem:
-        _say(f"{_host()} could not meet the other machines at {config.rdzv_endpoint}: {problem}")
+        _say(f"{_host()} could not meet the other machines at {endpoint}: {problem}")
         return 1
     finally:
         program.signal_descendants()
-        shutil.rmtree(note.parent, ignore_errors=True)
 
 
 @contextmanager
-def _listening(config: Any, any_port: bool) -> Iterator[None]:
+def _listening(config: Any, any_port: bool, node_rank: int) -> Iterator[None]:
     """Takes the port where the processes meet, on the machine that has to listen there."""
-    one_machine = config.max_nodes == 1 and config.rdzv_backend in ("static", "c10d")
-    if one_machine or (config.rdzv_backend == "static" and config.rdzv_configs["rank"] == 0):
+    if config.rdzv_backend not in ("static", "c10d"):
+        yield
+        return
+    one_machine = config.max_nodes == 1
+    if one_machine or config.rdzv_backend == "static":
+        listens = one_machine or config.rdzv_configs["rank"] == 0
+    else:
+        from accelerate.launch import rendezvous
+
+        listens = rendezvous.settle(config, node_rank)
+    if listens:
         host, port = config.rdzv_endpoint.rsplit(":", 1)
         with meeting_point(int(port), any_port) as taken:
             config.rdzv_endpoint = f"{host}:{taken}"
-            with nullcontext() if one_machine else saying_who_is_awaited(host, taken, config.max_nodes - 1):
+            others = config.min_nodes - 1
+            with nullcontext() if others == 0 else saying_who_is_awaited(host, taken, others):
                 yield
     else:
-        if config.rdzv_backend == "static":
-            host, port = config.rdzv_endpoint.rsplit(":", 1)
-            wait_for_main(host, int(port), float(config.rdzv_configs.get("timeout", 900)))
+        host, port = config.rdzv_endpoint.rsplit(":", 1)
+        wait_for_main(host, int(port), float(config.rdzv_configs.get("timeout", 900)))
         yield
 
 

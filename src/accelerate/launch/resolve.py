@@ -24,7 +24,7 @@ def resolve(
     read_flags(settings, args)
     read_file(settings, environ)
     settings.devices = machine.accelerators(environ) if devices is None else devices
-    for detect in (_engine, _precision, _cluster, _deepspeed, _machines, _processes, _missing_gpus, _threads, _files):
+    for detect in _DETECTED:
         detect(settings, environ)
     _port(settings, port_in_use)
     return settings
@@ -84,6 +84,31 @@ def _processes_per_node(settings: Settings, nodes: int) -> int:
     return 1 if settings.cpu else max(1, settings.devices.count)
 
 
+def _range(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Of a range of machines, the most; the others may come and go."""
+    if settings.nnodes is None:
+        return
+    if settings.of["num_machines"].source == "flag":
+        raise ValueError("`--nnodes` and `--num_machines` say the same: give one of them.")
+    settings.put("num_machines", int(settings.nnodes.split(":")[-1]), "flag", f"`--nnodes {settings.nnodes}`")
+
+
+def _rendezvous(settings: Settings) -> None:
+    """Machines that come and go, or are started again, are not counted alike by all: they get their ranks anew."""
+    given = settings.of["rdzv_backend"]
+    ranged = settings.least_machines < settings.num_machines
+    if given.value != "static":
+        return
+    if ranged and given.source == "flag":
+        raise ValueError(
+            f"`--nnodes {settings.nnodes}` lets machines come and go, for which `--rdzv_backend static` has no place: "
+            "leave it out, or give c10d."
+        )
+    if ranged or (settings.max_restarts and given.source == "default"):
+        why = "machines may come and go" if ranged else "machines that are started again find the others"
+        settings.put("rdzv_backend", "c10d", "detected", why)
+
+
 def _deepspeed(settings: Settings, environ: Mapping[str, str]) -> None:
     """Its own files have a say in which machines there are."""
     if settings.use_deepspeed:
@@ -101,6 +126,7 @@ def _machines(settings: Settings, environ: Mapping[str, str]) -> None:
         return
     if settings.starts_all_machines:
         return
+    _rendezvous(settings)
     if settings.main_process_ip is None:
         raise ValueError(
             f"{settings.num_machines} machines have to meet: give the address of the first with `--main_process_ip`."
@@ -220,3 +246,18 @@ def _port(settings: Settings, port_in_use: Callable[[int], bool] | None) -> None
     else:
         why = "0 asks for any free one" if port == 0 else f"{DEFAULT_PORT} is in use"
         settings.put("main_process_port", get_free_port(), "detected", why)
+
+
+# In this order: what comes later builds on what came before.
+_DETECTED = (
+    _engine,
+    _precision,
+    _range,
+    _cluster,
+    _deepspeed,
+    _machines,
+    _processes,
+    _missing_gpus,
+    _threads,
+    _files,
+)

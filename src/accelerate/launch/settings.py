@@ -62,6 +62,11 @@ class Settings:
         self.of[name] = Setting(value, source, reason)
 
     @property
+    def least_machines(self) -> int:
+        """As few machines as this can do without the others."""
+        return int(self.num_machines) if self.nnodes is None else int(str(self.nnodes).split(":")[0])
+
+    @property
     def local_processes(self) -> int:
         """Processes on this machine."""
         return int(self.num_processes) // int(self.num_machines)

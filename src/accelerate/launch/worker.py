@@ -200,7 +200,7 @@ def tell_recorders(code: object) -> None:
 def say_attempt() -> None:
     """When all processes were started again: how often, and why."""
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if not attempt or _rank() != "0":
+    if not attempt or _rank() != "0" or _was_said(attempt):
         return
     import json
     from glob import glob
@@ -218,8 +218,22 @@ def say_attempt() -> None:
         except (OSError, ValueError, KeyError, TypeError):
             continue
     why = "a rank was lost" if not failures else "rank {1} failed with {2}".format(*min(failures))
+    if failures and min(failures)[2] == "SystemExit: 75":  # config.preemption.PREEMPTED
+        why = "a machine was taken away"
     most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", attempt)) + 1
     print(f"accelerate: attempt {attempt + 1} of {most}, after {why}", file=sys.stderr, flush=True)
+
+
+def _was_said(attempt: int) -> bool:
+    """Whether this attempt began before: when machines come and go, none is counted."""
+    _, _, note = os.environ.get("ACCELERATE_PREEMPTION_NOTE", "").partition(":")
+    try:
+        os.close(os.open(os.path.join(os.path.dirname(note), f"attempt-{attempt}"), os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from accelerate.comm import Communicator, set_current, set_factory
 from accelerate.config.enums import DistributedType
 from accelerate.config.environment import override_numa_affinity, parse_flag_from_env
 from accelerate.diagnosis import limits
-from accelerate.environments import World
+from accelerate.environments import World, torchrun
 from accelerate.per_rank import ThreadLocalSharedDict, are_ranks_threads
 from accelerate.state import ending
 from accelerate.state.processes import ProcessControl
@@ -128,7 +128,7 @@ class PartialState(ProcessControl):
     @staticmethod
     def _attempt() -> str:
         """Tells the store's notes of this world from those of earlier ones."""
-        return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{PartialState._groups_ended}"
+        return f"{torchrun.attempt(os.environ)}-{PartialState._groups_ended}"
 
     def _set_up(self, cpu: bool, kwargs: dict[str, Any]) -> None:
         kwargs.pop("_use_sagemaker", None)

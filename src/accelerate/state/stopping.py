@@ -21,7 +21,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from accelerate.config.preemption import STOP_SIGNALS
+from accelerate.config.preemption import REGROUPING, STOP_SIGNALS, regrouping
 from accelerate.torch_internals.process_groups import own_connection
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class Stopping:
 
     def __init__(self, rank: int, store: Store | None) -> None:
         self.stop: Stop | None = None
+        self.was_asked = False  # by a signal to this rank
         self._process = os.getpid()
         self._rank = rank
         self._store = store
@@ -74,7 +75,10 @@ class Stopping:
 
     def _ask(self, number: int) -> None:
         """Have all ranks stop because of a signal. Returns at once."""
-        reason = f"{signal.Signals(number).name} on rank {self._rank}"
+        self.was_asked = True
+        mark = regrouping()
+        regroups = mark is not None and mark.exists()
+        reason = REGROUPING if regroups else f"{signal.Signals(number).name} on rank {self._rank}"
         if self._store is None:
             self._told = True
             self._decide(Stop(self._passed + 1, reason))

@@ -141,6 +141,8 @@ def test_a_busy_port_that_was_asked_for_is_an_error() -> None:
         (["--num_machines", "2", "--main_process_ip", "h", "--machine_rank", "0", "--num_processes", "3"], "evenly"),
         (["--use_parallelism_config"], "add `--use_fsdp --fsdp_version 2`"),
         (["--use_deepspeed", "--use_fsdp"], "exclude each other"),
+        (["--nnodes", "1:2", "--num_machines", "2"], "`--nnodes` and `--num_machines` say the same"),
+        (["--nnodes", "1:2", "--rdzv_backend", "static"], "lets machines come and go"),
     ],
 )
 def test_contradictions_are_refused(words: list[str], sentence: str) -> None:
@@ -166,6 +168,18 @@ def test_a_wrong_number_in_the_file_is_that_of_the_file(tmp_path: Path, file: di
 def test_machines_that_come_and_go_need_no_rank() -> None:
     words = ["--num_machines", "2", "--num_processes", "2", "--main_process_ip", "h", "--rdzv_backend", "c10d"]
     assert settings(*words).machine_rank == 0
+
+
+def test_a_range_of_machines() -> None:
+    words = ["--num_processes", "4", "--main_process_ip", "h", "--cpu"]
+    found = settings("--nnodes", "1:2", *words)
+    assert (found.least_machines, found.num_machines, found.local_processes, found.rdzv_backend) == (1, 2, 2, "c10d")
+    assert "--nnodes=1:2" in plan(found).argv and plan(found).engine.startswith("2 processes on each of 1 to 2 machin")
+    # Without a range, only those that are to be started again have to find each other anew.
+    words += ["--nnodes", "2", "--machine_rank", "1"]
+    assert settings(*words).rdzv_backend == "static"
+    assert settings(*words, "--max_restarts", "1").rdzv_backend == "c10d"
+    assert settings(*words, "--max_restarts", "1", "--rdzv_backend", "static").rdzv_backend == "static"
 
 
 SLURM = {
@@ -318,7 +332,9 @@ def test_the_port_of_another_machine_is_not_looked_at_here(tmp_path: Path) -> No
     assert settings(*words, busy=(4321,)).main_process_port == 4321
 
 
-@pytest.mark.parametrize("words", [["--deepspeed_multinode_launcher", "pbs"], ["--zero_stage", "4"]])
+@pytest.mark.parametrize(
+    "words", [["--deepspeed_multinode_launcher", "pbs"], ["--zero_stage", "4"], ["--nnodes", "2:1"]]
+)
 def test_values_that_there_are_not(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         settings("--use_deepspeed", *words)

@@ -81,6 +81,13 @@ def _streams(value: Any) -> str:
     return str(value)
 
 
+def _machines(value: Any) -> str:
+    found = re.fullmatch(r"([1-9]\d*)(?::([1-9]\d*))?", str(value))
+    if found is None or int(found[2] or found[1]) < int(found[1]):
+        raise ValueError
+    return str(value)
+
+
 def _yes_no(value: Any) -> bool:
     return value if isinstance(value, bool) else bool(str_to_bool(str(value) or "no"))
 
@@ -108,6 +115,7 @@ NOT_NEGATIVE = Kind("a whole number of at least 0", _not_negative(_whole), place
 SECONDS = Kind("0 or more seconds", _not_negative(float), placeholder="X")
 PORT = Kind("a port from 0 to 65535", _port, placeholder="N")
 STREAMS = Kind("0, 1, 2 or 3, or one of them per process such as `0:3,1:1`", _streams, placeholder="N")
+MACHINES = Kind("a number of machines, or the least and the most such as `1:2`", _machines, placeholder="N[:M]")
 NUMBER = Kind("a number", float, placeholder="X")
 STAGE = Kind("a stage from 0 to 3", _stage, placeholder="0|1|2|3")
 WHOLE_OR_AUTO = Kind("a whole number or `auto`", _or_auto(_whole), placeholder="N")

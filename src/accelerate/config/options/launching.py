@@ -5,6 +5,7 @@ from __future__ import annotations
 from accelerate.config.options.base import (
     AT_LEAST_ONE,
     FLAG,
+    MACHINES,
     NOT_NEGATIVE,
     PORT,
     SECONDS,
@@ -87,6 +88,12 @@ RESOURCES = Family(
             question="How many processes in all, over all machines?",
         ),
         Option("num_machines", "machines that take part", AT_LEAST_ONE, question="How many machines take part?"),
+        Option(
+            "nnodes",
+            "machines that take part, as torchrun counts them; `1:2`: one is enough, and a second may come and go",
+            MACHINES,
+            key="",
+        ),
         Option(
             "num_cpu_threads_per_process",
             "threads each process computes with on the CPU (OMP_NUM_THREADS)",

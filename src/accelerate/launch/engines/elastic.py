@@ -17,7 +17,7 @@ MODULE = "accelerate.launch.elastic"
 def torchrun_arguments(settings: Settings) -> list[str]:
     """What torchrun is told."""
     words = [
-        f"--nnodes={settings.num_machines}",
+        f"--nnodes={settings.nnodes or settings.num_machines}",
         f"--nproc_per_node={settings.local_processes}",
         *_meeting_point(settings),
         f"--max_restarts={settings.max_restarts}",
@@ -76,7 +76,9 @@ def _plan(settings: Settings) -> LaunchPlan:
 
 def _in_words(settings: Settings) -> str:
     where = "on the CPU, talking through gloo" if settings.on_cpu else f"one per {settings.devices.kind} device"
-    machines = f" on each of {settings.num_machines} machines" if settings.num_machines > 1 else ""
+    least, most = settings.least_machines, settings.num_machines
+    count = f"{least} to {most}" if least < most else str(most)
+    machines = f" on each of {count} machines" if most > 1 else ""
     word = "process" if settings.local_processes == 1 else "processes"
     return f"{settings.local_processes} {word}{machines}, {where}"
 

@@ -1,0 +1,1 @@
+"""The real Ray, in an environment of its own."""

@@ -1,0 +1,56 @@
+"""Machines that come and go: a run on two of them goes on with one, and with two again."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import history
+from tests.chaos.cluster import TRAIN, Host, ended_afterwards, running, wait_for
+from tests.harness import netns
+from tests.harness.world import free_port
+
+pytestmark = pytest.mark.skipif(netns.missing() is not None, reason=str(netns.missing()))
+
+
+def test_from_two_machines_to_one_and_back(tmp_path: Path) -> None:
+    log, project = tmp_path / "log", tmp_path / "project"
+    log.mkdir()
+    with netns.two_machines() as machines:
+        port = free_port()
+        words = ["--cpu", "--nnodes", "1:2", "--num_processes", "2", "--main_process_ip", machines[0].address]
+        words += ["--main_process_port", str(port), "--max_restarts", "9", "--preemption", "save", "--resume", "auto"]
+        words += ["--rdzv_conf", "last_call_timeout=2,keep_alive_interval=1"]
+        script = [str(TRAIN), str(project), str(log), "--epochs", "2", "--pause", "0.1"]
+        hosts = [Host(machine, [*words, *script], tmp_path) for machine in machines]
+        first, second = hosts
+
+        def trains_on(processes: int) -> bool:
+            """Whether the newest start is one of so many processes, and has come beyond its first steps."""
+            starts = history.read(log).starts
+            return bool(starts) and starts[-1][1] == processes and history.newest_step(log) > starts[-1][0] + 11
+
+        with ended_afterwards(tmp_path, hosts):
+            for host in hosts:
+                host.start()
+            wait_for("both train", 100, hosts, lambda: trains_on(2))
+            second.kill()
+            wait_for("one goes on", 100, hosts, lambda: trains_on(1))
+            second.start()
+            wait_for("both train again", 100, hosts, lambda: trains_on(2))
+            assert second.launcher is not None
+            second.launcher.send_signal(signal.SIGTERM)
+            wait_for("the second has ended", 100, hosts, lambda: second.ended() is not None)
+            assert second.codes[-1] == 75, second.output.read_text()
+            wait_for("the first has ended", 200, hosts, lambda: first.ended() is not None)
+            said = first.output.read_text()
+            assert first.codes == [0], said
+            wait_for("nothing is left", 20, hosts, lambda: not running(tmp_path))
+    seen = history.read(log)
+    seen.check_epochs(2)
+    # The first may have begun alone, when the second was slow.
+    assert [count for _, count in seen.starts][-4:] == [2, 1, 2, 1], seen.starts
+    assert "1 machine of at most 2, after 2." in said and "2 machines of at most 2, after 1." in said, said
+    assert "The machines of the run change: the run was saved to" in said, said
