@@ -324,8 +324,8 @@ def _check_orders(run: Run, reader: Reader, loaded: Loaded) -> None:
         if place["inside"] and None not in (saved, now) and saved != now:
             raise CheckpointError(
                 f"{reader.folder} was saved in the middle of an epoch of loader {number} in the order of its {saved}, "
-                f"and on rank {run.rank} it is now that of a {now}: prepare it with the `shuffle`, and the `shuffle` and "
-                "`use_seedable_sampler` of the DataLoaderConfiguration, that it had then."
+                f"and on rank {run.rank} it is now that of a {now}: prepare it with the `shuffle`, and the `shuffle` "
+                "and `use_seedable_sampler` of the DataLoaderConfiguration, that it had then."
             )
 
 
