@@ -63,6 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.master_port is None:
         arguments.master_port = 29500
     config, command, command_args = torchrun.config_from_args(arguments)
+    if config.max_nodes == 1 and config.run_id == "none":  # several machines would have to agree on a name
+        config.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # of the folder in `--log_dir`
     command_args = [word.removeprefix(_SHIELD) for word in command_args]
     command, command_args = _through_worker(arguments, str(command), command_args)
     note = Path(tempfile.mkdtemp(prefix="accelerate-launch-"), "preempted")
