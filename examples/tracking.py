@@ -1,9 +1,10 @@
-"""Log a training to TensorBoard, and see where the time of its steps goes.
+"""Log a training, look at its curves, and see where the time of its steps goes.
 
-Needs TensorBoard:  pip install tensorboard scikit-learn
-One process:        python examples/tracking.py
-Two processes:      accelerate launch --cpu --num_processes 2 examples/tracking.py
-Look at it:         tensorboard --logdir runs/tracking
+Needs scikit-learn:  pip install scikit-learn
+One process:         python examples/tracking.py
+Two processes:       accelerate launch --cpu --num_processes 2 examples/tracking.py
+Look at it:          accelerate runs runs/tracking            (a list, in the terminal)
+                     accelerate runs runs/tracking --serve    (curves, in a browser)
 """
 
 import argparse
@@ -19,7 +20,8 @@ from accelerate.utils import set_seed
 
 def train(epochs: int, project_dir: str) -> dict[str, float]:
     """The milliseconds of each phase of a step, on this run's slowest process."""
-    accelerator = Accelerator(log_with="tensorboard", project_dir=project_dir)
+    # "local" needs no other library. Any other tracker is its name, as "tensorboard" or "wandb", or several in a list.
+    accelerator = Accelerator(log_with="local", project_dir=project_dir)
     config = {"epochs": epochs, "learning_rate": 3e-3, "batch_size": 32, "processes": accelerator.num_processes}
     accelerator.init_trackers("digits", config=config)
     set_seed(0)
@@ -45,17 +47,13 @@ def train(epochs: int, project_dir: str) -> dict[str, float]:
                 losses.append(loss.detach())  # `.item()` would make the host wait for the device, at every step
                 step += 1
 
-    # What `log` does not offer is there in the writer itself.
-    if accelerator.is_main_process:
-        writer = accelerator.get_tracker("tensorboard", unwrap=True)
-        writer.add_images("first digits", images[:16].reshape(-1, 1, 8, 8), step)
     accelerator.print(f"loss fell from {losses[0]:.3f} to {losses[-1]:.3f}")
     accelerator.end_training()
     return {phase: seconds * 1000 for phase, seconds in timer.seconds[timer.slowest].items()}
 
 
 def main():
-    parser = argparse.ArgumentParser(description="Log a training to TensorBoard and time its steps.")
+    parser = argparse.ArgumentParser(description="Log a training and time its steps.")
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--project_dir", default="runs/tracking")
     args = parser.parse_args()

@@ -6,13 +6,14 @@ import contextlib
 import io
 import runpy
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from accelerate.runs.read import Project, find
 from tests.docs.runner import PLAIN_PROCESS
 from tests.examples.running import EXAMPLES
 from tests.harness import run_world
+from tests.unit.runs.toys import values
 
 EXAMPLE = EXAMPLES / "tracking.py"
 
@@ -24,14 +25,6 @@ def on_rank(folder: str) -> tuple[dict[str, float], str]:
     return milliseconds, output.getvalue()
 
 
-def events(folder: Path) -> Any:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return found
-
-
 @pytest.mark.parametrize("processes", [1, 2])
 def test_what_it_shows(processes: int, tmp_path: Path) -> None:
     env = PLAIN_PROCESS if processes == 1 else None
@@ -40,8 +33,12 @@ def test_what_it_shows(processes: int, tmp_path: Path) -> None:
     assert f"mean of {steps - 1} steps" in results[0][1]
     assert [output for _, output in results[1:]] == [""] * (processes - 1)
     assert len({str(milliseconds) for milliseconds, _ in results}) == 1
-    found = events(tmp_path / "digits")
-    assert [event.step for event in found.Scalars("loss")] == list(range(steps))
-    assert found.Scalars("loss")[-1].value < found.Scalars("loss")[0].value / 2
-    assert found.Scalars("step_time/forward_ms")[0].value > 0
-    assert found.Tags()["images"] == ["first digits"]
+    project = Project(find(str(tmp_path)))
+    [run] = project.runs()
+    assert (run.name, run.state, run.config["processes"]) == ("digits", "ended", processes)
+    losses = values(project, run, "loss")
+    assert [step for step, _ in losses] == list(range(steps))
+    first, last = losses[0][1], losses[-1][1]
+    assert first is not None and last is not None and last < first / 2
+    forward = values(project, run, "step_time/forward_ms")[0][1]
+    assert forward is not None and forward > 0

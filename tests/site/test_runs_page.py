@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Page
+from playwright.sync_api import Page, Response
 
 Browse = Callable[..., Page]
 
@@ -41,6 +41,21 @@ while (wanted := int(pathlib.Path("go").read_text())) >= 0:
     done = max(done, wanted)
     time.sleep(0.1)
 raise ValueError("enough " + hostile)
+"""
+
+# A run whose file has a million points, most of which no training has written.
+LONG = """
+import sqlite3
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True, log_with="local", project_dir=".")
+accelerator.init_trackers("long")
+accelerator.log({"loss": 1.0}, step=0)
+accelerator.end_training()
+with sqlite3.connect("runs.sqlite") as file:
+    [point] = file.execute("SELECT id, number, time FROM points JOIN series ON id = series WHERE name = 'loss'")
+    numbers = "WITH RECURSIVE numbers(i) AS (VALUES (1) UNION ALL SELECT i + 1 FROM numbers WHERE i < 999999)"
+    file.execute(f"{numbers} INSERT INTO points SELECT ?, ? + i, i, ?, i % 97 FROM numbers", point)
 """
 
 
@@ -87,6 +102,16 @@ def training(training_python: str, tmp_path: Path) -> Iterator[Training]:
     started = Training(training_python, tmp_path)
     yield started
     started.stop()
+
+
+def drag(page: Page, selector: str, start: float, end: float) -> None:
+    """Over a chart, from one part of its width to another."""
+    box = page.locator(selector).bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + box["width"] * start, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * end, box["y"] + 60, steps=3)
+    page.mouse.up()
 
 
 def chart(name: str) -> str:
@@ -183,10 +208,35 @@ def test_a_training_goes_on(training: Training, browse: Browse, tmp_path: Path) 
     wait_for(page, chart("loss"), "c.curves == 2 && c.stands == 3400")
     assert page.locator("#live").inner_text().startswith("as of ")
     assert page.locator("img").count() == 0 and page.title() == "Runs"
-    box = page.locator(chart("loss")).bounding_box()
-    assert box is not None
-    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 60)
-    page.mouse.down()
-    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60, steps=3)
-    page.mouse.up()
+    drag(page, chart("loss"), 0.5, 0.6)
     wait_for(page, chart("loss"), "c.stands < 1000 && c.left > 1000")
+
+
+def test_a_million_points_are_few_for_the_page(training_python: str, browse: Browse, tmp_path: Path) -> None:
+    (tmp_path / "long.py").write_text(LONG)
+    subprocess.run([training_python, "long.py"], cwd=tmp_path, check=True)
+    command = [training_python, "-m", "accelerate", "runs", ".", "--serve"]
+    page, received = browse(), list[Response]()
+    page.on("response", lambda response: received.append(response) if "name=loss" in response.url else None)
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            page.goto(next(line.strip() for line in server.stdout if "http://" in line))
+            wait_for(page, chart("loss"), "c.stands == 1000000 && c.points <= 1000")
+            # Zoomed in, it asks for what lies there, again and again, until each point is one.
+            for _ in range(6):
+                before = number(page, chart("loss"), "stands")
+                page.locator(chart("loss")).scroll_into_view_if_needed()
+                drag(page, chart("loss"), 0.5, 0.6)
+                wait_for(page, chart("loss"), f"c.stands < {before / 4} && c.points <= 1000")
+                if number(page, chart("loss"), "points") == number(page, chart("loss"), "stands"):
+                    break
+            else:
+                raise AssertionError("no zoom has shown single points")
+            page.locator("#reset").click()
+            wait_for(page, chart("loss"), "c.stands == 1000000")
+            assert len(received) >= 4
+            for answer in received:
+                assert all(len(curve["x"]) <= 1000 for curve in answer.json()) and len(answer.body()) < 200_000
+        finally:
+            server.kill()

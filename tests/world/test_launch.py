@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -233,6 +234,8 @@ def test_restarts_and_files_of_output(tmp_path: Path) -> None:
     assert "attempt 1" in done.stdout
     written = [path.read_text() for path in (tmp_path / "logs").rglob("stdout.log")]
     assert sorted(written) == ["attempt 0\n"] * 2 + ["attempt 1\n"] * 2
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert re.match(r"\d{8}-\d{6}-\d+_", folder.name)  # when it began
 
 
 def test_restarts_and_files_of_output_of_one_process(tmp_path: Path) -> None:
@@ -415,6 +418,7 @@ def test_what_all_ranks_say_is_on_the_screen_once(tmp_path: Path) -> None:
     with open(train, "a") as file:
         file.write("import warnings\nwarnings.simplefilter('always')\n")
         file.write("for _ in range(2): warnings.warn('heard by all')\nwarnings.warn(f'from {rank}')\n")
+        file.write("sys.stdout.write(f'{rank} {os.environ.get(\"TORCH_CPP_LOG_LEVEL\")}\\n')\n")
         file.write("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nraise ValueError('for all of us')\n")
     done = launch(tmp_path, *TWO, train)
     assert done.returncode == 1
@@ -423,6 +427,8 @@ def test_what_all_ranks_say_is_on_the_screen_once(tmp_path: Path) -> None:
     last, error = done.stderr.splitlines()[-2:]
     assert last.startswith("Ranks 0, 1 on ") and last.endswith(" failed alike, as shown above:")
     assert error == "ValueError: for all of us"
+    # What torch's own code warns of, past Python, is left to the first.
+    assert sorted(done.stdout.splitlines()) == ["0 None", "1 ERROR"]
     # A warning comes as often as one rank gives it.
     assert [done.stderr.count(f"Warning: {text}") for text in ("heard by all", "from 0", "from 1")] == [2, 1, 1]
 

@@ -170,6 +170,10 @@ def _move_in(target: Path) -> None:
                 disk.rename(committed / name, target / name)
         for name in gone:
             disk.remove(target / name)
+    # Shards, of a run that was spread otherwise, were in folders of their own.
+    emptied = {folder for name in gone for folder in Path(name).parents} - {Path()}
+    for folder in sorted(emptied, key=lambda folder: len(folder.parts), reverse=True):
+        disk.remove_if_empty(target / folder)
     # Each file is in place before the manifest leaves the folder that says there is something to do.
     for folder in {(target / name).parent for name in new.files}:
         disk.sync_folder(folder)

@@ -117,6 +117,11 @@ def remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
+def remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
 def remove_tree(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 

@@ -27,6 +27,7 @@ from accelerate.checkpoint.state import (
     read,
 )
 from accelerate.comm import current
+from accelerate.data_loader.position import order_of
 from accelerate.errors import CheckpointError, MissingFile
 
 logger = logging.getLogger(__name__)
@@ -214,6 +215,7 @@ def _read(
         manifest = _check(folder, run, reader, verified, at_once=bool(hooks), apart=apart)
         _check_custom(run, reader)
         loaded = read(run, reader, **torch_load)
+        _check_orders(run, reader, loaded)
     except Exception as error:
         failure = error
     _see_that_it_is_the_same(folder, began, run.rank, _Replaced)
@@ -312,6 +314,19 @@ def _check_custom(run: Run, reader: Reader) -> None:
             f"{len(run.custom)} are registered here: call register_for_checkpointing with the same objects, in the "
             "same order, as when it was saved."
         )
+
+
+def _check_orders(run: Run, reader: Reader, loaded: Loaded) -> None:
+    """The middle of an epoch is a place in one order: in another one samples would come twice, or not at all."""
+    places = (loaded.progress or {}).get("loaders", [])
+    for number, (loader, place) in enumerate(zip(run.loaders, places, strict=False)):
+        saved, now = place.get("order"), order_of(loader)  # not in folders of before it was written down
+        if place["inside"] and None not in (saved, now) and saved != now:
+            raise CheckpointError(
+                f"{reader.folder} was saved in the middle of an epoch of loader {number} in the order of its {saved}, "
+                f"and on rank {run.rank} it is now that of a {now}: prepare it with the `shuffle`, and the `shuffle` "
+                "and `use_seedable_sampler` of the DataLoaderConfiguration, that it had then."
+            )
 
 
 def _saved_ranks(reader: Reader, manifest: Manifest | None) -> int:

@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from accelerate.data_loader import draws, streams
+from accelerate.data_loader.indexed import IndexedRandomSampler
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.rest import SkipSampler
 from accelerate.data_loader.samplers import (
@@ -207,6 +208,7 @@ class Position:
             "batch": loader.total_batch_size,
             "processes": loader._shares,
             "workers": loader.num_workers,
+            "order": order_of(loader),
         }
 
     def load_state_dict(self, state: dict[str, Any], loader: Any, *, skip: bool) -> None:
@@ -314,6 +316,16 @@ class Position:
         # from the place where it was when the checkpoint was saved.
         if streams.draws_at_once(_sampler(loader)) or (self._same and loader._left_out_steps):
             streams.set_generators(loader, states["generators"])
+
+
+# Samplers that give different orders, of which no other one can follow the middle.
+_ORDERS = (SequentialSampler, RandomSampler, SeedableRandomSampler, IndexedRandomSampler)
+
+
+def order_of(loader: Any) -> str | None:
+    """Which kind of sampler makes the order of a loader, where that is one of those that `prepare` knows."""
+    kind = type(_sampler(loader))
+    return kind.__name__ if kind in _ORDERS else None
 
 
 def takes_over(state: dict[str, Any], loader: Any) -> bool:

@@ -68,6 +68,8 @@ def _run(words: list[str], own: list[str], folder: Path) -> int:
     if arguments.log_dir is None and arguments.tee == "0":
         arguments.log_dir = str(folder / "logs")  # torch elastic keeps files of its own, and would leave them
     config, command, command_args = torchrun.config_from_args(arguments)
+    if config.max_nodes == 1 and config.run_id == "none":  # several machines would have to agree on a name
+        config.run_id = f"{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"  # of the folder in `--log_dir`
     command_args = [word.removeprefix(_SHIELD) for word in command_args]
     command, command_args = _through_worker(arguments, str(command), command_args)
     note = folder / "preempted"

@@ -162,6 +162,12 @@ def warn_once() -> None:
     warnings.showwarning = show_if_new
 
 
+def hush_torch() -> None:
+    """Warnings of torch's own, which it writes past Python, come from the first process of a machine alone."""
+    if os.environ.get("LOCAL_RANK", "0") != "0" and _shares_the_screen():
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def _shares_the_screen() -> bool:
     """Whether errors go where those of the launcher go, and not to a file of this process alone."""
     try:
@@ -241,6 +247,7 @@ def main() -> None:
     die_with_parent(int(parent))
     print_lines()
     warn_once()
+    hush_torch()
     say_attempt()
     sys.argv = [target, *arguments]
     try:

@@ -34,7 +34,7 @@ def _with_folder(models: Any, states: Any, folder: str) -> None:
 def test_killed_when_all_but_empty_folders_are_in_place(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Net())
-    accelerator.register_save_state_pre_hook(_with_folder)
+    hook = accelerator.register_save_state_pre_hook(_with_folder)
     folder = accelerator.save_state(tmp_path / "x")
     (folder / layout.COMMITTED / "own").mkdir(parents=True)
     verify_checkpoint(folder)
@@ -44,6 +44,9 @@ def test_killed_when_all_but_empty_folders_are_in_place(tmp_path: Path) -> None:
     _fill(model, 3)
     accelerator.load_state(folder)
     assert weights(model).unique().tolist() == [2] and not (folder / layout.COMMITTED).exists()
+    hook.remove()
+    accelerator.save_state(folder)
+    assert not (folder / "own").exists()
 
 
 def test_names_of_the_longest_kind(tmp_path: Path) -> None:

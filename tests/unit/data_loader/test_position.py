@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.errors import CheckpointError
 from tests.unit.data_loader.toys import Numbers
 
 # torchdata calls something that torch has deprecated
@@ -507,6 +508,25 @@ def test_steps_left_are_those_of_the_sampler(
     accelerator.load_state(tmp_path)
     # Where the last samples do not fill a batch, they are dropped.
     assert (said or "so 0 steps are left of epoch 0 instead of 1") in caplog.text
+
+
+def test_another_kind_of_shuffle_is_refused_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    def shuffled(shuffle: str | None) -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(shuffle=shuffle))
+        return accelerator, accelerator.prepare(DataLoader(torch.arange(SAMPLES), batch_size=2, shuffle=True))
+
+    accelerator, loader = shuffled("indexed")
+    for number, _ in enumerate(loader):
+        if number == BREAK:
+            accelerator.save_state(tmp_path / "middle")
+    accelerator.save_state(tmp_path / "end")
+    accelerator, _ = shuffled(None)
+    accelerator.load_state(tmp_path / "end")
+    with pytest.raises(
+        CheckpointError, match="loader 0 in the order of its IndexedRandomSampler, and on rank 0 it is now"
+    ):
+        accelerator.load_state(tmp_path / "middle")
+    shuffled("indexed")[0].load_state(tmp_path / "middle")
 
 
 def test_as_many_steps_left_as_before_are_said_to_be_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
