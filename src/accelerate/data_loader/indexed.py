@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from accelerate.data_loader.samplers import SeedableRandomSampler
+from accelerate.data_loader.samplers import COUNTED_SAMPLERS, SeedableRandomSampler
 
 _ROUNDS = 8
 _BLOCK = 1024  # how many indices are computed at a time
@@ -88,3 +88,6 @@ class IndexedRandomSampler(SeedableRandomSampler):
                 found = numbers(place, min(place + block, end))
                 yield from found.tolist()
                 place, start, block = place + len(found), start + len(found), _BLOCK
+
+
+COUNTED_SAMPLERS.add(IndexedRandomSampler)
