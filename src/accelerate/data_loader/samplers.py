@@ -299,7 +299,7 @@ def leave_out(iterator: Iterator[Any], count: int) -> None:
             count -= 1
 
 
-_ListIterator = type(iter([]))
+_ListIterator: Any = type(iter([]))
 _END = object()
 
 
