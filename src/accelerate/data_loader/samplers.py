@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import GeneratorType
 from typing import Any
 
@@ -194,7 +194,7 @@ class BatchSamplerShard(BatchSampler):
         assert size is not None
         group = size * self.num_processes
         steps = len(sampler) // group
-        indices = iter(sampler) if type(sampler) is not SequentialSampler else _Numbers(len(sampler))
+        indices = COUNTED_SAMPLERS[type(sampler)](sampler)
         first = list(itertools.islice(indices, group)) if steps else []
         for step in range(steps):
             if step:
@@ -258,31 +258,43 @@ class BatchSamplerShard(BatchSampler):
         return list(itertools.islice(filled, first, first + size))
 
 
-# These give as many indices as their length says.
-COUNTED_SAMPLERS: set[type] = {SequentialSampler, RandomSampler, SeedableRandomSampler}
+class Leaping(Iterator[int]):
+    """An iteration that comes to any of its items at once."""
+
+    def leave_out(self, count: int) -> None:
+        """Without the next `count` items."""
+        raise NotImplementedError
 
 
-class _Numbers:
-    """The numbers below `length`, any of which can be left out."""
+class _Numbers(Leaping):
+    """The numbers below a length."""
 
-    def __init__(self, length: int) -> None:
-        self.place = 0
-        self._length = length
-
-    def __iter__(self) -> Iterator[int]:
-        return self
+    def __init__(self, sampler: SequentialSampler) -> None:
+        self._place = 0
+        self._length = len(sampler)
 
     def __next__(self) -> int:
-        if self.place >= self._length:
+        if self._place >= self._length:
             raise StopIteration
-        self.place += 1
-        return self.place - 1
+        self._place += 1
+        return self._place - 1
+
+    def leave_out(self, count: int) -> None:
+        self._place += count
+
+
+# Samplers that give as many indices as their length says, and how they are iterated.
+COUNTED_SAMPLERS: dict[type, Callable[[Any], Iterator[int]]] = {
+    SequentialSampler: _Numbers,
+    RandomSampler: iter,
+    SeedableRandomSampler: iter,
+}
 
 
 def leave_out(iterator: Iterator[Any], count: int) -> None:
-    """Leave out the next `count` items: at once, where they are numbers or in a list that generators hand on."""
-    if isinstance(iterator, _Numbers):
-        iterator.place += count
+    """Leave out the next `count` items: at once, where it can leap, or they are in a list that generators hand on."""
+    if isinstance(iterator, Leaping):
+        iterator.leave_out(count)
         return
     while count > 0:
         inner: Any = iterator
