@@ -118,10 +118,11 @@ def settle(target: Path, local: tuple[int, int]) -> None:
     if communicator.size == local[1]:
         together(lambda: settle_alone(target), gather, here=first)
         return
-    states = together(lambda: (commit.current(target), commit.pending(target)), gather, here=local_main or first)
-    seen = [state for state in states if state is not None]
-    if all(waiting is None for _, waiting in seen):
+    looks = local_main or first
+    if all(waiting is None for waiting in together(lambda: commit.pending(target), gather, here=looks)):
         return
+    states = together(lambda: (commit.current(target), commit.pending(target)), gather, here=looks)
+    seen = [state for state in states if state is not None]
     everywhere = {save for save in seen[0] if save is not None and all(save in state for state in seen)}
 
     def act() -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Literal
 
 from accelerate.comm import current
 from accelerate.errors import CheckpointError
 from accelerate.per_rank import PerRank
-from accelerate.torch_internals.process_groups import default_store
+from accelerate.state import PartialState
+from accelerate.torch_internals.process_groups import default_store, kept_connection
 
 # How long the main process waits for the first of the others: for once, and where it was known to be alone before.
 PATIENCE = 30.0
@@ -27,8 +31,12 @@ class Meeting:
     """Finds out, over the store of the process group, which has no need of processes that do not come.
 
     The saves that all have called are counted. For each the main process makes one attempt, or several, as it may save
-    alone in between. An attempt has in the store how many others are `here`, and then that they are `all`, or how far
-    the training was when the main process went on `alone`.
+    alone in between. An attempt has in the store how many others are `here`, and then what the main process has
+    `found`: that they are "all", that it was not so in time (""), or how far the training was when it went on alone.
+
+    The main process asks how many have come. The others ask once, for an answer that comes when there is one: thousands
+    of them that ask again and again would keep the store from answering anybody. A connection that waits for an answer
+    takes no other question, so theirs is one of its own.
     """
 
     def __init__(self) -> None:
@@ -41,16 +49,18 @@ class Meeting:
         point: how far the training is, which is the same number on processes that call the same save. "late" is for
         those who come to a save that the main process has gone on with alone.
         """
-        store = default_store(f"accelerate/save/{self._number}") if current().size > 1 else None
-        if store is None:
+        shared = default_store() if current().size > 1 else None
+        if shared is None:
             return "all"
+        prefix = f"accelerate/save/{PartialState._attempt()}/{self._number}"
+        store = _Keys(kept_connection(shared.timeout) or shared, prefix, shared)
         found: Callers = self._lead(store, point) if current().rank == 0 else self._follow(store, point)
         self._number += found == "all"
         return found
 
-    def _lead(self, store: Any, point: int) -> Callers:
+    def _lead(self, store: _Keys, point: int) -> Callers:
         attempt, others, said = store.add("attempt", 0), current().size - 1, False
-        for waited in _waiting(store):
+        for waited in _waiting(store.shared):
             here = store.add(f"{attempt}/here", 0)
             if waited > QUIET and here < others and not said:
                 said = True
@@ -59,27 +69,73 @@ class Meeting:
                     f"should call it; if none has after {self._patience:g} seconds, rank 0 saves alone."
                 )
             if here == others:
-                store.set(f"{attempt}/all", "")
+                store.set(f"{attempt}/found", "all")
                 self._patience = PATIENCE
                 return "all"
             if here == 0 and waited > self._patience:
-                store.set(f"{attempt}/alone", str(point))
-                store.add("attempt", 1)
+                store.add("attempt", 1)  # first this: who gets an answer then makes no second attempt at this one
+                store.set(f"{attempt}/found", str(point))
                 self._patience = KNOWN
                 return "alone"
+        store.set(f"{attempt}/found", "")
         raise _nobody_came(f"{here} of {others} others came")
 
-    def _follow(self, store: Any, point: int) -> Callers:
+    def _follow(self, store: _Keys, point: int) -> Callers:
         attempt = store.add("attempt", 0)
-        if attempt and int(store.get(f"{attempt - 1}/alone")) == point:
+        if attempt and store.get(f"{attempt - 1}/found") == str(point):
             return "late"
         store.add(f"{attempt}/here", 1)
-        for _ in _waiting(store):
-            if store.check([f"{attempt}/all"]):
+        answer = _Answer(store, f"{attempt}/found")
+        for _ in _waiting(store.shared):
+            if answer.is_alive():
+                continue
+            if answer.error is not None:
+                raise answer.error
+            if answer.text == "all":
                 return "all"
-            if store.add("attempt", 0) > attempt:  # the main process had just gone on
+            if answer.text:  # the main process had just gone on
                 return self._follow(store, point)
+            break
         raise _nobody_came("the main process or another one did not come")
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """What a store says of one save. shared: that of the process group, which others use as well."""
+
+    store: Any
+    prefix: str
+    shared: Any
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self.store.add(f"{self.prefix}/{key}", amount))
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(f"{self.prefix}/{key}", value)
+
+    def get(self, key: str) -> str:
+        """What is there, as soon as something is."""
+        # A little longer than the process waits: so an error is one of the connection.
+        self.store.wait([f"{self.prefix}/{key}"], self.shared.timeout + timedelta(seconds=5))
+        return str(self.store.get(f"{self.prefix}/{key}").decode())
+
+
+class _Answer(threading.Thread):
+    """Waits for a key of a store: in a thread, so that the process can be interrupted meanwhile."""
+
+    def __init__(self, store: _Keys, key: str) -> None:
+        super().__init__(name="accelerate-save", daemon=True)
+        self.text = ""
+        self.error: Exception | None = None
+        self._store = store
+        self._key = key
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.text = self._store.get(self._key)
+        except (RuntimeError, OSError) as error:
+            self.error = error
 
 
 def _waiting(store: Any) -> Iterator[float]:

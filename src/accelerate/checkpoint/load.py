@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.checkpoint import commit, layout
 from accelerate.checkpoint.agreement import agree, explained, one_at_a_time, settle
@@ -211,8 +211,15 @@ def _read(
     apart = _apart(folder, run.local)
     models = list(run.models)
     reader = Reader(folder, share=run.local)
+    listed, sentence = _list(folder, run.rank, apart)
     try:
-        manifest = _check(folder, run, reader, verified, at_once=bool(hooks), apart=apart)
+        if sentence is not None:
+            raise CheckpointError(sentence)
+        manifest = listed.manifest
+        if listed.names is not None:
+            reader.know(listed.names)
+        if manifest is not None:
+            _check(folder, manifest, run, reader, verified, at_once=bool(hooks), apart=apart)
         _check_custom(run, reader)
         loaded = read(run, reader, **torch_load)
         _check_orders(run, reader, loaded)
@@ -270,7 +277,41 @@ def _see_that_it_is_the_same(folder: Path, began: Any, rank: int, kind: type[Che
         raise kind(f"{folder} was replaced by another run while it was read, and nothing was loaded: load it again.")
 
 
-def _check(folder: Path, run: Run, reader: Reader, verified: bool, at_once: bool, apart: bool) -> Manifest | None:
+class _Listed(NamedTuple):
+    """What a folder holds: the names of its files are None where all files in it count."""
+
+    manifest: Manifest | None = None
+    names: list[str] | None = None
+
+
+def _list(folder: Path, rank: int, apart: bool) -> tuple[_Listed, str | None]:
+    """What is in a folder, or one sentence on why that cannot be told.
+
+    It is the longer the more processes have saved. So of those that see the same folder only the first one reads it,
+    and tells the others. apart: whether this machine has a copy of its own.
+    """
+    found: tuple[_Listed, str | None] = _Listed(), None
+    if rank == 0 or apart:
+        try:
+            found = _listed(folder), None
+        except Exception as error:
+            found = _Listed(), explained(error, rank)
+    told = [found]
+    current().broadcast_objects(told)
+    return found if apart else told[0]
+
+
+def _listed(folder: Path) -> _Listed:
+    manifest = Manifest.read(folder)
+    if manifest is not None:
+        return _Listed(manifest, list(manifest.files))
+    _check_without_manifest(folder)
+    return _Listed(None, files_since(folder) if (folder / layout.MANIFEST).exists() else None)
+
+
+def _check(
+    folder: Path, manifest: Manifest, run: Run, reader: Reader, verified: bool, at_once: bool, apart: bool
+) -> None:
     """Raise for damage. Rank 0 looks at what all read, each rank at its own.
 
     apart: whether this machine has a copy of its own, at which its first process looks.
@@ -278,13 +319,6 @@ def _check(folder: Path, run: Run, reader: Reader, verified: bool, at_once: bool
     Weights and optimizers are left to the reader, which compares them while it reads them; at_once: or compared here,
     since hooks are going to change something before they are read.
     """
-    manifest = Manifest.read(folder)
-    if manifest is None:
-        _check_without_manifest(folder)
-        if (folder / layout.MANIFEST).exists():
-            reader.names = frozenset(files_since(folder))
-        return None
-    reader.names = frozenset(manifest.files)
     leads = run.rank == 0 or (apart and run.local[0] == 0)
     owners = {name: _OF_ONE_RANK.fullmatch(name) for name in manifest.files}
     own = [name for name, of in owners.items() if (int(of.group(1)) % run.ranks == run.rank if of else leads)]
@@ -302,7 +336,6 @@ def _check(folder: Path, run: Run, reader: Reader, verified: bool, at_once: bool
             f"{folder / layout.random_states(run.rank)} of rank {run.rank} is missing: "
             "this checkpoint was saved on disks that its processes did not share; copy all parts into one folder."
         )
-    return manifest
 
 
 def _check_custom(run: Run, reader: Reader) -> None:

@@ -6,10 +6,10 @@ import mmap
 import os
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class Reader:
 
     unchecked: what the manifest says of files whose checksums nobody has compared; those that are read here leave it.
     share: which of how many processes this one is that read the same files at once: each compares its part.
-    names: the files of the checkpoint, where it is known that others in the folder are not of it.
+    names: the files and folders of the checkpoint, where it is known that others in its folder are not of it.
     """
 
     folder: Path
@@ -48,11 +48,17 @@ class Reader:
     # What the files were when they were mapped.
     _about: dict[Path, os.stat_result] = field(default_factory=dict)
 
+    def know(self, files: Iterable[str]) -> None:
+        """These are the files of the checkpoint."""
+        names = frozenset(files)
+        folders = {PurePosixPath(name).parent for name in names}
+        self.names = names | {way.as_posix() for folder in folders for way in (folder, *folder.parents)}
+
     def has(self, name: str) -> bool:
         """Whether there is a file, or a folder, of that name in the checkpoint."""
         if self.names is None:
             return (self.folder / name).exists()
-        return name in self.names or any(own.startswith(f"{name}/") for own in self.names)
+        return name in self.names
 
     def path(self, name: str) -> Path:
         """Where a file of the checkpoint is; raises where it has none of that name."""

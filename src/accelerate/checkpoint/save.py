@@ -80,8 +80,15 @@ def save(
 
     def finish(gather: Gather, group: Any = None) -> None:
         try:
-            entries = together(lambda: write_parts(parts, staging, group), gather)
-            known = {name: entry for others in entries for name, entry in others.items()} | entries[run.rank]
+            own: dict[str, Entry] = {}
+
+            def write() -> dict[str, Entry]:
+                own.update(write_parts(parts, staging, group))
+                # Only who leads needs them, and its own are the longest: a checksum for each block of a whole model,
+                # which all would get, and as much again for each of the others.
+                return {} if leads else own
+
+            known = {name: entry for others in together(write, gather) for name, entry in others.items()} | own
             manifest = Manifest({}, run.ranks, strategy, number, saved)
             together(
                 lambda: _publish(staging, target, manifest, known),

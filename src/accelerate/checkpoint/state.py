@@ -23,6 +23,9 @@ from accelerate.unwrap import extract_model_from_parallel
 
 logger = logging.getLogger(__name__)
 
+# Beside the random states of a process, in a file that the 1.x releases know: they take from it what they know.
+_PROGRESS = "progress"
+
 
 @dataclass
 class Run:
@@ -104,10 +107,12 @@ def _look_at(file: File, item: Any, looked_at: set[str]) -> None:
 
 
 def own_parts(run: Run, step: int = 0) -> Iterator[File]:
-    """What each process has of its own. step: how far an accumulation was, as older releases note it."""
-    yield File(layout.random_states(run.rank), {"step": step, **rng.capture(run.device)})
-    if run.progress is not None:
-        yield File(layout.progress(run.rank), run.progress)
+    """What each process has of its own: one file, as there may be thousands of them.
+
+    step: how far an accumulation was, as older releases note it.
+    """
+    progress = {} if run.progress is None else {_PROGRESS: run.progress}
+    yield File(layout.random_states(run.rank), {"step": step, **rng.capture(run.device), **progress})
 
 
 @dataclass
@@ -135,14 +140,16 @@ def read(run: Run, reader: Reader, **kwargs: Any) -> Loaded:
     own = run.rank if reader.has(layout.random_states(run.rank)) else 0
     others = range(run.rank) if own != run.rank else ()
     saved = [name for name in map(layout.random_states, others) if reader.has(name)]
+    states = _random_states(there(layout.random_states(own)), reader.folder / layout.random_states(own))
     return Loaded(
         [read_torch(reader.path(layout.scheduler(i)), **kwargs) for i in range(len(run.schedulers))],
         {i: s for i in range(len(run.loaders)) if (s := there(layout.stateful_loader(i))) is not None},
         there(layout.scaler()) if run.scaler is not None else None,
         [read_torch(reader.path(layout.custom(i)), **kwargs) for i in range(len(run.custom))],
-        _random_states(there(layout.random_states(own)), reader.folder / layout.random_states(own)),
+        states,
         there(saved[-1]) if saved else None,
-        there(layout.progress(own)),
+        # By itself, as the first versions of this format had it.
+        states[_PROGRESS] if states is not None and _PROGRESS in states else there(layout.progress(own)),
     )
 
 

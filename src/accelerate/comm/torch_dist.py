@@ -25,8 +25,11 @@ _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 # A gather starts with one message of fixed size per rank. It says what the rank brings and, when everything fits,
-# already carries it; larger tensors follow in collectives whose sizes all ranks then know.
-_EAGER_BYTES = 8192
+# already carries it; larger tensors follow in collectives whose sizes all ranks then know. Every rank gets a message of
+# each: so that they stay within a megabyte or a few, those of many ranks are smaller.
+_LARGEST_MESSAGE = 8192
+_SMALLEST_MESSAGE = 1024
+_ALL_MESSAGES = 2**20
 _HEADER = 64  # numbers: how many tensors, whether they are in this message, a check sum of their kinds, their lengths
 _FIXED = 3
 _HEADER_BYTES = _HEADER * 8
@@ -118,12 +121,14 @@ class TorchDistributed(Communicator):
         self._on_device = device.type != "cpu" and _has_backend(device)
         self.fast_device: torch.device | None = device if self._on_device else None
         self._exchange = all_gather_on(self._host_group)
-        self._message = torch.zeros(_EAGER_BYTES, dtype=torch.uint8)
+        length = max(_SMALLEST_MESSAGE, min(_LARGEST_MESSAGE, _ALL_MESSAGES // self.size))
+        self._message = torch.zeros(length, dtype=torch.uint8)
         self._message_address = self._message.data_ptr()
-        self._received = torch.empty(self.size * _EAGER_BYTES, dtype=torch.uint8)
-        self._messages = [self._received.data_ptr() + rank * _EAGER_BYTES for rank in range(self.size)]
+        self._received = torch.empty(self.size * length, dtype=torch.uint8)
+        self._messages = [self._received.data_ptr() + rank * length for rank in range(self.size)]
         received = memoryview(self._received.numpy())  # type: ignore[arg-type]
-        self._headers = [received[at : at + _HEADER_BYTES] for at in range(0, len(received), _EAGER_BYTES)]
+        self._headers = [received[at : at + _HEADER_BYTES] for at in range(0, len(received), length)]
+        self._room = length - _HEADER_BYTES
         self._known: dict[Any, tuple[bytes, bool]] = {}
 
     def _group_for_host(self) -> dist.ProcessGroup | None:
@@ -227,7 +232,7 @@ class TorchDistributed(Communicator):
         found = self._known.get(look)
         if found is None:
             size = sum(tensor.nbytes for tensor in tensors)
-            small = size <= _EAGER_BYTES - _HEADER_BYTES and all(tensor.is_cpu for tensor in tensors)
+            small = size <= self._room and all(tensor.is_cpu for tensor in tensors)
             kind = zlib.crc32(repr(tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors)).encode())
             numbers = [total, small, kind, *[len(tensor) for tensor in tensors]]
             if len(self._known) >= _MOST_KNOWN:

@@ -8,13 +8,15 @@ samples; from a cell that is none, it goes on until it comes to one that is.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
 
-from accelerate.data_loader.samplers import SeedableRandomSampler
+from accelerate.data_loader.samplers import COUNTED_SAMPLERS, Leaping, SeedableRandomSampler
 
 _ROUNDS = 8
 _BLOCK = 1024  # how many indices are computed at a time
@@ -66,7 +68,7 @@ class IndexedRandomSampler(SeedableRandomSampler):
     def __iter__(self) -> Iterator[int]:
         return self.after(0)
 
-    def after(self, count: int) -> Iterator[int]:
+    def after(self, count: int) -> Generator[int, None, None]:
         """An iteration without its first `count` indices."""
         epoch = self.epoch
         try:
@@ -75,10 +77,10 @@ class IndexedRandomSampler(SeedableRandomSampler):
             if self.epoch == epoch:  # as in the base class
                 self.set_epoch(epoch + 1)
 
-    def order(self, start: int = 0) -> Iterator[int]:
-        """The indices of this epoch from a place on, for a look at them: it is not an iteration."""
+    def order(self, start: int = 0, epoch: int | None = None) -> Iterator[int]:
+        """The indices of an epoch (this one) from a place on, for a look at them: it is not an iteration."""
         length = len(self.data_source)
-        epoch, stop, block = self.epoch, self.num_samples, _FIRST_BLOCK
+        epoch, stop, block = self.epoch if epoch is None else epoch, self.num_samples, _FIRST_BLOCK
         while start < stop:
             # More samples than there are may be asked for: each turn has an order of its own.
             turn, place = divmod(start, length)
@@ -88,3 +90,35 @@ class IndexedRandomSampler(SeedableRandomSampler):
                 found = numbers(place, min(place + block, end))
                 yield from found.tolist()
                 place, start, block = place + len(found), start + len(found), _BLOCK
+
+
+class _Places(Leaping):
+    """An iteration of such a sampler."""
+
+    def __init__(self, sampler: IndexedRandomSampler) -> None:
+        self._sampler = sampler
+        self._epoch: int | None = None
+        self._place = 0
+        # Its end, or that of this object, is the end of the epoch.
+        self._iteration = sampler.after(0)
+        self._order: Iterator[int] = self._iteration
+
+    def __next__(self) -> int:
+        if self._epoch is None:
+            self._epoch = self._sampler.epoch
+        found = next(self._order, None)
+        if found is None:
+            self._iteration.close()
+            raise StopIteration
+        self._place += 1
+        return found
+
+    def leave_out(self, count: int) -> None:
+        self._place += count
+        if count > _BLOCK:
+            self._order = self._sampler.order(self._place, self._epoch)
+        else:  # to start anew would take longer
+            deque(itertools.islice(self._order, count), maxlen=0)
+
+
+COUNTED_SAMPLERS[IndexedRandomSampler] = _Places

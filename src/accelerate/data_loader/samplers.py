@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -127,6 +130,10 @@ class BatchSamplerShard(BatchSampler):
         return 1 if self.split_batches else self.num_processes
 
     def __iter__(self) -> Iterator[list[Any]]:
+        sampler = self.sampler
+        if not self.split_batches and type(self.batch_sampler) is BatchSampler and type(sampler) in COUNTED_SAMPLERS:
+            self._begin()
+            return self._iter_cut(sampler)
         # At once, not with the first batch: its order may be drawn here, before torch's loader draws a number.
         return self.iterate(iter(self.batch_sampler))
 
@@ -134,13 +141,16 @@ class BatchSamplerShard(BatchSampler):
         self, batches: Iterator[list[Any]], done: int = 0, first: Sequence[list[Any]] = ()
     ) -> Iterator[list[Any]]:
         """This process's share of `batches`, which follow those of the first `done` steps. first: those of step 0."""
+        self._begin()
+        if self.split_batches:
+            return self._iter_pieces(batches, done, list(first[0]) if first else [])
+        return self._iter_whole(map(list, batches), done, list(first))
+
+    def _begin(self) -> None:
         self.missed_steps = 0
         self.uneven = False
         self._counts = {}
         self._last = -1
-        if self.split_batches:
-            return self._iter_pieces(batches, done, list(first[0]) if first else [])
-        return self._iter_whole(map(list, batches), done, list(first))
 
     def _iter_whole(self, batches: Iterator[list[Any]], done: int, first: list[list[Any]]) -> Iterator[list[Any]]:
         """Batches in groups of one per process; the group at the end may be incomplete."""
@@ -174,6 +184,31 @@ class BatchSamplerShard(BatchSampler):
             yield group[self.process_index]
         else:
             self.missed_steps = 1
+
+    def _iter_cut(self, sampler: Any) -> Iterator[list[Any]]:
+        """As `_iter_whole`, where it is known how many indices there are: those of other processes are left out.
+
+        With thousands of processes, to read them all takes each of them milliseconds at every step.
+        """
+        size, mine = self.batch_size, self.process_index
+        assert size is not None
+        group = size * self.num_processes
+        steps = len(sampler) // group
+        indices = COUNTED_SAMPLERS[type(sampler)](sampler)
+        first = list(itertools.islice(indices, group)) if steps else []
+        for step in range(steps):
+            if step:
+                leave_out(indices, size * mine)
+                batch = list(itertools.islice(indices, size))
+                leave_out(indices, size * (self.num_processes - mine - 1))
+                yield batch
+            else:
+                yield first[size * mine : size * (mine + 1)]
+        rest = list(indices)
+        batches = (rest[at : at + size] for at in range(0, len(rest), size))
+        if self.drop_last:
+            return  # after the end of the order, at which some samplers go on to the next epoch
+        yield from self._iter_whole(batches, steps, [first] if first else [])
 
     def _iter_pieces(self, batches: Iterator[list[Any]], done: int, start: list[Any]) -> Iterator[list[Any]]:
         """A piece of every batch; the last one may be too small to cut."""
@@ -221,6 +256,63 @@ class BatchSamplerShard(BatchSampler):
             self._counts[number] = (real, size)
         filled = itertools.chain(indices, itertools.cycle(start))
         return list(itertools.islice(filled, first, first + size))
+
+
+class Leaping(Iterator[int]):
+    """An iteration that comes to any of its items at once."""
+
+    def leave_out(self, count: int) -> None:
+        """Without the next `count` items."""
+        raise NotImplementedError
+
+
+class _Numbers(Leaping):
+    """The numbers below a length."""
+
+    def __init__(self, sampler: SequentialSampler) -> None:
+        self._place = 0
+        self._length = len(sampler)
+
+    def __next__(self) -> int:
+        if self._place >= self._length:
+            raise StopIteration
+        self._place += 1
+        return self._place - 1
+
+    def leave_out(self, count: int) -> None:
+        self._place += count
+
+
+# Samplers that give as many indices as their length says, and how they are iterated.
+COUNTED_SAMPLERS: dict[type, Callable[[Any], Iterator[int]]] = {
+    SequentialSampler: _Numbers,
+    RandomSampler: iter,
+    SeedableRandomSampler: iter,
+}
+
+
+def leave_out(iterator: Iterator[Any], count: int) -> None:
+    """Leave out the next `count` items: at once, where it can leap, or they are in a list that generators hand on."""
+    if isinstance(iterator, Leaping):
+        iterator.leave_out(count)
+        return
+    while count > 0:
+        inner: Any = iterator
+        while isinstance(inner, GeneratorType) and inner.gi_yieldfrom is not None:
+            inner = inner.gi_yieldfrom
+        left = operator.length_hint(inner) if isinstance(inner, _ListIterator) else 0
+        if left:
+            leap = min(count, left)
+            inner.__setstate__(inner.__reduce__()[2] + leap)
+            count -= leap
+        elif next(iterator, _END) is _END:
+            return
+        else:
+            count -= 1
+
+
+_ListIterator: Any = type(iter([]))
+_END = object()
 
 
 class KeptShard(BatchSampler):

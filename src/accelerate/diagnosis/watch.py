@@ -4,6 +4,9 @@ The training does nothing for it: the thread reads its stack, and how many colle
 has begun no collective for some seconds notes in the store where it is. One that has waited in a collective for the
 limit reads the notes of all and shows them, on the screen and with their stacks in a file; again after twice the time,
 and so on. Nobody is ended, unless that was asked for.
+
+All notes go to one process, that with the store. So the more ranks there are, the more seldom each of them notes
+something; and where that is more seldom than twice in the limit, the limit is longer.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ from accelerate.torch_internals.process_groups import collectives_begun, own_con
 
 _LOOK = 1.0
 _NOTE_AFTER = 5.0
+# Of all ranks together.
+_NOTES_PER_SECOND = 100
 # Of a question to the store.
 _PATIENCE = timedelta(seconds=5)
 
@@ -39,7 +44,10 @@ class Watch:
     def __init__(self, notes: Notes, rank: int, limit: float, abort: bool) -> None:
         self._notes = notes
         self._rank = rank
-        self._limit = limit
+        self._pause = notes.size / _NOTES_PER_SECOND  # between two notes of this rank
+        self._limit = max(limit, 2 * self._pause)
+        # Without a collective until the first note: not the same on all ranks, or all would write at once.
+        self._quiet = max(min(_NOTE_AFTER, limit / 2), self._pause * (1 + rank / notes.size) / 2)
         self._abort = abort
         self._host = socket.gethostname()
         self._watched = threading.get_ident()
@@ -48,9 +56,18 @@ class Watch:
         self._exit_code: Any = 0
         self._pipe = _Pipe()
         self._written: Note | None = None
+        self._written_at = -self._pause
+        self._outdated = False  # what is written: the rank went on
         self._file: Path | None = None
         self._failure: Note | None = None
+        # What the looks have seen: the collectives, when the last one began, where the rank is since when, rolls shown.
+        self._begun, self._shown = -1, 0
+        self._moved = self._came = time.monotonic()
+        self._seen: place.Signature = ()
         self._thread = threading.Thread(target=self._run, name="accelerate-watch", daemon=True)
+
+    def start(self) -> None:
+        """Look again and again, in a thread."""
         self._thread.start()
 
     def stop(self, note: Note | None = None) -> None:
@@ -62,7 +79,7 @@ class Watch:
             if self._thread.is_alive():
                 return
             self._pipe.close()
-            self._write(note or Note("left", host=self._host))
+            self._write(note or Note("left", host=self._host), time.monotonic())
 
     def exits(self, code: Any) -> None:
         """The program ends with this code."""
@@ -86,44 +103,49 @@ class Watch:
         self.stop(self._failure or Note("ended", text=str(self._exit_code), host=self._host))
 
     def _run(self) -> None:
-        look = min(_LOOK, self._limit / 4)
-        seen: place.Signature = ()
-        came = moved = time.monotonic()
-        begun, shown = -1, 0
-        while (signals := self._pipe.wait(look)) is not None:
+        pause = min(_LOOK, self._limit / 4)
+        while (signals := self._pipe.wait(pause)) is not None:
             if signal.SIGINT in signals:
                 self._show_at_interrupt()
-            now = time.monotonic()
-            if (count := collectives_begun()) != begun:
-                begun, moved, came, seen, shown = count, now, now, (), 0
-                if self._written is not None:
-                    self._write(Note("moves", host=self._host))
-                    self._written = None
-                continue
-            if now - moved < min(_NOTE_AFTER, self._limit / 2):
-                continue
-            if (signature := place.signature(self._watched)) != seen:
-                seen, came, shown = signature, now, 0
-            where = place.place_of(self._watched)
-            if where is None:
-                continue
-            self._tell(where, now - came)
-            if where.waits and now - came >= self._limit * 2**shown:
-                shown += 1
-                self._show(shown)
+            self._look(time.monotonic())
 
-    def _tell(self, where: place.Place, since: float) -> None:
+    def _look(self, now: float) -> None:
+        moves = (count := collectives_begun()) != self._begun
+        if moves:
+            self._begun, self._moved, self._came, self._seen, self._shown = count, now, now, (), 0
+            self._outdated = self._written is not None
+        if self._outdated and self._may_note(now):
+            self._write(Note("moves", host=self._host), now)
+            self._written, self._outdated = None, False
+        if moves or now - self._moved < self._quiet:
+            return
+        if (signature := place.signature(self._watched)) != self._seen:
+            self._seen, self._came, self._shown = signature, now, 0
+        where = place.place_of(self._watched)
+        if where is None:
+            return
+        self._tell(where, now)
+        if where.waits and now - self._came >= self._limit * 2**self._shown:
+            self._shown += 1
+            self._show(self._shown)
+
+    def _may_note(self, now: float) -> bool:
+        return now - self._written_at >= self._pause
+
+    def _tell(self, where: place.Place, now: float) -> None:
         """Note where this rank is, if that is news."""
-        old = self._written
-        same = old is not None and (old.call, old.line) == (where.call, where.line)
-        kind = "waits" if where.waits else "runs"
-        if same and old is not None and old.kind == kind:
+        old, kind = self._written, "waits" if where.waits else "runs"
+        is_news = old is None or (old.kind, old.call, old.line) != (kind, where.call, where.line)
+        if not is_news or not self._may_note(now):
             return
         full = place.place_of(self._watched, stack=True) or where
-        self._write(Note(kind, where.call, where.line, time.time() - since, host=self._host, stack=full.stack))
+        since = time.time() - (now - self._came)
+        self._write(Note(kind, where.call, where.line, since, host=self._host, stack=full.stack), now)
+        self._outdated = False
 
-    def _write(self, note: Note) -> None:
+    def _write(self, note: Note, now: float) -> None:
         with suppress(RuntimeError, OSError):
+            self._written_at = now
             self._notes.write(self._rank, note)
             self._written = note
 
@@ -225,6 +247,7 @@ def start(world: World, attempt: str, environ: Any) -> None:
     if world.rank == 0:
         notes.announce()
     _watch = Watch(notes, world.rank, limit, abort)
+    _watch.start()
 
 
 def stop() -> None:

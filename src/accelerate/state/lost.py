@@ -24,6 +24,8 @@ from accelerate.environments import World
 from accelerate.torch_internals.process_groups import default_store
 
 ROLL_CALL_SECONDS = 3.0
+# The note of the first rank that said why: for the others to find at once, without reading those of all.
+_CAUSE = "accelerate/cause"
 
 # How the errors of a broken connection read, in gloo, NCCL and torch's store.
 _SIGNS = (
@@ -48,7 +50,10 @@ class Watch:
 
     def leave_note(self, text: str) -> None:
         self.asking = True
-        self.store.set(f"accelerate/note/{self.rank}", json.dumps([time.time(), text]))
+        note = json.dumps([time.time(), text])
+        self.store.set(f"accelerate/note/{self.rank}", note)
+        if text and not self.store.check([_CAUSE]):
+            self.store.set(_CAUSE, json.dumps([self.rank, note]))
 
     def read_notes(self) -> None:
         """Collect the notes of the others, until all are there or time is up."""
@@ -65,6 +70,10 @@ class Watch:
 
     def _is_explained(self) -> bool:
         """Whether somebody has said why: what the others will say is that they have lost contact, too."""
+        if self.store.check([_CAUSE]):
+            rank, note = json.loads(self.store.get(_CAUSE))
+            self.notes[rank] = note
+            return True
         watching = hang.current()
         notes = [] if watching is None else watching.everybody()
         self.ended = [rank for rank, note in enumerate(notes) if note.kind in ("ended", "left")]

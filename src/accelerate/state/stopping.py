@@ -161,11 +161,10 @@ def _end_by(number: int) -> None:
 class Store:
     """What the ranks say to each other, in the store where they have met."""
 
-    def __init__(self, waiting: Any, asking: Any, closing: Any, prefix: str, rank: int, size: int) -> None:
-        # A connection that waits answers nothing else, so there is one for each that may have to.
+    def __init__(self, waiting: Any, asking: Any, prefix: str, rank: int, size: int) -> None:
+        # A connection that waits answers nothing else, so there is one for the thread that always does.
         self._waiting = waiting
         self._asking = asking
-        self._closing = closing
         self._prefix = prefix
         self._rank = rank
         self._size = size
@@ -181,7 +180,7 @@ class Store:
         """Nobody waits any longer."""
         self._over = True
         with suppress(RuntimeError, OSError):
-            self._closing.set(f"{self._prefix}/word/{self._rank}", "end")
+            self._asking.set(f"{self._prefix}/word/{self._rank}", "end")
 
     def is_first(self) -> bool:
         return int(self._asking.add(f"{self._prefix}/asked", 1)) == 1
@@ -225,14 +224,14 @@ def current(state: PartialState) -> Stopping:
 def _store(state: PartialState) -> Store | None:
     if state.num_processes == 1:
         return None
-    waiting, asking, closing = (own_connection(_CONNECTING) for _ in range(3))
+    waiting, asking = own_connection(_CONNECTING), own_connection(_CONNECTING)
     if not hasattr(waiting, "port"):
         raise RuntimeError(
             f"Rank {state.process_index} cannot agree with the others on when to stop: the process group has no TCP "
             "store. Leave `init_method` out, or start the script with `accelerate launch` or torchrun."
         )
     prefix = f"accelerate/stop/{state._attempt()}"
-    return Store(waiting, asking, closing, prefix, state.process_index, state.num_processes)
+    return Store(waiting, asking, prefix, state.process_index, state.num_processes)
 
 
 def close(at_exit: bool = False) -> None:

@@ -68,10 +68,31 @@ def own_connection(timeout: Any) -> Any | None:
 
     timeout: of everything that is asked of it. Without it nobody watches whether ranks hang.
     """
-    store: Any = default_store()
-    while isinstance(store, dist.PrefixStore):
-        store = getattr(store, "underlying_store", None)
+    store = _bare(default_store())
     if isinstance(store, dist.TCPStore):
         return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
     path = getattr(store, "path", None)
     return dist.FileStore(path, -1) if isinstance(store, dist.FileStore) and path is not None else None
+
+
+def _bare(store: Any) -> Any:
+    """The store underneath prefixes."""
+    while isinstance(store, dist.PrefixStore):
+        store = getattr(store, "underlying_store", None)
+    return store
+
+
+# The connection, and the store that it is one to.
+_kept: tuple[Any, Any] | None = None
+
+
+def kept_connection(timeout: Any) -> Any | None:
+    """`own_connection`, made once for as long as the default group has the same store: for who needs it again.
+
+    To take a connection is what costs a store most.
+    """
+    global _kept
+    store = _bare(default_store())
+    if _kept is None or _kept[1] is not store:
+        _kept = own_connection(timeout), store
+    return _kept[0]

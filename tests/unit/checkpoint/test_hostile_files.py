@@ -218,7 +218,7 @@ def test_what_torch_does_to_memory_is_left_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-@pytest.mark.parametrize("name", ["dl_state_dict.bin", "random_states_0.pkl", "progress_0.bin", "scaler.pt"])
+@pytest.mark.parametrize("name", ["dl_state_dict.bin", "random_states_0.pkl", "scaler.pt"])
 def test_the_way_that_is_named_works(tmp_path: Path, name: str) -> None:
     precision = "fp16" if name == "scaler.pt" else "no"
     stateful = DataLoaderConfiguration(use_stateful_dataloader=name.startswith("dl"))

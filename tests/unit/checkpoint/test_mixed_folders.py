@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
+from accelerate import Accelerator
 from accelerate.checkpoint import layout
 from accelerate.checkpointing import save_accelerator_state, save_custom_state, verify_checkpoint
 from accelerate.errors import CheckpointError
 from accelerate.files import load
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from tests.unit.accelerator.toys import weights
 from tests.unit.checkpoint.test_save_load import Training
 
@@ -34,8 +36,11 @@ def _save_as_1_15(run: Training, folder: Path) -> None:
     for path in new.iterdir():
         if path.suffix == ".safetensors":
             shutil.copy(path, folder / path.name)
-        elif path.name != layout.MANIFEST and not path.name.startswith("progress_"):
-            torch.save(load(path), folder / path.name)
+        elif path.name != layout.MANIFEST:
+            content = load(path)
+            if path.name == layout.random_states(0):
+                del content["progress"]
+            torch.save(content, folder / path.name)
     shutil.rmtree(new)
 
 
@@ -145,3 +150,19 @@ def test_a_file_that_was_replaced_on_purpose_has_a_way_out(tmp_path: Path) -> No
     (folder / "model.safetensors").write_bytes(content[:-4] + b"\0\0\0\0")
     (folder / layout.MANIFEST).unlink()
     run.accelerator.load_state(folder)
+
+
+@pytest.mark.parametrize("by_itself", [False, True], ids=["beside random states", "by itself"])
+def test_where_a_loop_was_is_found_in_either_file(tmp_path: Path, by_itself: bool) -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(exact_resume=True))
+    loader = accelerator.prepare(DataLoader(list(range(8)), batch_size=2))
+    for _ in loader:
+        folder = accelerator.save_state(tmp_path / "x")
+        break
+    if by_itself:
+        content = load(folder / layout.random_states(0))
+        torch.save(content.pop("progress"), folder / layout.progress(0))
+        torch.save(content, folder / layout.random_states(0))
+        (folder / layout.MANIFEST).unlink()
+    accelerator.load_state(folder)
+    assert torch.cat(list(loader)).tolist() == [2, 3, 4, 5, 6, 7]

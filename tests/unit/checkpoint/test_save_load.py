@@ -124,8 +124,7 @@ def test_everything_comes_back(tmp_path: Path, safe: bool) -> None:
     assert [random.random(), np.random.rand(), torch.rand(1).item()] == draws
     kind = ["model.safetensors", "model_1.safetensors"] if safe else ["pytorch_model.bin", "pytorch_model_1.bin"]
     files = [*kind, "optimizer.bin", "scheduler.bin", "random_states_0.pkl", "custom_checkpoint_0.pkl"]
-    ours = ["accelerate_manifest.json", "progress_0.bin"]
-    assert sorted(os.listdir(tmp_path / "x")) == sorted(files + ours)
+    assert sorted(os.listdir(tmp_path / "x")) == sorted([*files, "accelerate_manifest.json"])
     assert os.listdir(tmp_path) == ["x"]
 
 
@@ -283,7 +282,7 @@ def test_damage_is_named_and_nothing_is_loaded(tmp_path: Path, kind: str) -> Non
     run.step()
     run.accelerator.save_state(tmp_path / "x")
     names = [name for name in os.listdir(tmp_path / "x") if name != "accelerate_manifest.json"]
-    assert len(names) == 7
+    assert len(names) == 6
     run.step()
     before = run.state()
     rng = torch.get_rng_state()
@@ -372,7 +371,7 @@ def test_a_hook_loads_nothing_where_another_file_is_damaged(tmp_path: Path) -> N
     run.accelerator.save_state(tmp_path / "x")
     called: list[Any] = []
     run.accelerator.register_load_state_pre_hook(lambda models, folder: called.append(models.pop()))
-    for name in ("optimizer.bin", "scheduler.bin", "progress_0.bin"):
+    for name in ("optimizer.bin", "scheduler.bin", "random_states_0.pkl"):
         content = (tmp_path / "x" / name).read_bytes()
         damage("flipped", tmp_path / "x" / name)
         with pytest.raises(CheckpointError, match="damaged"):
@@ -692,7 +691,7 @@ def test_nothing_in_a_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     order = OrderedDict(a=torch.ones(1) if kind != "no file of torch" else 1)
     content = {"text": "text", "order": order, "again": ["text", Evil()]}
     names = ("pytorch_model.bin", "optimizer.bin", "scheduler.bin", "custom_checkpoint_0.pkl")
-    for name in (*names, "random_states_0.pkl", "progress_0.bin"):
+    for name in (*names, "random_states_0.pkl"):
         good = (folder / name).read_bytes()
         if kind == "no file of torch":
             (folder / name).write_bytes(pickle.dumps(content, protocol=protocol))

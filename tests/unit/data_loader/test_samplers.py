@@ -18,6 +18,8 @@ from accelerate.data_loader import (
     prepare_data_loader,
     skip_first_batches,
 )
+from accelerate.data_loader.indexed import IndexedRandomSampler
+from accelerate.data_loader.samplers import leave_out
 
 
 class GivenBatches(BatchSampler):
@@ -261,3 +263,56 @@ def test_after_skipping_a_process_misses_only_what_others_still_have() -> None:
         assert counts == [max(3 - skip, 0), max(2 - skip, 0)] == [len(shard) for shard in shards]
         assert [shard.missed_steps for shard in shards] == missed, skip
         assert {shard.uneven for shard in shards} == {any(missed)}, skip
+
+
+class AllRead(BatchSampler):
+    """One that is asked for all batches of all processes, as it may be of any kind."""
+
+
+def _samplers(length: int) -> list[Any]:
+    data = range(length)
+    return [
+        SequentialSampler(data),
+        RandomSampler(data, generator=torch.Generator().manual_seed(1)),
+        RandomSampler(data, replacement=True, num_samples=length + 40, generator=torch.Generator().manual_seed(2)),
+        RandomSampler(data, num_samples=2 * length + 3, generator=torch.Generator().manual_seed(3)),
+        SeedableRandomSampler(data, data_seed=4),
+        IndexedRandomSampler(data, data_seed=5),
+    ]
+
+
+@pytest.mark.parametrize("kind", range(6))
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("even", [False, True])
+def test_leaving_out_what_others_read_changes_nothing(kind: int, drop_last: bool, even: bool) -> None:
+    cases = [*itertools.product([1, 5, 8, 24, 53], [1, 3, 4], [1, 2, 5]), (9000, 8, 500), (20_000, 8, 500)]
+    for length, size, processes in cases:
+        for rank in {0, processes // 2, processes - 1}:
+            seen = []
+            for batching in (BatchSampler, AllRead):
+                sampler = _samplers(length)[kind]
+                shard = BatchSamplerShard(batching(sampler, size, drop_last), processes, rank, even_batches=even)
+                for _ in range(2):
+                    batches = list(shard)
+                    counts = [shard.counts(number) for number in range(-1, len(batches))]
+                    seen.append((batches, counts, shard.missed_steps, shard.uneven, getattr(sampler, "epoch", None)))
+                next(iter(shard), None)  # broken off
+                seen.append(getattr(sampler, "epoch", None))  # type: ignore[arg-type]
+                generator = getattr(sampler, "generator", None)
+                seen.append(None if generator is None else generator.get_state().tolist())
+            assert seen[: len(seen) // 2] == seen[len(seen) // 2 :]
+
+
+def test_items_of_a_list_that_generators_hand_on_are_left_out() -> None:
+    def handed_on(numbers: list[int]) -> Iterator[int]:
+        yield from numbers
+        yield -1
+
+    iterator = handed_on(list(range(10)))
+    assert next(iterator) == 0
+    leave_out(iterator, 4)
+    assert next(iterator) == 5
+    leave_out(iterator, 4)
+    assert list(iterator) == [-1]
+    leave_out(iterator, 4)
+    assert list(iterator) == []
