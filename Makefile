@@ -239,7 +239,7 @@ bench: $(VENV)/.ready-examples $(PEER)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/watch.py
 	for n in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node $$n benchmarks/sharding.py; done
 
-# On CPU, where the released package refuses DeepSpeed; ARGS="--device cuda" compares all three on a GPU.
+# On CPU, where the released package refuses DeepSpeed; ARGS="--device cuda --peer PYTHON" compares all three on a GPU.
 bench-deepspeed: $(DEEPSPEED)/.ready
 	TORCH_EXTENSIONS_DIR=$(abspath $(DEEPSPEED))/torch_extensions PATH=$(abspath $(DEEPSPEED))/bin:$$PATH \
 		$(DEEPSPEED)/bin/python benchmarks/zero.py $(ARGS)

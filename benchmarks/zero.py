@@ -152,7 +152,7 @@ def main() -> int:
         if not options.only or any(t in f.name for t in options.only)
     ]
     os.environ.setdefault("DS_ACCELERATOR", options.device)
-    who = harness.subjects(options.peer)
+    who = harness.subjects(harness.interpreter(options.peer))
     paths = [os.path.abspath(path) for path in options.path.split(os.pathsep) if path]
     for name in ("peer", "ours"):
         one = who[name]
