@@ -31,7 +31,7 @@ put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released
 
 .PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients deepspeed torch-oldest torch-middle peer-launch soak \
 	editors wheel wheel-test docs docs-serve site-test plots screenshot \
-	lint format file-map bench
+	lint format file-map bench bench-deepspeed
 .DEFAULT_GOAL := help
 
 help:
@@ -61,6 +61,7 @@ help:
 	@echo "make format       let ruff rewrite the code"
 	@echo "make file-map     list all files in docs/architecture.md, after one was added or renamed"
 	@echo "make bench        this package, the released one and plain PyTorch side by side"
+	@echo "make bench-deepspeed  a step of ZeRO beside the same with DeepSpeed by hand"
 
 $(BIN)/python:
 	$(call make_venv,$(VENV))
@@ -238,3 +239,8 @@ bench: $(VENV)/.ready-examples $(PEER)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/small_gather.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/watch.py
 	for n in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node $$n benchmarks/sharding.py; done
+
+# On CPU, where the released package refuses DeepSpeed; ARGS="--device cuda --peer PYTHON" compares all three on a GPU.
+bench-deepspeed: $(DEEPSPEED)/.ready
+	TORCH_EXTENSIONS_DIR=$(abspath $(DEEPSPEED))/torch_extensions PATH=$(abspath $(DEEPSPEED))/bin:$$PATH \
+		$(DEEPSPEED)/bin/python benchmarks/zero.py $(ARGS)

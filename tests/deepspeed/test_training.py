@@ -40,3 +40,45 @@ def compare(precision: str) -> None:
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_as_with_ddp(processes: int, precision: str) -> None:
     run_world(compare, processes, precision, timeout=200)
+
+
+def in_fp16() -> None:
+    """DeepSpeed says that a CPU has no fp16; torch has it there, slowly."""
+    from deepspeed.accelerator import get_accelerator
+
+    here = get_accelerator()
+    here.is_fp16_supported = lambda: True
+    here.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
+    found = {}
+    for stage in range(4):
+        acc = training.accelerator(stage, precision="fp16", accumulate=2)
+        acc.deepspeed_plugin.deepspeed_config["fp16"] |= {"initial_scale_power": 8, "hysteresis": 1}
+        net = training.model()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, eps=0.1)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        loader = torch.utils.data.DataLoader(training.data(), batch_size=4)
+        net, optimizer, scheduler, loader = acc.prepare(net, optimizer, scheduler, loader)
+        norms, skipped = [], []
+        for count, (inputs, targets) in zip(range(8), loader, strict=False):
+            with acc.accumulate(net):
+                loss = training.loss_of(net(inputs), targets) * (float("inf") if count == 4 else 1.0)
+                acc.backward(loss)
+                if acc.sync_gradients:
+                    norms.append(float(acc.clip_grad_norm_(net.parameters(), 1.0)))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if acc.sync_gradients:
+                skipped.append(acc.optimizer_step_was_skipped)
+        assert skipped == [False, False, True, False], (stage, skipped)
+        assert scheduler.get_last_lr() == [0.02 / 4], (stage, scheduler.get_last_lr())
+        found[stage] = (norms[:2] + norms[3:], training.weights(acc, net))
+        acc.free_memory()
+        acc.state._reset_state(reset_partial_state=False)
+    for stage in range(1, 4):
+        torch.testing.assert_close(found[stage], found[0], rtol=5e-3, atol=2e-3)
+    assert all(0.05 < norm < 20 for norm in found[0][0]), "without the scale of the losses"
+
+
+def test_every_stage_is_the_same_in_fp16() -> None:
+    run_world(in_fp16, 1, timeout=100)

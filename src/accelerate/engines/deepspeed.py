@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,6 +61,9 @@ class EngineStepper(Stepper):
         self.kept_back = 0
         # How many backwards this engine has seen.
         self.backwards = 0
+        # In fp16 without ZeRO: what the optimizer divides gradients by; some releases do not multiply losses with it.
+        scaling = getattr(engine.optimizer, "loss_scale_config", None)
+        self.scaling = scaling if self.whole and getattr(scaling, "use_grad_scaling", False) else None
         self._warned = False
         self._begin()
 
@@ -77,7 +81,8 @@ class EngineStepper(Stepper):
                 "the losses and call `backward` once, or call all but the last inside of `accelerator.no_sync(model)`."
             )
         self.expect(last)
-        self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+        with nullcontext() if self.scaling is None else _scaled(loss, self.scaling.cur_scale):
+            self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
 
     def expect(self, last: bool) -> None:
         """Be told of a backward that is about to come through this engine."""
@@ -189,6 +194,16 @@ class EngineStepper(Stepper):
 
         found = map(safe_get_full_grad, self.engine.module.parameters())
         return torch.nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])
+
+
+@contextmanager
+def _scaled(loss: torch.Tensor, scale: float) -> Iterator[None]:
+    """Have the backward of a loss begin with a scale, whether or not whoever calls it has multiplied with that."""
+    handle = loss.register_hook(lambda gradient: torch.full_like(gradient, scale))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def undo_first_step(engine: Any, *, had_state: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from accelerate.checkpoint.host import HostMemory
 from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reading import Reader
 from accelerate.errors import CheckpointError
+from accelerate.strategies.deepspeed_resharding import own_part
 
 # What DeepSpeed's files hold beside tensors and plain values.
 _CLASSES = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
@@ -61,12 +63,17 @@ class _HandingOut(_Collecting):
 
 
 @contextmanager
-def _instead(engine: Any, other: CheckpointEngine) -> Iterator[None]:
+def _instead(engine: Any, other: CheckpointEngine, names: list[str] | None = None) -> Iterator[None]:
+    """names: the files with the states of the model, instead of those the engine would look for."""
     own, engine.checkpoint_engine = engine.checkpoint_engine, other
+    if names is not None:
+        engine._get_all_ckpt_names = lambda *args: names
     try:
         yield
     finally:
         engine.checkpoint_engine = own
+        if names is not None:
+            del engine._get_all_ckpt_names
 
 
 @dataclass
@@ -116,28 +123,48 @@ def parts(engine: Any, number: int, **kwargs: Any) -> Iterator[Part]:
 
 def read(engine: Any, reader: Reader, number: int, torch_load: dict[str, Any], **kwargs: Any) -> Callable[[], None]:
     """Read what `parts` has written and see that it fits; returns what puts it into the engine."""
-    tag = layout.engine_folder(number)
-    names: list[str] = engine._get_all_ckpt_names(str(reader.folder), tag)
+    folder, tag = str(reader.folder), layout.engine_folder(number)
+    # In stage 3 each process has a file of its own, and there may be more of them now.
+    first = engine._get_ckpt_name(folder, tag, mp_placeholder="*", pp_placeholder="0")
+    names: list[str] = engine._get_all_ckpt_names(folder, tag) or sorted(glob.glob(first))
     if not names:
         raise CheckpointError(
-            f"{reader.folder} has no model number {number} of DeepSpeed (no {tag}/*_model_states.pt for rank "
-            f"{engine.global_rank}): load a checkpoint that was saved with it, on as many processes."
+            f"{reader.folder} has no model number {number} of DeepSpeed (no {tag}/*_model_states.pt): load a "
+            "checkpoint that was saved with it."
         )
     files = {path: _read(path, torch_load) for path in names}
-    first = files[names[0]]
-    _check(engine, first, reader.folder / tag)
+    content = files[names[0]]
+    _check(engine, content, reader.folder / tag)
     if engine.zero_optimization():
-        path = engine._get_zero_ckpt_name(str(reader.folder), tag)
-        files[path] = _read(path, torch_load)
+        path = engine._get_zero_ckpt_name(folder, tag)
+        saved, here = content["dp_world_size"], engine.seq_dp_world_size
+        if saved == here:
+            files[path] = _read(path, torch_load)
+        else:
+            _check_pieces(engine, reader.folder / tag, saved)
+            files[path] = {"optimizer_state_dict": _recut(engine, content["param_shapes"], saved, path, torch_load)}
+            content["dp_world_size"] = here
     arguments: dict[str, Any] = {"load_module_strict": kwargs.pop("strict", True), **kwargs}
 
     def put() -> None:
-        with _instead(engine, _HandingOut(files)):
-            found, _ = engine.load_checkpoint(str(reader.folder), tag, **arguments)
+        with _instead(engine, _HandingOut(files), names):
+            found, _ = engine.load_checkpoint(folder, tag, **arguments)
         if found is None:
             raise CheckpointError(f"DeepSpeed has found nothing to load in {reader.folder / tag}.")
 
     return put
+
+
+def _recut(engine: Any, shapes: Any, saved: int, own: str, torch_load: dict[str, Any]) -> dict[str, Any]:
+    """This process's part of what `saved` processes have written. own: the name of the file that it would have."""
+    rank = torch.distributed.get_rank(engine.optimizer.dp_process_group)
+
+    def read_of(other: int) -> dict[str, Any]:
+        name = Path(own).name.replace(f"zero_pp_rank_{rank}_", f"zero_pp_rank_{other}_")
+        content: dict[str, Any] = _read(str(Path(own).with_name(name)), torch_load)
+        return content
+
+    return own_part(engine, shapes, saved, read_of)
 
 
 def _read(path: str, torch_load: dict[str, Any]) -> Any:
@@ -146,12 +173,6 @@ def _read(path: str, torch_load: dict[str, Any]) -> Any:
 
 
 def _check(engine: Any, content: dict[str, Any], folder: Path) -> None:
-    saved, here = content["dp_world_size"], engine.seq_dp_world_size
-    if engine.zero_optimization() and saved != here:
-        raise CheckpointError(
-            f"{folder} was saved on {saved} processes, and there are {here}: DeepSpeed's pieces fit as many processes "
-            "as have written them; start as many, or make whole weights of it with its zero_to_fp32.py."
-        )
     if bool(content["param_shapes"]) != engine.zero_optimization():
         ways = "a stage of ZeRO from 1 on" if content["param_shapes"] else "stage 0"
         raise CheckpointError(f"{folder} was saved with {ways}, and the other is used here: set the stage as it was.")
@@ -168,6 +189,23 @@ def _check(engine: Any, content: dict[str, Any], folder: Path) -> None:
         raise CheckpointError(
             f"The weights in {folder} are not those of this {type(engine.module).__name__}: {', '.join(shapes)}; "
             "create the model as it was when the checkpoint was saved."
+        )
+
+
+def _check_pieces(engine: Any, folder: Path, saved: int) -> None:
+    """Whether the pieces of `saved` processes can be cut anew: not where they are on a disk, or laid out otherwise."""
+    config = engine._config.zero_config
+    offloads = (config.offload_optimizer, config.offload_param)
+    on_a_disk = any(offload is not None and offload.device == "nvme" for offload in offloads)
+    known = hasattr(engine.optimizer, "fp32_partitioned_groups_flat") or hasattr(
+        engine.optimizer, "single_partition_of_fp32_groups"
+    )
+    if on_a_disk or not known or config.elastic_checkpoint:
+        raise CheckpointError(
+            f"{folder} was saved on {saved} processes, and there are {engine.seq_dp_world_size}: with this DeepSpeed "
+            f"config (offloading to a disk, `elastic_checkpoint` or {type(engine.optimizer).__name__}) its pieces fit "
+            "as many processes as have written them; start as many, or make whole weights of it with its "
+            "zero_to_fp32.py."
         )
 
 
