@@ -81,7 +81,7 @@ def test_every_command_has_a_parser_that_knows_what_to_call() -> None:
         (["launch", "--tpu", "x.py"], "starting a run on a TPU is not part of this version"),
         (["launch", "nowhere.py"], "There is no script nowhere.py"),
         (["launch", "--num_processes", "0", "x.py"], "at least one is needed"),
-        (["launch", "--mixed_precision", "fp8", "x.py"], "fp8 is not part of this version of accelerate: use bf16"),
+        (["launch", "--mixed_precision", "fp8", "x.py"], "Training in fp8 takes torchao 0.6.1 or newer"),
         (["launch", "--cpu", "--num_processes", "2", "/"], "/ is a folder without a `__main__.py`: name the script"),
         (["launch", "--num_proceses", "2", "x.py"], "--num_proceses (did you mean `--num_processes`?);"),
         (["launch", "--num-proceses=2", "x.py"], "--num-proceses=2 (did you mean `--num-processes`?);"),
