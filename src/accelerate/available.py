@@ -286,7 +286,7 @@ def is_fp8_available() -> bool:
 
 
 def lacks_fp8_package(backend: str | None = None) -> str | None:
-    """A sentence where the library of that name ("ao", "te", "msamp"), by default any, is not there to compute in fp8."""
+    """A sentence where no library to compute in fp8 is installed. backend: the one to ask for ("ao", "te", "msamp")."""
     libraries = {
         "ao": ("torchao 0.6.1 or newer (`pip install torchao`)", is_torchao_available),
         "te": ("Transformer Engine (`pip install transformer-engine[pytorch]`)", is_transformer_engine_available),

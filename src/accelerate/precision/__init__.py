@@ -46,7 +46,7 @@ def load(mode: str, backend: str = "torch") -> type[Precision]:
 
 
 def create(mode: str, device: Device, settings: PrecisionSettings | None = None) -> Precision:
-    """The precision called `mode` on this hardware. Of several libraries that have it, the one asked for or the best."""
+    """The precision called `mode` on this hardware; of several libraries that have it, that asked for or the best."""
     settings = settings or PrecisionSettings()
     kinds = [load(mode, backend) for known, backend in PRECISIONS if known == mode]
     return kinds[0].chosen(kinds, device, settings)(device, settings)
