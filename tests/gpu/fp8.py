@@ -94,6 +94,7 @@ def fp8_compiled_accumulated_and_saved() -> None:
 @check
 def fp8_weights_are_gathered_in_8_bits() -> None:
     from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.torch_internals.mesh import held_piece
 
     expected = _run("bf16")[-1]
     for twice in (False, True):
@@ -107,12 +108,12 @@ def fp8_weights_are_gathered_in_8_bits() -> None:
             accelerator, model, optimizer, losses = _run("fp8", fsdp_plugin=plugin)
             _near(losses, expected)
             layer: Any = next(module for module in model.modules() if type(module).__name__ == "Float8Linear")
-            piece = layer.weight.to_local()
+            piece = held_piece(layer.weight)
             assert type(piece).__name__ == "WeightWithDynamicFloat8CastTensor", type(piece)
             assert piece._precomputed_scale is not None
             accelerator.save_state(folder)
             accelerator.load_state(folder)
-            assert layer.weight.to_local()._precomputed_scale is None
+            assert held_piece(layer.weight)._precomputed_scale is None
             accelerator.save_model(model, Path(folder, "weights"))
             on = _train(accelerator, model, optimizer, 3)
             assert on[-1] < losses[0] / 2, on

@@ -19,6 +19,7 @@ from accelerate.devices import Device
 from accelerate.precision.base import PrecisionSettings
 from accelerate.precision.fp8 import PIECE, Fp8, logger
 from accelerate.torch_internals.compile import original_of
+from accelerate.torch_internals.mesh import held_piece
 from accelerate.torch_internals.modules import parameters_of
 
 _GATHERS = "_accelerate_gathers_fp8"
@@ -157,10 +158,10 @@ def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, metadat
 
 
 def _forget_scale(module: Any, problems: Any) -> None:
-    """Other weights have another scale, which is found when they are gathered for the first time."""
-    weight = module.weight
-    piece = weight.to_local() if hasattr(weight, "to_local") else weight
-    piece._precomputed_scale = None
+    """Other weights have another scale, which is found when they are gathered, or else after the next step."""
+    piece = held_piece(module.weight)
+    if piece is not None:
+        piece._precomputed_scale = None
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
