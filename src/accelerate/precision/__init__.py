@@ -25,6 +25,8 @@ __all__ = [
     "create",
     "get_grad_scaler",
     "get_mixed_precision_context_manager",
+    "kinds_of",
+    "load",
 ]
 
 # By mode, and by the library that computes in it, the best first; "torch" is torch itself. Imported when it is chosen.
@@ -45,10 +47,15 @@ def load(mode: str, backend: str = "torch") -> type[Precision]:
     return kind
 
 
+def kinds_of(mode: str) -> list[type[Precision]]:
+    """The classes that have this mode, the best first."""
+    return [load(known, backend) for known, backend in PRECISIONS if known == mode]
+
+
 def create(mode: str, device: Device, settings: PrecisionSettings | None = None) -> Precision:
     """The precision called `mode` on this hardware; of several libraries that have it, that asked for or the best."""
     settings = settings or PrecisionSettings()
-    kinds = [load(mode, backend) for known, backend in PRECISIONS if known == mode]
+    kinds = kinds_of(mode)
     return kinds[0].chosen(kinds, device, settings)(device, settings)
 
 

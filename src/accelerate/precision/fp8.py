@@ -39,20 +39,13 @@ class Fp8(Autocast):
 
     @classmethod
     def chosen(cls, kinds: Sequence[type[Precision]], device: Device, settings: PrecisionSettings) -> type[Precision]:
-        libraries = [kind for kind in kinds if issubclass(kind, Fp8)]
         asked = _asked(settings.recipe)
         if asked is not None:
-            return next(kind for kind in libraries if kind.fp8_backend == asked)
-        lacks = {kind: kind.lacks(device) for kind in libraries}
-        best = next((kind for kind in libraries if lacks[kind] is None), None)
+            return next(kind for kind in kinds if kind.fp8_backend == asked)
+        best, why = best_of(kinds, device)
         if best is None:
-            reasons = "; ".join(f"{kind.title}: {why}" for kind, why in lacks.items())
-            raise ValueError(f"mixed_precision='fp8' cannot be had here ({reasons}): install torchao, or use 'bf16'.")
-        skipped = "".join(f"; {kind.title}: {why}" for kind, why in lacks.items() if why is not None)
-        logger.info(
-            f"fp8 is computed by {best.title} {importlib.metadata.version(best.package)}, the first of "
-            f"{', '.join(kind.title for kind in libraries)} that is installed and runs here{skipped}."
-        )
+            raise ValueError(f"mixed_precision='fp8' cannot be had here ({why}): install torchao, or use 'bf16'.")
+        logger.info(f"fp8 is computed by {why}.")
         return best
 
     @classmethod
@@ -64,6 +57,21 @@ class Fp8(Autocast):
         why = self.lacks(device)
         if why is not None:
             raise ValueError(f"mixed_precision='fp8' cannot be computed by {self.title} here: {why}; or use 'bf16'.")
+
+
+def best_of(kinds: Sequence[type[Precision]], device: Device) -> tuple[type[Precision] | None, str]:
+    """The first of these libraries that can compute here, and why it is that one; None, and why not."""
+    libraries = [kind for kind in kinds if issubclass(kind, Fp8)]
+    lacks: list[str] = []
+    for kind in libraries:
+        why = kind.lacks(device)
+        if why is None:
+            version = importlib.metadata.version(kind.package)
+            names = ", ".join(each.title for each in libraries)
+            others = "".join(f"; {each}" for each in lacks)
+            return kind, f"{kind.title} {version}, the first of {names} that is installed and runs here{others}"
+        lacks.append(f"{kind.title}: {why}")
+    return None, "; ".join(lacks)
 
 
 def _asked(recipe: object) -> FP8BackendType | None:
