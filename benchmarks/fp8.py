@@ -247,7 +247,7 @@ def main() -> None:
         print("stack", flush=True)
         found["stack"] = time_stack(SMALL_STACK if args.tiny else STACK, device, backend, args.rounds)
         print(json.dumps(found["stack"], indent=1), flush=True)
-        torch._dynamo.reset()
+        torch.compiler.reset()
         wait()
         if device.type == "cuda":
             torch.cuda.empty_cache()

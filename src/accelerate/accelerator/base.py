@@ -153,6 +153,11 @@ class AcceleratorBase(ProcessControl):
                 recipe,
             ),
         )
+        if self._strategy.places_models and not self._precision.can_be_sharded:
+            raise NotYetSupported(
+                f"mixed_precision={self.state.mixed_precision!r} by {self.fp8_backend.value} with a model in pieces",
+                "use torchao (`fp8_backend='ao'`), or DDP.",
+            )
         self._strategy.precision = self._precision
         # Whether several processes have outputs for the same samples, so that some of them do not count.
         self._outputs_repeat = len(set(self._strategy.data_shares())) < self.num_processes

@@ -29,6 +29,7 @@ class Precision:
     mode = "no"
     scales = False  # whether losses are scaled up
     acts_after_step = False  # whether `after_step` does anything
+    can_be_sharded = True  # whether an engine may cut the parameters of a model that was converted
     fp8_backend = FP8BackendType.NO  # the library that computes in fp8
 
     def __init__(self, device: Device, settings: PrecisionSettings) -> None:

@@ -18,6 +18,7 @@ class MSAMP(Fp8):
     package = "ms-amp"
     recipe_kind = MSAMPRecipeKwargs
     recipe: MSAMPRecipeKwargs
+    can_be_sharded = False
 
     @classmethod
     def lacks(cls, device: Device) -> str | None:

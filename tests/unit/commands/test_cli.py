@@ -165,7 +165,7 @@ def test_a_program_of_this_folder_needs_its_dot(tmp_path: Path, monkeypatch: pyt
 def test_help_shows_values_as_they_are_typed_and_nothing_that_is_not_there() -> None:
     out = accelerate("launch", "--help")[1]
     assert not {"True", "False", "torhchxla_trace_once"} & set(re.findall(r"\w+", out))
-    assert "--megatron_lm_tp_degree" not in out and "flags of TPU, Megatron-LM, fp8 and AWS." in out
+    assert "--megatron_lm_tp_degree" not in out and "flags of TPU, Megatron-LM and AWS." in out
     assert "--megatron_lm_tp_degree" in accelerate("launch", "--use_megatron_lm", "--help")[1]
 
 

@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, available
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, available
 from accelerate.devices import CPU, Device
+from accelerate.errors import NotYetSupported
 from accelerate.precision import PRECISIONS, create, load
 from accelerate.state import AcceleratorState
 from accelerate.utils import FP8BackendType, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs, transformer_engine
+from tests.harness import run_world
 from tests.unit.precision import stand_ins
 from tests.unit.precision.stand_ins import CALLS
 
@@ -122,3 +124,19 @@ def test_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(available, "is_transformer_engine_available", lambda: True)
     assert available.lacks_fp8_package() is None and available.lacks_fp8_package("te") is None
     assert available.lacks_fp8_package("ao") is not None
+
+
+def ms_amp_in_pieces() -> str:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for mode, backend in PRECISIONS:
+            load(mode, backend)
+        stand_ins.install(monkeypatch)
+        monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "msamp")
+        with pytest.raises(NotYetSupported) as caught:
+            Accelerator(mixed_precision="fp8", cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+    return str(caught.value)
+
+
+def test_ms_amp_does_not_shard() -> None:
+    for said in run_world(ms_amp_in_pieces, 2):
+        assert said.startswith("mixed_precision='fp8' by MSAMP with a model in pieces is not part of this version")

@@ -204,5 +204,4 @@ FP8 = Family(
     section="fp8_config",
     prefix="fp8_",
     short_keys=True,
-    absent=True,
 )
