@@ -4,6 +4,7 @@ VENV := .venv
 PEER := .venv-peer
 TRACKERS := .venv-trackers
 QUANTIZATION := .venv-quantization
+FP8 := .venv-fp8
 CLIENTS := .venv-clients
 EDITORS := .venv-editors
 SITE := .venv-site
@@ -29,7 +30,7 @@ layer = $(PYTHON) -m venv --without-pip $(1) && \
 put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released \
 	$$(grep ^accelerate benchmarks/peer-requirements.txt)
 
-.PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients deepspeed torch-oldest torch-middle peer-launch soak \
+.PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization fp8 clients deepspeed torch-oldest torch-middle peer-launch soak \
 	editors wheel wheel-test docs docs-serve site-test plots screenshot \
 	lint format file-map bench bench-deepspeed
 .DEFAULT_GOAL := help
@@ -44,6 +45,7 @@ help:
 	@echo "make peer-names   every name of the released package's modules resolves here"
 	@echo "make peer-behaviour  small things that scripts rely on, and classes of errors, as in the released package"
 	@echo "make quantization weights in 8 and 4 bits, with the real bitsandbytes"
+	@echo "make fp8          training in fp8 with the real torchao, emulated on CPU"
 	@echo "make clients      transformers, peft, diffusers and trl as released, on this package"
 	@echo "make deepspeed    ZeRO with the real DeepSpeed, on CPU"
 	@echo "make torch-oldest the tests on the oldest release of torch that is supported"
@@ -93,6 +95,13 @@ $(QUANTIZATION)/.ready: tests/quantization/requirements.txt $(VENV)/.ready-test
 	@echo "installing bitsandbytes into $(QUANTIZATION)"
 	$(call layer,$(QUANTIZATION))
 	$(QUANTIZATION)/bin/python $(PIP) -c constraints.txt -r tests/quantization/requirements.txt -e .
+	@touch $@
+
+# Without what it depends on: torch is there, and it would fetch another one.
+$(FP8)/.ready: tests/fp8/requirements.txt $(VENV)/.ready-test
+	@echo "installing torchao into $(FP8)"
+	$(call layer,$(FP8))
+	$(FP8)/bin/python $(PIP) --no-deps -c constraints.txt $$(grep ^torchao tests/fp8/requirements.txt) -e .
 	@touch $@
 
 $(CLIENTS)/.ready: tests/clients/requirements.txt benchmarks/peer-requirements.txt $(VENV)/.ready-test
@@ -178,6 +187,9 @@ peer-behaviour: $(VENV)/.ready-test $(PEER)/.ready
 
 quantization: $(QUANTIZATION)/.ready
 	REQUIRE_QUANTIZATION=1 $(QUANTIZATION)/bin/python -m pytest tests/quantization $(ARGS)
+
+fp8: $(FP8)/.ready
+	REQUIRE_FP8=1 $(FP8)/bin/python -m pytest tests/fp8 $(ARGS)
 
 clients: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)

@@ -18,6 +18,8 @@ SUBJECTS = {
     "peer": ("1.15", "b"),
     "plain": ("plain PyTorch", "a"),
     "limit": ("limit of the bus", "a"),
+    "bf16": ("bf16", "a"),
+    "fp8": ("fp8", "c"),
 }
 LEFT, WIDTH, BAR, GAP = 270, 760, 16, 14
 # Colours come from the page (docs/assets/site.css); a drawing that is shown by itself has its own.
@@ -157,6 +159,17 @@ def plots() -> dict[str, Plot]:
         "plot-offload": Plot(
             "A forward of 7.94 GiB of offloaded weights on an H200", "s", _offload("gpu-h200-offload.txt")
         ),
+        "plot-fp8": Plot("fp8 beside bf16 on an H200", "ms", _fp8("gpu-h200-fp8.json")),
+    }
+
+
+def _fp8(file: str) -> dict[str, dict[str, float]]:
+    found = json.loads((RESULTS / file).read_text())
+    stack, decoder = found["stack"]["ms"], found["decoder"]
+    return {
+        "linear layers, by hand": {mode: stack[f"{mode} by hand"] for mode in ("bf16", "fp8")},
+        "linear layers, Accelerator": {mode: stack[f"{mode}, Accelerator"] for mode in ("bf16", "fp8")},
+        "decoder of 1.02B parameters": {mode: decoder[mode]["ms"] for mode in ("bf16", "fp8")},
     }
 
 

@@ -285,6 +285,20 @@ def is_fp8_available() -> bool:
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
 
 
+def lacks_fp8_package(backend: str | None = None) -> str | None:
+    """A sentence where no library to compute in fp8 is installed. backend: the one to ask for ("ao", "te", "msamp")."""
+    libraries = {
+        "ao": ("torchao 0.6.1 or newer (`pip install torchao`)", is_torchao_available),
+        "te": ("Transformer Engine (`pip install transformer-engine[pytorch]`)", is_transformer_engine_available),
+        "msamp": ("MS-AMP", is_msamp_available),
+    }
+    asked = [libraries[backend]] if backend in libraries else list(libraries.values())
+    if any(found() for _, found in asked):
+        return None
+    names = " or ".join(name for name, _ in asked)
+    return f"Training in fp8 takes {names}, which is not installed here: install it, or use bf16."
+
+
 def check_cuda_fp8_capability() -> bool:
     """Says whether the GPU of this process computes in fp8."""
     import torch

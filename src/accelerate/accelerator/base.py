@@ -40,6 +40,7 @@ from accelerate.state.processes import ProcessControl
 if TYPE_CHECKING:
     from accelerate.checkpoint.background import Background
     from accelerate.config.deepspeed import DeepSpeedPlugin
+    from accelerate.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from accelerate.config.fsdp import FullyShardedDataParallelPlugin
     from accelerate.config.parallel import TorchTensorParallelPlugin
     from accelerate.parallelism_config import ParallelismConfig
@@ -54,6 +55,13 @@ _HANDLERS: dict[type[KwargsHandler], str] = {
     InitProcessGroupKwargs: "init_handler",
     AutocastKwargs: "autocast_handler",
     ProfileKwargs: "profile_handler",
+}
+# The same for how a library computes in fp8, by the names of classes: few scripts need them.
+_RECIPES = {
+    "AORecipeKwargs": "ao_recipe_handler",
+    "TERecipeKwargs": "te_recipe_handler",
+    "MSAMPRecipeKwargs": "msamp_recipe_handler",
+    "FP8RecipeKwargs": "fp8_recipe_handler",
 }
 
 
@@ -71,6 +79,10 @@ class AcceleratorBase(ProcessControl):
     init_handler: InitProcessGroupKwargs | None
     autocast_handler: AutocastKwargs | None
     profile_handler: ProfileKwargs | None
+    ao_recipe_handler: AORecipeKwargs | None
+    te_recipe_handler: TERecipeKwargs | None
+    msamp_recipe_handler: MSAMPRecipeKwargs | None
+    fp8_recipe_handler: FP8RecipeKwargs | None
 
     def __init__(
         self,
@@ -120,6 +132,7 @@ class AcceleratorBase(ProcessControl):
             _from_accelerator=True,
             **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
         )
+        recipe = self._recipe()
         self.log_with = self._asked_trackers(log_with)
         # Until the trackers are started, what is logged is lost. Scripts may start them on the main process alone.
         self._logs_are_lost = bool(self.log_with) and self.is_main_process
@@ -138,8 +151,15 @@ class AcceleratorBase(ProcessControl):
                 self.autocast_handler or AutocastKwargs(),
                 self.scaler_handler or GradScalerKwargs(),
                 self._strategy.scaler_kind,
+                recipe,
             ),
         )
+        if self._strategy.places_models and not self._precision.can_be_sharded:
+            raise NotYetSupported(
+                f"mixed_precision={self.state.mixed_precision!r} by {self.fp8_backend.value} with a model in pieces",
+                "use torchao (`fp8_backend='ao'`), or DDP.",
+            )
+        self._strategy.precision = self._precision
         # Whether several processes have outputs for the same samples, so that some of them do not count.
         self._outputs_repeat = len(set(self._strategy.data_shares())) < self.num_processes
         self.native_amp = self._precision.casts
@@ -202,15 +222,26 @@ class AcceleratorBase(ProcessControl):
         return filter_trackers(log_with, self.logging_dir)
 
     def _take_handlers(self, handlers: list[KwargsHandler]) -> None:
-        for attribute in _HANDLERS.values():
+        for attribute in (*_HANDLERS.values(), *_RECIPES.values()):
             setattr(self, attribute, None)
         for handler in handlers:
-            if type(handler) not in _HANDLERS:
-                raise _refused(handler)
-            attribute = _HANDLERS[type(handler)]
+            attribute = _HANDLERS.get(type(handler)) or _recipe_attribute(handler)
             if getattr(self, attribute) is not None:
                 raise ValueError(f"kwargs_handlers contains two {type(handler).__name__}: pass one.")
             setattr(self, attribute, handler)
+
+    def _recipe(self) -> KwargsHandler | None:
+        """How to compute in fp8, if a handler says so."""
+        given = [recipe for name in _RECIPES.values() if (recipe := getattr(self, name)) is not None]
+        names = " and ".join(type(recipe).__name__ for recipe in given)
+        if len(given) > 1:
+            raise ValueError(f"kwargs_handlers contains {names}, and one library computes in fp8: pass one of them.")
+        if given and self.state.mixed_precision != "fp8":
+            raise ValueError(
+                f"{names} is for mixed_precision='fp8', and it is {self.state.mixed_precision!r}: pass "
+                "mixed_precision='fp8', or leave the handler out."
+            )
+        return given[0] if given else None
 
     # --- the state of the process -------------------------------------------------------------------------------
 
@@ -251,7 +282,7 @@ class AcceleratorBase(ProcessControl):
 
     @property
     def mixed_precision(self) -> str:
-        """How numbers are cast: "no", "fp16" or "bf16"."""
+        """How numbers are cast: "no", "fp16", "bf16" or "fp8"."""
         return self.state.mixed_precision
 
     @property
@@ -271,7 +302,7 @@ class AcceleratorBase(ProcessControl):
     @property
     def fp8_backend(self) -> FP8BackendType:
         """The library that computes in fp8; NO where none does."""
-        return FP8BackendType.NO
+        return self._precision.fp8_backend
 
     @property
     def fp8_enabled(self) -> bool:
@@ -448,14 +479,14 @@ def _accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) 
     return GradientAccumulationPlugin(num_steps=steps)
 
 
-def _refused(handler: KwargsHandler) -> Exception:
-    from accelerate.config.fp8 import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+def _recipe_attribute(handler: KwargsHandler) -> str:
+    from accelerate.config.fp8 import Recipe
 
     name = type(handler).__name__
-    if isinstance(handler, (AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs)):
-        return ValueError(f"{name} is for mixed_precision='fp8', which is not part of this version: leave it out.")
-    known = ", ".join(kind.__name__ for kind in _HANDLERS)
-    return WrongHandler(f"kwargs_handlers cannot contain a {name}: pass any of {known}.")
+    if isinstance(handler, Recipe) and name in _RECIPES:
+        return _RECIPES[name]
+    known = ", ".join((*(kind.__name__ for kind in _HANDLERS), *_RECIPES))
+    raise WrongHandler(f"kwargs_handlers cannot contain a {name}: pass any of {known}.")
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:

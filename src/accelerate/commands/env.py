@@ -121,11 +121,13 @@ def _detected() -> dict[str, str]:
     found = machine.accelerators()
     world = environments.detect(os.environ)
     precision, why = machine.best_precision(found)
+    fp8, why_fp8 = machine.fp8(found)
     what = f"{found.count} x {found.kind}" if found.count else "the CPU"
     return {
         "Devices": f"{what} ({found.reason})",
         "Started by": f"{world.started_by} ({world.reason})",
         "Precision": f"{precision} ({why})",
+        "fp8": f"{fp8} ({why_fp8})",
     }
 
 

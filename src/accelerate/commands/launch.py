@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from accelerate.available import lacks_fp8_package
 from accelerate.commands.utils import CustomArgumentParser, HelpFormatter, one_sentence, run_command
 from accelerate.config.options import FAMILIES, FLAG, Option
 from accelerate.config.options.base import WORDS
@@ -204,8 +205,8 @@ def _ready(planned: LaunchPlan, settings: Settings) -> None:
         raise NotYetSupported(*planned.refused)
     if planned.missing:
         raise NotInstalled(planned.missing)
-    if settings.mixed_precision == "fp8":
-        raise NotYetSupported("mixed precision in fp8", "use bf16, which every current GPU supports.")
+    if settings.mixed_precision == "fp8" and (missing := lacks_fp8_package(settings.fp8_backend)):
+        raise NotInstalled(missing)
     if settings.use_megatron_lm:
         raise NotYetSupported("Megatron-LM", "use `--use_fsdp`, or `--use_deepspeed`, to spread a model.")
     _check_script(settings)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from accelerate.config.enums import FP8BackendType
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.handlers import KwargsHandler
 
@@ -33,11 +35,20 @@ def _choice(name: str, value: str, choices: Any) -> Any:
     return value
 
 
+class Recipe(KwargsHandler):
+    """How one library computes in fp8."""
+
+    def library(self) -> FP8BackendType:
+        """Whose recipe it is."""
+        raise NotImplementedError
+
+
 @dataclass
-class AORecipeKwargs(KwargsHandler):
+class AORecipeKwargs(Recipe):
     """fp8 with torchao.
 
-    config: its `Float8LinearConfig`; by default one made of the two fields below, or of the variables for them.
+    config: its `Float8LinearConfig`, or the name of one of its recipes ("tensorwise", "rowwise", "rowwise_with_gw_hp");
+        by default that of ACCELERATE_FP8_RECIPE, else "tensorwise", with the last two fields or the variables for them.
     module_filter_func: given a module and its name, says whether it is converted.
     """
 
@@ -51,20 +62,32 @@ class AORecipeKwargs(KwargsHandler):
 
         if not is_torchao_available():
             raise ImportError("AORecipeKwargs needs torchao: install it with `pip install torchao`.")
-        if self.config is not None:
-            return
-        from torchao.float8 import Float8LinearConfig
+        if self.config is None or isinstance(self.config, str):
+            self._make_config(self.config or os.environ.get(_PREFIX + "RECIPE") or "tensorwise")
 
+    def _make_config(self, recipe: str) -> None:
+        from torchao.float8 import Float8LinearConfig, Float8LinearRecipeName
+
+        known = [each.value for each in Float8LinearRecipeName]
+        if recipe not in known:
+            raise ValueError(f"The recipe of torchao is {recipe!r}: choose one of {', '.join(known)}.")
+        config = Float8LinearConfig.from_recipe_name(recipe)
         for name in ("pad_inner_dim", "enable_fsdp_float8_all_gather"):
             if getattr(self, name) is None:
                 setattr(self, name, parse_flag_from_env(_PREFIX + name.upper(), True))
-        self.config = Float8LinearConfig(
-            pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather
+        # Weights that are scaled row by row cannot be gathered in 8 bits.
+        gathers = self.enable_fsdp_float8_all_gather and recipe == "tensorwise"
+        self.enable_fsdp_float8_all_gather = gathers
+        self.config = dataclasses.replace(
+            config, pad_inner_dim=self.pad_inner_dim, enable_fsdp_float8_all_gather=gathers
         )
+
+    def library(self) -> FP8BackendType:
+        return FP8BackendType.AO
 
 
 @dataclass
-class TERecipeKwargs(KwargsHandler):
+class TERecipeKwargs(Recipe):
     """fp8 with TransformerEngine: arguments for its recipe. What is not given is read from `ACCELERATE_FP8_*`.
 
     use_autocast_during_eval: compute in fp8 in evaluation too.
@@ -99,9 +122,12 @@ class TERecipeKwargs(KwargsHandler):
             fprop, dgrad, wgrad = (parse_flag_from_env(f"{_PREFIX}OVERRIDE_{x}") for x in ("FPROP", "DGRAD", "WGRAD"))
             self.override_linear_precision = (fprop, dgrad, wgrad)
 
+    def library(self) -> FP8BackendType:
+        return FP8BackendType.TE
+
 
 @dataclass
-class MSAMPRecipeKwargs(KwargsHandler):
+class MSAMPRecipeKwargs(Recipe):
     """fp8 with MS-AMP. opt_level: gradients in 8 bits too (O1), and optimizer states as well (O2)."""
 
     opt_level: OptLevel | None = None
@@ -109,6 +135,9 @@ class MSAMPRecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         level: str = self.opt_level or os.environ.get(_PREFIX + "OPT_LEVEL", "O2")
         self.opt_level = _choice("opt_level", level, OptLevel)
+
+    def library(self) -> FP8BackendType:
+        return FP8BackendType.MSAMP
 
 
 @dataclass
@@ -127,3 +156,6 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
         self.backend = _choice("backend", backend.upper(), Backend)
         recipe = TERecipeKwargs if self.backend == "TE" else MSAMPRecipeKwargs
         recipe.__post_init__(self)
+
+    def library(self) -> FP8BackendType:
+        return FP8BackendType(self.backend)

@@ -106,8 +106,14 @@ class Device:
         return Memory(*self.module.mem_get_info(index))
 
     def supports(self, mode: str) -> bool:
-        """Whether arithmetic in `mode` ("no", "fp16", "bf16") runs here."""
+        """Whether arithmetic in `mode` ("no", "fp16", "bf16", "fp8") runs here."""
+        if mode == "fp8":
+            return self.lacks_fp8() is None
         return mode != "bf16" or bool(getattr(self.module, "is_bf16_supported", lambda: True)())
+
+    def lacks_fp8(self) -> str | None:
+        """What is missing here for matrix products in fp8; None where nothing is."""
+        return f"it takes an NVIDIA GPU of compute capability 8.9 or more, and this is a {self.name} device"
 
     # --- what goes to the device, and between processes ---------------------------------------------------------
 

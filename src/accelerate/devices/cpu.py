@@ -49,5 +49,8 @@ class CPU(Device):
     def supports(self, mode: str) -> bool:
         return True
 
+    def lacks_fp8(self) -> str | None:
+        return None  # emulated, where a library can
+
     def transfer(self, device: torch.device, non_blocking: bool) -> Transfer:
         return CpuTransfer(device, non_blocking)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accelerate.available import is_cuda_available
+from accelerate.available import check_cuda_fp8_capability, is_cuda_available
 from accelerate.config.enums import DistributedType
 from accelerate.devices.base import Device
 from accelerate.devices.transfer import Transfer
@@ -22,6 +22,16 @@ class CUDA(Device):
 
     def available(self) -> bool:
         return is_cuda_available()  # which does not start CUDA
+
+    def lacks_fp8(self) -> str | None:
+        if torch.version.hip is not None:
+            has, needed = torch.cuda.get_device_capability() >= (9, 4), "an MI300 or newer"
+        else:
+            has, needed = check_cuda_fp8_capability(), "compute capability 8.9 or more (Ada, Hopper or newer)"
+        if has:
+            return None
+        major, minor = torch.cuda.get_device_capability()
+        return f"it takes {needed}, and this {torch.cuda.get_device_name()} has {major}.{minor}"
 
     def transfer(self, device: torch.device, non_blocking: bool) -> Transfer:
         from accelerate.devices.cuda_lane import CudaLane

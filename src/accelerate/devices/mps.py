@@ -33,4 +33,4 @@ class MPS(Device):
         return Memory(total - torch.mps.current_allocated_memory(), total)
 
     def supports(self, mode: str) -> bool:
-        return True
+        return mode != "fp8"

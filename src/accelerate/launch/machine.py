@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from accelerate.available import is_torchao_available, lacks_fp8_package
+
 
 @dataclass(frozen=True)
 class Accelerators:
@@ -68,6 +70,27 @@ def best_precision(devices: Accelerators) -> tuple[str, str]:
     """The number format that suits the devices, and why."""
     if devices.kind != "cuda" or "cuda" not in _torch_built_for():
         return "no", "nothing is known that would compute faster in half precision"
+    found = _capability()
+    if found is None:
+        return "no", "the NVIDIA driver does not tell what the GPU can do"
+    capability = f"the GPU has compute capability {found[0]}.{found[1]}"
+    return ("bf16", f"{capability}: bf16 is fast") if found[0] >= 8 else ("fp16", f"{capability}: no fast bf16")
+
+
+def fp8(devices: Accelerators) -> tuple[str, str]:
+    """Whether matrix products in fp8 can be had here, and why."""
+    if (missing := lacks_fp8_package()) is not None:
+        return "no", missing.rstrip(".")
+    if devices.kind == "cpu":
+        return ("emulated", "by torchao, on the CPU") if is_torchao_available() else ("no", "it takes a GPU")
+    found = _capability() if devices.kind == "cuda" and "cuda" in _torch_built_for() else None
+    if found is None:
+        return "not known", f"the driver does not tell what this {devices.kind} device can do"
+    return "yes" if found >= (8, 9) else "no", f"compute capability {found[0]}.{found[1]}, and it takes 8.9 or more"
+
+
+def _capability() -> tuple[int, int] | None:
+    """What the first NVIDIA GPU can do, as its driver says."""
     library = ctypes.CDLL("libnvidia-ml.so.1")
     device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
     library.nvmlInit_v2()
@@ -75,10 +98,7 @@ def best_precision(devices: Accelerators) -> tuple[str, str]:
         library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
     )
     library.nvmlShutdown()
-    if failed:
-        return "no", "the NVIDIA driver does not tell what the GPU can do"
-    capability = f"the GPU has compute capability {major.value}.{minor.value}"
-    return ("bf16", f"{capability}: bf16 is fast") if major.value >= 8 else ("fp16", f"{capability}: no fast bf16")
+    return None if failed else (major.value, minor.value)
 
 
 def cores() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -24,17 +25,38 @@ __all__ = [
     "create",
     "get_grad_scaler",
     "get_mixed_precision_context_manager",
+    "kinds_of",
+    "load",
 ]
 
-# By mode, and by the library that computes in it where there are several; "torch" is torch itself.
-PRECISIONS: dict[tuple[str, str], type[Precision]] = {
-    (kind.mode, "torch"): kind for kind in (Precision, Autocast, Scaled)
+# By mode, and by the library that computes in it, the best first; "torch" is torch itself. Imported when it is chosen.
+PRECISIONS: dict[tuple[str, str], str] = {
+    ("no", "torch"): "base.Precision",
+    ("bf16", "torch"): "autocast.Autocast",
+    ("fp16", "torch"): "scaled.Scaled",
+    ("fp8", "ao"): "ao.TorchAO",
+    ("fp8", "te"): "transformer_engine.TransformerEngine",
+    ("fp8", "msamp"): "msamp.MSAMP",
 }
 
 
-def create(mode: str, device: Device, settings: PrecisionSettings | None = None, backend: str = "torch") -> Precision:
-    """The precision called `mode` ("no", "bf16", "fp16") on this hardware, by that backend."""
-    return PRECISIONS[mode, backend](device, settings or PrecisionSettings())
+def load(mode: str, backend: str = "torch") -> type[Precision]:
+    """The class of a precision."""
+    module, _, name = PRECISIONS[mode, backend].partition(".")
+    kind: type[Precision] = getattr(import_module(f"{__name__}.{module}"), name)
+    return kind
+
+
+def kinds_of(mode: str) -> list[type[Precision]]:
+    """The classes that have this mode, the best first."""
+    return [load(known, backend) for known, backend in PRECISIONS if known == mode]
+
+
+def create(mode: str, device: Device, settings: PrecisionSettings | None = None) -> Precision:
+    """The precision called `mode` on this hardware; of several libraries that have it, that asked for or the best."""
+    settings = settings or PrecisionSettings()
+    kinds = kinds_of(mode)
+    return kinds[0].chosen(kinds, device, settings)(device, settings)
 
 
 def get_mixed_precision_context_manager(
@@ -46,7 +68,9 @@ def get_mixed_precision_context_manager(
     state = AcceleratorState()
     if not native_amp:
         return nullcontext()
-    return create(state.mixed_precision, state.device_kind).autocast(autocast_kwargs)
+    # Around what a library computes in fp8, everything is in bf16.
+    mode = "bf16" if state.mixed_precision == "fp8" else state.mixed_precision
+    return create(mode, state.device_kind).autocast(autocast_kwargs)
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:

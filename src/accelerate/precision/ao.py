@@ -1,17 +1,167 @@
-"""fp8 with torchao: which linear layers are converted, and converting them."""
+"""fp8 with torchao: which linear layers are converted, converting them, and gathering their weights in 8 bits."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
-from accelerate.available import torchao_required
+from accelerate.available import is_torchao_available, torchao_required
+from accelerate.bundle import Bundle
+from accelerate.config.enums import FP8BackendType
+from accelerate.config.fp8 import AORecipeKwargs
+from accelerate.devices import Device
+from accelerate.precision.base import PrecisionSettings
+from accelerate.precision.fp8 import PIECE, Fp8, logger
+from accelerate.torch_internals.compile import original_of
+from accelerate.torch_internals.mesh import held_piece
+from accelerate.torch_internals.modules import parameters_of
 
-# The smallest piece of a matrix that the hardware multiplies in fp8.
-_PIECE = 16
+_GATHERS = "_accelerate_gathers_fp8"
+
+
+class TorchAO(Fp8):
+    fp8_backend = FP8BackendType.AO
+    title = package = "torchao"
+    recipe_kind = AORecipeKwargs
+    recipe: AORecipeKwargs
+
+    def __init__(self, device: Device, settings: PrecisionSettings) -> None:
+        super().__init__(device, settings)
+        config: Any = self.recipe.config
+        # Weights get the class that is gathered in 8 bits when they are sharded, and only then: so one device and DDP
+        # train the very parameters that the script has made its optimizer for.
+        self.acts_after_step = bool(config.enable_fsdp_float8_all_gather)
+        emulate = config.emulate or device.name == "cpu"
+        self.config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False, emulate=emulate)
+        if emulate:
+            logger.warning_once(
+                "fp8 is emulated: numbers are rounded as on a GPU that computes in 8 bits, and nothing is faster."
+            )
+
+    @classmethod
+    def lacks(cls, device: Device) -> str | None:
+        if not is_torchao_available():
+            return "torchao 0.6.1 or newer is not installed (`pip install torchao`)"
+        why = device.lacks_fp8()
+        if why is not None:
+            return why
+        try:
+            import torchao.float8  # noqa: F401
+        except Exception as error:  # of whatever it misses in this torch
+            return f"this torchao does not work with torch {torch.__version__} ({error})"
+        return None
+
+    def convert(self, bundle: Bundle) -> None:
+        for entry in bundle.models:
+            if not entry.evaluation:
+                self._convert_layers(original_of(entry.value))
+        super().convert(bundle)
+
+    def _convert_layers(self, model: nn.Module) -> None:
+        """Make linear layers those of torchao: the same objects, with their parameters and all that is attached."""
+        from torchao.float8 import convert_to_float8_training
+
+        layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        verdicts = self._verdicts(model, layers)
+        tables = vars(nn.Identity())
+        for name, layer in layers.items():
+            if verdicts[name] is None:
+                new = convert_to_float8_training(layer, config=self.config)
+                vars(layer).update({key: value for key, value in vars(new).items() if key not in tables})
+                layer.__class__ = type(new)
+        _tell(type(model).__name__, verdicts)
+
+    def _verdicts(self, model: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, str | None]:
+        """Why each linear layer is left alone; None for those that are converted."""
+        choose = self.recipe.module_filter_func
+        if choose is not None:
+            return {name: None if choose(layer, name) else "the filter" for name, layer in layers.items()}
+        ends = find_first_last_linear_layers(model)
+        verdicts: dict[str, str | None] = {}
+        for name, layer in layers.items():
+            # A layer with a forward of its own, or a weight that is computed, would lose them.
+            plain = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
+            if name in ends:
+                verdicts[name] = "the first and the last"
+            elif not plain or parameters_of(layer).get("weight") is None:
+                verdicts[name] = "of a kind of their own"
+            elif layer.in_features % PIECE or layer.out_features % PIECE:
+                verdicts[name] = f"of sizes that are no multiples of {PIECE}"
+            else:
+                verdicts[name] = None
+        return verdicts
+
+    def before_sharding(self, model: nn.Module, left_out: Collection[nn.Module]) -> None:
+        if not self.acts_after_step:
+            return
+        from torchao.float8.float8_linear import Float8Linear
+        from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
+
+        whole = {part for module in left_out for part in module.modules()}
+        owners = Counter(id(p) for module in model.modules() for p in parameters_of(module).values())
+        for module in model.modules():
+            if not isinstance(module, Float8Linear) or module in whole or owners[id(module.weight)] > 1:
+                continue
+            weight: Any = module.weight
+            gathered: Any = WeightWithDynamicFloat8CastTensor(
+                weight, module.linear_mm_config, module.config.cast_config_weight.target_dtype
+            )
+            module.weight = nn.Parameter(gathered, requires_grad=weight.requires_grad)
+            module.register_state_dict_post_hook(_plain_weight)
+            module.register_load_state_dict_post_hook(_forget_scale)
+            setattr(model, _GATHERS, True)
+
+    def after_step(self, models: list[nn.Module]) -> None:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        for model in models:
+            inner = original_of(model)
+            if getattr(inner, _GATHERS, False):
+                precompute_float8_dynamic_scale_for_fsdp(inner)  # with one message for all weights
+
+
+def _tell(name: str, verdicts: dict[str, str | None]) -> None:
+    reasons = Counter(why for why in verdicts.values() if why is not None)
+    converted = len(verdicts) - reasons.total()
+    left = ", ".join(f"{count} {why}" for why, count in reasons.items())
+    line = f"{converted} of the {len(verdicts)} linear layers of {name} compute in fp8"
+    line += f"; left alone are {left}." if left else "."
+    unexpected = not converted or any("multiples" in why for why in reasons)
+    (logger.warning if unexpected else logger.info)(line)
+
+
+def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """State dicts have weights as those of any other layer: checkpoints are read, and written, without torchao."""
+    from torch.distributed.tensor import DTensor
+
+    name = f"{prefix}weight"
+    value = state.get(name)
+    if isinstance(value, DTensor):
+        piece: Any = value.to_local()
+        if hasattr(piece, "_tensor"):
+            state[name] = DTensor.from_local(
+                piece._tensor,
+                value.device_mesh,
+                value.placements,
+                run_check=False,
+                shape=value.shape,
+                stride=value.stride(),
+            )
+    elif value is not None and hasattr(value, "_tensor"):
+        state[name] = value._tensor
+
+
+def _forget_scale(module: Any, problems: Any) -> None:
+    """Other weights have another scale, which is found when they are gathered, or else after the next step."""
+    piece = held_piece(module.weight)
+    if piece is not None:
+        piece._precomputed_scale = None
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
@@ -22,7 +172,7 @@ def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | N
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
     """Whether a module of this name can be converted: if its sizes suit fp8, and it is not to be left out."""
-    if isinstance(module, nn.Linear) and (module.in_features % _PIECE or module.out_features % _PIECE):
+    if isinstance(module, nn.Linear) and (module.in_features % PIECE or module.out_features % PIECE):
         return False
     return fqn not in layers_to_filter
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from accelerate.available import is_fp8_available
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, PrecisionType
 from accelerate.config.environment import parse_flag_from_env
@@ -75,6 +76,8 @@ class AcceleratorState(PartialState):
         parallelism_config = engines.mesh_config(parallelism_config, torch_tp_plugin)
         fsdp_plugin = engines.fsdp_plugin(fsdp_plugin, parallelism_config)
         deepspeed = engines.deepspeed_plugins(deepspeed_plugin, fsdp_plugin)
+        if deepspeed and mixed_precision == "fp8":
+            raise NotYetSupported("mixed_precision='fp8' with DeepSpeed", "use 'bf16', or FSDP to spread the model.")
         for plugin in deepspeed.values():
             plugin.set_mixed_precision(mixed_precision)
         dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
@@ -117,7 +120,7 @@ class AcceleratorState(PartialState):
 
     @property
     def mixed_precision(self) -> str:
-        """How numbers are cast: "no", "fp16" or "bf16"; under DeepSpeed, as the plugin in use says."""
+        """How numbers are cast: "no", "fp16", "bf16" or "fp8"; under DeepSpeed, as the plugin in use says."""
         plugin = self.deepspeed_plugin
         return str(self._mixed_precision) if plugin is None else plugin.mixed_precision
 
@@ -198,10 +201,13 @@ def _checked_precision(mode: str | None, name: str = "mixed_precision") -> str |
     if mode not in PrecisionType:
         from accelerate.text import did_you_mean
 
-        choices = ", ".join(choice for choice in PrecisionType.list() if choice != "fp8")
-        raise ValueError(f"{name} is {mode!r}: choose one of {choices}{did_you_mean(mode, PrecisionType.list())}.")
-    if mode == "fp8":
-        raise NotYetSupported("mixed_precision='fp8'", "use 'bf16', which every current GPU supports.")
+        choices = PrecisionType.list()
+        raise ValueError(f"{name} is {mode!r}: choose one of {', '.join(choices)}{did_you_mean(mode, choices)}.")
+    if mode == "fp8" and not is_fp8_available():
+        raise ValueError(
+            "mixed_precision='fp8' takes torchao, Transformer Engine or MS-AMP, and none of them is installed: "
+            "`pip install torchao`, or use 'bf16'."
+        )
     return mode
 
 

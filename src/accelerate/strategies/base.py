@@ -14,7 +14,7 @@ from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.parallel.mesh import SAME_DATA, axis_rank, shares_of_ranks
-from accelerate.precision import Scaler
+from accelerate.precision import Precision, Scaler
 from accelerate.precision.stepping import Stepper
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
@@ -71,6 +71,8 @@ class Strategy:
     wrappers: tuple[type, ...] = ()
     # Of the Accelerator: whether this micro-batch is the last of its window, and how many make one.
     gradient_state: GradientState
+    # How its numbers are cast.
+    precision: Precision
     # Whose strategy it is, for functions of scripts that take an Accelerator; None in another process.
     accelerator: Callable[[], Any] = staticmethod(lambda: None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -87,7 +87,7 @@ class FSDP2(DTensors):
         if self.plugin.activation_checkpointing:
             for part in chosen or [inner]:
                 compute_twice(part, offload=self.plugin.activation_checkpointing_offload)
-        kept = self._take_values(inner, plan)
+        kept = self._take_values(inner, plan, ignored)
         left_out = {parameter for module in ignored for parameter in module.parameters()}
         left_out |= {parameter for parameter in inner.parameters() if not parameter.ndim}  # nothing to cut
         for part in chosen:
@@ -107,14 +107,19 @@ class FSDP2(DTensors):
         inner._accelerate_aside = WaitingGradients(inner)
         self._tables.add(inner._accelerate_aside)
 
-    def _take_values(self, model: nn.Module, plan: tensor.Styles | None) -> dict[str, torch.Tensor] | None:
+    def _take_values(
+        self, model: nn.Module, plan: tensor.Styles | None, ignored: Collection[nn.Module]
+    ) -> dict[str, torch.Tensor] | None:
         """The weights, on rank 0, of a model that has none afterwards. None where they have to stay in it."""
         plain = all(type(parameter) is nn.Parameter for parameter in model.parameters())
         dtype = torch.float32 if self.plugin.mixed_precision_policy else None
         if plain and self.tensor_mesh is None:
-            return values.take(model, dtype)
+            kept = values.take(model, dtype)
+            self.precision.before_sharding(model, ignored)
+            return kept
         # Tensors with a layout of their own: spread over the tensor axis, or quantized.
         values.follow_rank_0(model, self.device, dtype)
+        self.precision.before_sharding(model, ignored)
         if plan is not None:
             parallelize_module(model, self.tensor_mesh, plan)
         return None

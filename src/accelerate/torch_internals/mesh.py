@@ -26,6 +26,11 @@ def join_axes(mesh: DeviceMesh, name: str) -> DeviceMesh:
     return joined
 
 
+def held_piece(tensor: torch.Tensor) -> Any:
+    """The very tensor that a DTensor holds as its piece here, not another view of it; None if torch lost the name."""
+    return getattr(tensor, "_local_tensor", None)
+
+
 def local_shape_and_offset(
     shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> tuple[Sequence[int], Sequence[int]]:

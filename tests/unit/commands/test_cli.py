@@ -95,7 +95,7 @@ def test_every_command_has_a_parser_that_knows_what_to_call() -> None:
         (["launch", "--num_processes", "0", "x.py"], "should be a whole number of at least 1, not '0'"),
         (["launch", "--hang_timeout", "-5", "x.py"], "--hang_timeout: should be 0 or more seconds, not '-5'"),
         (["launch", "--mixed_precision", "bf61", "x.py"], "no, fp16, bf16, fp8, not 'bf61' (did you mean `bf16`?)"),
-        (["launch", "--mixed_precision", "fp8", "x.py"], "fp8 is not part of this version of accelerate: use bf16"),
+        (["launch", "--mixed_precision", "fp8", "x.py"], "Training in fp8 takes torchao 0.6.1 or newer"),
         (["launch", "--cpu", "--num_processes", "2", "/"], "/ is a folder without a `__main__.py`: name the script"),
         (["launch", "--num_proceses", "2", "x.py"], "--num_proceses (did you mean `--num_processes`?);"),
         (["launch", "--num-proceses=2", "x.py"], "--num-proceses=2 (did you mean `--num-processes`?);"),
@@ -181,7 +181,7 @@ def test_a_program_of_this_folder_needs_its_dot(tmp_path: Path, monkeypatch: pyt
 def test_help_shows_values_as_they_are_typed_and_nothing_that_is_not_there() -> None:
     out = accelerate("launch", "--help")[1]
     assert not {"True", "False", "torhchxla_trace_once"} & set(re.findall(r"\w+", out))
-    assert "--megatron_lm_tp_degree" not in out and "flags of TPU, Megatron-LM, fp8 and AWS." in out
+    assert "--megatron_lm_tp_degree" not in out and "flags of TPU, Megatron-LM and AWS." in out
     assert "--megatron_lm_tp_degree" in accelerate("launch", "--use_megatron_lm", "--help")[1]
 
 

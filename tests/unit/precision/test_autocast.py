@@ -11,6 +11,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.precision import PRECISIONS, Scaler, get_grad_scaler
+from accelerate.state import AcceleratorState
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
 from tests.unit.accelerator.toys import Net
 
@@ -29,7 +30,7 @@ class Seeing(Net):
 DTYPES = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@pytest.mark.parametrize("mode", sorted({mode for mode, _ in PRECISIONS}))
+@pytest.mark.parametrize("mode", [mode for mode, backend in PRECISIONS if backend == "torch"])
 def test_the_model_computes_in_it_and_hands_out_fp32(mode: str) -> None:
     model = Accelerator(mixed_precision=mode).prepare(Seeing())
     assert model(torch.ones(1, 4)).dtype is torch.float32
@@ -141,10 +142,13 @@ def test_an_unknown_precision() -> None:
         Accelerator(mixed_precision="int3")
 
 
-def test_fp8_says_that_it_is_not_there() -> None:
-    with pytest.raises(Exception, match="fp8") as caught:
-        Accelerator(mixed_precision="fp8")
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize("asked", ["argument", "variable"])
+def test_fp8_without_a_library_for_it(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.state.accelerator.is_fp8_available", lambda: False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8" if asked == "variable" else "no")
+    with pytest.raises(ValueError, match="takes torchao, Transformer Engine or MS-AMP, and none of them is installed"):
+        Accelerator(mixed_precision="fp8" if asked == "argument" else None)
+    assert not AcceleratorState._shared_state
 
 
 def test_the_scaler_survives_a_round_trip() -> None:

@@ -104,7 +104,7 @@ def test_mixed_precision_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
     AcceleratorState._reset_state(True)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp12")
     with pytest.raises(
-        ValueError, match=r"ACCELERATE_MIXED_PRECISION is 'fp12': choose one of no, fp16, bf16 \(did you mean `fp16`"
+        ValueError, match=r"ACCELERATE_MIXED_PRECISION is 'fp12': choose one of no, fp8, fp16, bf16 \(did you"
     ):
         Accelerator()
     assert not is_initialized(), "a failed set-up must not look like a finished one"
@@ -113,8 +113,6 @@ def test_mixed_precision_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("arguments", "environ"),
     [
-        ({"mixed_precision": "fp8"}, {}),
-        ({}, {"ACCELERATE_MIXED_PRECISION": "fp8"}),
         ({"megatron_lm_plugin": object()}, {}),
         ({}, {"ACCELERATE_USE_MEGATRON_LM": "True"}),
     ],
@@ -128,7 +126,7 @@ def test_engines_of_later_versions(
         Accelerator(**arguments)
     text = str(caught.value)
     assert "is not part of this version" in text and text.endswith(".") and "\n" not in text
-    assert next(iter(environ or arguments)).split("_")[-1] in text or "fp8" in text
+    assert next(iter(environ or arguments)).split("_")[-1] in text
     assert not is_initialized()
 
 

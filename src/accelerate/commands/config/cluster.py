@@ -173,7 +173,7 @@ def _precision(hardware: str, devices: machine.Accelerators, answers: dict[str, 
 
 
 def _fp8() -> dict[str, Any]:
-    backend = questions.ask(option("fp8_backend"), "te")
+    backend = questions.ask(option("fp8_backend"), "ao")
     answers = {"backend": backend}
     for each in FP8.options[1:]:
         if each.question and each.help.endswith(f"({backend})"):

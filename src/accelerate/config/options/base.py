@@ -25,7 +25,7 @@ class Kind:
         if isinstance(value, (list, tuple)):
             return ",".join(map(self.shown, value))
         words = {"True": "yes", "False": "no", "true": "yes", "false": "no"}
-        return words.get(str(value), str(value)) if self.name.endswith("yes or no") else str(value)
+        return words.get(str(value), str(value)) if "yes or no" in self.name else str(value)
 
     def check(self, value: Any) -> Any:
         try:

@@ -174,6 +174,17 @@ FP8 = Family(
             question="How much is kept in 8 bits?",
         ),
         Option(
+            "fp8_recipe",
+            "how numbers are scaled, by default tensorwise (ao)",
+            choices={
+                "tensorwise": "each matrix by one factor: the fastest",
+                "rowwise": "each row by its own: more exact",
+                "rowwise_with_gw_hp": "and gradients of weights in bf16: the most exact",
+            },
+            env="ACCELERATE_FP8_RECIPE",
+            question="How are numbers scaled?",
+        ),
+        Option(
             "fp8_enable_fsdp_float8_all_gather",
             "gather sharded weights in fp8 (ao)",
             YES_NO_DIGIT,
@@ -193,5 +204,4 @@ FP8 = Family(
     section="fp8_config",
     prefix="fp8_",
     short_keys=True,
-    absent=True,
 )

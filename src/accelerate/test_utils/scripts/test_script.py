@@ -26,6 +26,8 @@ from accelerate.comm import ops
 from accelerate.config.enums import DistributedType
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.handlers import InitProcessGroupKwargs
+from accelerate.precision import kinds_of
+from accelerate.precision.fp8 import best_of
 from accelerate.random import set_seed, synchronize_rng_states
 from accelerate.state import AcceleratorState
 from accelerate.test_utils.checks import expect, shared_folder
@@ -259,23 +261,27 @@ def precision() -> str:
     """The forward pass computes in the format of the config, and what comes out can be trained on."""
     accelerator = Accelerator()
     seen: list[torch.dtype] = []
-    model = _model()
+    # Sizes that fp8 can multiply; a first and a last layer are left in bf16 by it.
+    model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 32), torch.nn.Linear(32, 16))
     model.get_submodule("0").register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
     before = float("nan")
     for _ in range(3):
-        output = model(torch.ones(4, 8, device=accelerator.device))
+        output = model(torch.ones(4, 16, device=accelerator.device))
         loss = output.pow(2).mean()
         before = loss.item() if before != before else before
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    wanted = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(accelerator.mixed_precision)
+    wanted = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}.get(accelerator.mixed_precision)
     expect(wanted is None or seen[0] == wanted, f"the forward pass computed in {seen[0]}")
     expect(output.dtype == torch.float32, f"the output is {output.dtype}")
     expect(loss.item() < before, f"the loss went from {before:.4g} to {loss.item():.4g}")
-    return f"{accelerator.mixed_precision}: computes in {str(seen[0]).removeprefix('torch.')}, returns float32"
+    library, why = best_of(kinds_of("fp8"), accelerator.state.device_kind)
+    fp8 = f"not here ({why})" if library is None else f"by {why}"
+    computes = str(seen[0]).removeprefix("torch.")
+    return f"{accelerator.mixed_precision}: computes in {computes}, returns float32; fp8 {fp8}"
 
 
 def control() -> str:
