@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command, whole_number
 from accelerate.errors import CommandFailed
+from accelerate.text import convert_bytes, did_you_mean
 
 if TYPE_CHECKING:
     from accelerate.runs.read import Project, Run
@@ -80,7 +81,8 @@ def _show(project: Project, runs: list[Run], args: argparse.Namespace) -> None:
     names = dict.fromkeys(each.name for run in runs for each in run.metrics)
     if args.metric is not None and args.metric not in names:
         known = ", ".join(map(repr, names)) or "none"
-        raise CommandFailed(f"No run has a metric {args.metric!r}: there are {known}.")
+        near = did_you_mean(args.metric, names)
+        raise CommandFailed(f"No run has a metric {args.metric!r}{near}: there are {known}.")
     console = Console()
     if not console.is_terminal:
         console = Console(width=200)  # in a file or a pipe no line is cut
@@ -119,7 +121,7 @@ def _export(project: Project, args: argparse.Namespace) -> None:
             f"--export cannot write {place} ({error.strerror}): name a file in a folder that exists and that you may "
             "write to."
         ) from None
-    print(f"{place} holds the page with all its data ({len(text.encode()) / 1e6:.1f} MB); any browser opens it.")
+    print(f"{place} holds the page with all its data ({convert_bytes(len(text.encode()))}); any browser opens it.")
 
 
 def _from_shell(args: argparse.Namespace) -> None:

@@ -88,7 +88,8 @@ def _run(words: list[str], own: list[str], folder: Path) -> int:
     except ChildFailedError as failure:
         if note.exists():
             return PREEMPTED
-        return _report(failure, quiet, processes.out_of_memory_kills() - kills)
+        teed = arguments.tee in ("2", "3")  # so that errors are on the screen, too
+        return _report(failure, quiet, processes.out_of_memory_kills() - kills, teed)
     except SignalException as stopped:
         number = int(stopped.sigval)
         if note.exists():
@@ -139,8 +140,8 @@ def _through_worker(arguments: Any, command: str, words: list[str]) -> tuple[str
     return command, [WORKER, parent, kind, *words]
 
 
-def _report(failure: Any, quiet: bool, memory_kills: int) -> int:
-    """Says who failed first and how, with its traceback as the last thing on the screen."""
+def _report(failure: Any, quiet: bool, memory_kills: int, teed: bool) -> int:
+    """Says who failed first and how, as the last thing on the screen."""
     first = min(failure.failures.values(), key=_when)
     code = processes.exit_code(first.exitcode)
     if quiet or code == PREEMPTED:  # that was said already
@@ -155,7 +156,8 @@ def _report(failure: Any, quiet: bool, memory_kills: int) -> int:
     alike = [n for n, other in failed.items() if details(other.error_file_data).get("py_callstack") == traceback]
     others = len(failed) - (len(alike) if traceback and len(alike) > 1 else 1)
     also = f" (and {others} more after it)" if others > 0 else ""
-    shown = all(details(failed[number].error_file_data).get("on_screen") for number in alike)
+    records = [details(failed[number].error_file_data) for number in alike]
+    shown = all(record.get("said") and (teed or record.get("on_screen")) for record in records)
     if first.exitcode == ABORTED and not details(first.error_file_data):  # else the script has chosen that code
         _say("The run was ended because its ranks waited for each other, as shown above.")
     elif traceback and len(alike) > 1:

@@ -85,7 +85,7 @@ def run_module(name: str) -> None:
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
-def record(error: BaseException, traceback: TracebackType | None, on_screen: bool = False) -> None:
+def record(error: BaseException, traceback: TracebackType | None, said: bool = False) -> None:
     """Writes the failure where the launcher looks for it, in the form torch elastic knows."""
     path = _record_path()
     if path is None or os.path.exists(path):
@@ -104,7 +104,8 @@ def record(error: BaseException, traceback: TracebackType | None, on_screen: boo
         "time": now,
         "rank": _rank(),
         "host": platform.node(),
-        "on_screen": on_screen,
+        "said": said,
+        "on_screen": _shares_the_screen(),
     }
     try:
         with open(path, "w", encoding="utf-8") as file:
@@ -268,7 +269,7 @@ def main() -> None:
         with _once_on_the_screen() as said:
             sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         # A script's own hook may have shown it otherwise, or not at all.
-        record(error, traceback, _shares_the_screen() and "Traceback (most recent call last)" in said.getvalue())
+        record(error, traceback, "Traceback (most recent call last)" in said.getvalue())
         failed = True
     else:
         failed = False

@@ -64,14 +64,17 @@ def exits(code: Any) -> None:
 
 def sentence(error: BaseException) -> str:
     """An error in one line."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def _errors(previous: Callable[..., Any]) -> Callable[..., Any]:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        for recorder in [*_open, *error.__dict__.get(_ENDED, ())]:
-            recorder.end("died", sentence(error))
+        with suppress(KeyboardInterrupt):  # a second Ctrl-C: whoever gives it waits no longer
+            for recorder in [*_open, *error.__dict__.get(_ENDED, ())]:
+                recorder.end("died", sentence(error))
         previous(kind, error, trace)
 
     return hook

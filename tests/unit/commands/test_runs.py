@@ -57,7 +57,9 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert "seed 1" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit, match=r"accelerate runs: There is no run 7: the runs are 1, 2, 3\."):
         runs(str(tmp_path), "--run", "7")
-    with pytest.raises(SystemExit, match=r"accelerate runs: No run has a metric 'los': there are 'loss'\."):
+    with pytest.raises(
+        SystemExit, match=r"accelerate runs: No run has a metric 'los' \(did you mean `loss`\?\): there are 'loss'\."
+    ):
         runs(str(tmp_path), "--metric", "los")
     with pytest.raises(SystemExit, match=r"accelerate runs: --port is that of the page: give --serve, too\."):
         runs(str(tmp_path), "--port", "8000")

@@ -194,6 +194,24 @@ def test_an_error_that_ends_the_program_is_the_reason(tmp_path: Path, monkeypatc
     assert only_run(tmp_path)[1].state == "died"
 
 
+def test_ctrl_c_and_once_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr(sys, "excepthook", lambda *error: shown.append(error[0]))
+    monkeypatch.setattr(overheard, "_hears_errors", False)
+    accelerator = started(tmp_path)
+    with monkeypatch.context() as while_it_is_written:
+
+        def interrupted(*arguments: Any) -> bool:
+            raise KeyboardInterrupt
+
+        while_it_is_written.setattr(recorder.Recorder, "end", interrupted)
+        heard(KeyboardInterrupt())
+    heard(KeyboardInterrupt())
+    assert shown == [KeyboardInterrupt] * 2
+    assert (only_run(tmp_path)[1].state, only_run(tmp_path)[1].reason) == ("died", "interrupted")
+    accelerator.end_training()
+
+
 def test_an_error_on_its_way_through_the_end_of_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "excepthook", lambda *error: None)
     monkeypatch.setattr(overheard, "_hears_errors", False)
