@@ -97,11 +97,10 @@ $(QUANTIZATION)/.ready: tests/quantization/requirements.txt $(VENV)/.ready-test
 	$(QUANTIZATION)/bin/python $(PIP) -c constraints.txt -r tests/quantization/requirements.txt -e .
 	@touch $@
 
-# Without what it depends on: torch is there, and it would fetch another one.
 $(FP8)/.ready: tests/fp8/requirements.txt $(VENV)/.ready-test
 	@echo "installing torchao into $(FP8)"
 	$(call layer,$(FP8))
-	$(FP8)/bin/python $(PIP) --no-deps -c constraints.txt $$(grep ^torchao tests/fp8/requirements.txt) -e .
+	$(FP8)/bin/python $(PIP) --no-deps -r tests/fp8/requirements.txt -e .
 	@touch $@
 
 $(CLIENTS)/.ready: tests/clients/requirements.txt benchmarks/peer-requirements.txt $(VENV)/.ready-test

@@ -154,7 +154,7 @@ def notebook_launcher(
 
     function, args: what to call on each process. The function makes the `Accelerator`, and whatever touches a GPU.
     num_processes: on this machine; by default one per GPU, or one.
-    mixed_precision: "no", "fp16" or "bf16", for the `Accelerator` in the function.
+    mixed_precision: "no", "fp16", "bf16" or "fp8", for the `Accelerator` in the function.
     use_port, master_addr: where the processes meet. On one machine a free port is taken where this one is in use.
     node_rank, num_nodes: which machine this is, of how many; call it on each of them.
     rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id: torch elastic's rendezvous.

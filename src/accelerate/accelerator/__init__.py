@@ -45,7 +45,7 @@ class Accelerator(Preparing, Stepping, Collecting, Preempting):
     Args:
         device_placement: put prepared objects, and every batch, on the device.
         split_batches: deprecated place of `DataLoaderConfiguration(split_batches=...)`.
-        mixed_precision: "no", "fp16" or "bf16"; by default what the launcher was told.
+        mixed_precision: "no", "fp16", "bf16" or "fp8"; by default what the launcher was told.
         gradient_accumulation_steps: how many micro-batches make one optimizer step (see `accumulate`).
         cpu: use the CPU even where there is something better.
         dataloader_config: how loaders are spread over processes.

@@ -23,6 +23,8 @@ from accelerate.torch_internals.mesh import held_piece
 from accelerate.torch_internals.modules import parameters_of
 
 _GATHERS = "_accelerate_gathers_fp8"
+# What a weight that is gathered in 8 bits has, by torchao's names: itself as a plain tensor, and its scale if known.
+_PLAIN, _SCALE = "_tensor", "_precomputed_scale"
 
 
 class TorchAO(Fp8):
@@ -141,27 +143,28 @@ def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, metadat
     from torch.distributed.tensor import DTensor
 
     name = f"{prefix}weight"
-    value = state.get(name)
-    if isinstance(value, DTensor):
-        piece: Any = value.to_local()
-        if hasattr(piece, "_tensor"):
-            state[name] = DTensor.from_local(
-                piece._tensor,
-                value.device_mesh,
-                value.placements,
-                run_check=False,
-                shape=value.shape,
-                stride=value.stride(),
-            )
-    elif value is not None and hasattr(value, "_tensor"):
-        state[name] = value._tensor
+    value: Any = state.get(name)
+    spread = isinstance(value, DTensor)
+    plain = getattr(value.to_local() if spread else value, _PLAIN, None)
+    if plain is None:
+        return
+    if spread:
+        plain = DTensor.from_local(
+            plain,
+            value.device_mesh,
+            value.placements,
+            run_check=False,
+            shape=value.shape,
+            stride=value.stride(),
+        )
+    state[name] = plain
 
 
 def _forget_scale(module: Any, problems: Any) -> None:
     """Other weights have another scale, which is found when they are gathered, or else after the next step."""
     piece = held_piece(module.weight)
     if piece is not None:
-        piece._precomputed_scale = None
+        setattr(piece, _SCALE, None)
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:

@@ -56,7 +56,10 @@ class Fp8(Autocast):
     def check(self, device: Device) -> None:
         why = self.lacks(device)
         if why is not None:
-            raise ValueError(f"mixed_precision='fp8' cannot be computed by {self.title} here: {why}; or use 'bf16'.")
+            raise ValueError(
+                f"mixed_precision='fp8' cannot be computed by {self.title} here, since {why}: use another library for "
+                "it, or 'bf16'."
+            )
 
 
 def best_of(kinds: Sequence[type[Precision]], device: Device) -> tuple[type[Precision] | None, str]:
