@@ -9,6 +9,7 @@ travels, the other is filled.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import threading
@@ -170,7 +171,7 @@ _Pair = tuple[torch.Tensor | Elsewhere, torch.Tensor]
 
 
 class Stager:
-    """Brings tensors in through buffers. Its threads begin with the first job and end with `close`."""
+    """Brings tensors in through buffers. Its threads begin with the first job, and end with `close` or the process."""
 
     def __init__(self, lane: Lane, part: int = PART, readers: int = READERS, name: str = "offload-reader") -> None:
         self._lane = lane
@@ -179,6 +180,7 @@ class Stager:
         self._count = readers
         self._todo: SimpleQueue[_Piece | _Bundle | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._leaving = False
 
     def bring(self, pairs: Sequence[_Pair]) -> Job:
         """Begin to fill tensors on the device, each from its source."""
@@ -234,9 +236,17 @@ class Stager:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._threads.append(thread)
             thread.start()
+        # A thread that is inside of torch when Python ends takes the process down with it.
+        atexit.register(self._leave)
+
+    def _leave(self) -> None:
+        """Nobody waits for anything any more: end the threads after the parts that they are at."""
+        self._leaving = True
+        self.close()
 
     def close(self) -> None:
         """End the threads, after what has been begun."""
+        atexit.unregister(self._leave)
         for _ in self._threads:
             self._todo.put(None)
         # A reader may be where the garbage is collected that this belongs to: it cannot wait for itself.
@@ -252,7 +262,7 @@ class Stager:
         while (part := self._todo.get()) is not None:
             job = part.job
             try:
-                if not job.cancelled and job.error is None:
+                if not (self._leaving or job.cancelled or job.error is not None):
                     self._bring(part, buffers)
             except Exception as error:
                 job.error = error

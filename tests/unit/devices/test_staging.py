@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import torch
 from accelerate.big_modeling.store import FileRange
 from accelerate.devices.staging import Job, Stager
 from tests.unit.devices.lanes import FakeLane
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -54,6 +58,21 @@ def test_memory_and_files_through_few_buffers(readers: int, tmp_path: Path) -> N
     assert all(lane.buffers.count(reader) <= 2 for reader in lane.entered)
     assert lane.senders <= set(lane.entered) and len(lane.senders) >= min(readers, 2)
     stager.close()
+
+
+def test_no_thread_is_left_when_python_ends(tmp_path: Path) -> None:
+    """One that is inside of torch then takes the process down with it."""
+    script = """
+import atexit, threading, torch
+from accelerate.devices.staging import Stager
+from tests.unit.devices.lanes import FakeLane
+atexit.register(lambda: print("left:", [t.name for t in threading.enumerate() if t.name == "reader"]))  # runs last
+stager = Stager(FakeLane(), part=1000, readers=3, name="reader")
+job = stager.bring([(torch.ones(1 << 20), torch.zeros(1 << 20))])
+print("begun:", len([t for t in threading.enumerate() if t.name == "reader"]))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "begun: 3\nleft: []\n"), done.stderr
 
 
 def test_nothing_to_bring(lane: FakeLane) -> None:
