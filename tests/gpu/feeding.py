@@ -75,6 +75,11 @@ def _many(index: int) -> Any:
     return {"small": made, "large": torch.full((500_000,), float(index)), "none": torch.empty(0), "text": str(index)}
 
 
+def _alike(index: int) -> Any:
+    rows = [torch.full((3, 700), index + i, dtype=torch.bfloat16) for i in range(3000)]
+    return {"rows": rows, "flags": {i: torch.arange(9) % (i + 2) == index for i in range(300)}}
+
+
 def _mixed(index: int) -> Any:
     x = torch.arange(600_000.0).view(2, 3, 1000, 100) + index
     return [x.to(memory_format=torch.channels_last), x.transpose(1, 2), x[..., ::3], x[:1].expand(4, -1, -1, -1)]
@@ -97,7 +102,7 @@ def every_kind_of_batch_arrives_as_it_was() -> None:
     from accelerate.comm.tree import leaves
     from accelerate.utils import DataLoaderConfiguration
 
-    for make, dispatch, pins in product((_many, _mixed), (False, True), (False, True)):
+    for make, dispatch, pins in product((_many, _alike, _mixed), (False, True), (False, True)):
         reset()
         accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
         loader = accelerator.prepare(DataLoader(Made(make), batch_size=None, pin_memory=pins))

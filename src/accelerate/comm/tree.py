@@ -128,6 +128,13 @@ def leaves(data: Any) -> list[torch.Tensor]:
 def replace_leaves(data: Any, values: Iterable[torch.Tensor]) -> Any:
     """`data` with its tensors, in the order of `leaves`, replaced by `values`."""
     iterator = iter(values)
+    # The usual batches, without the cost of walking any nesting.
+    kind = type(data)
+    if kind is list or kind is tuple or kind is dict:
+        items = data.values() if kind is dict else data
+        if all(isinstance(item, torch.Tensor) for item in items):
+            replaced = [next(iterator) for _ in items]
+            return dict(zip(data, replaced, strict=True)) if kind is dict else kind(replaced)
     return recursively_apply(lambda _: next(iterator), data)
 
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from accelerate.torch_internals.tensors import copy_all_, split_like
+from accelerate.devices.packing import unpack_
 
 
 class CudaLane:
@@ -14,7 +14,9 @@ class CudaLane:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream: torch.cuda.Stream = torch.cuda.Stream(device)
+        # Ahead of what computes: the kernel that puts small tensors in their places would else wait for the last blocks
+        # of a large product.
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)
 
     def enter(self) -> None:
         torch.cuda.set_device(self.device)
@@ -30,7 +32,7 @@ class CudaLane:
         else:
             # All at once, and from there to where each belongs: tensors with one memory in common would not be what a
             # script takes them for when it keeps one of them, resizes it, or writes to it before a backward.
-            copy_all_(outs, split_like(content.to(self.device, non_blocking=True), outs))
+            unpack_(outs, content.to(self.device, non_blocking=True))
         mark.record(self.stream)
 
     def mark(self) -> torch.cuda.Event:

@@ -7,8 +7,9 @@ feeds, and are used again for as long as it lives.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import AbstractContextManager
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,10 @@ _TINY = 1 << 16
 _FEW = 16
 # One alone copies less than half of what memory and the bus can do. With two buffers of 4 MiB each.
 _READERS = 4
+# Of tensors that are their bytes in the memory of the host, and nothing more.
+_PLAIN_TYPE = {torch.Tensor}
+_looks = attrgetter("is_cpu", "layout", "requires_grad", "is_nested", "is_quantized")
+_PLAIN_LOOKS = {(True, torch.strided, False, False, False)}
 
 
 class Lane(staging.Lane, Protocol):
@@ -60,6 +65,8 @@ class _Started:
     moved: whether it is on its way as it is, or else its tensors are replaced by `outs`. pairs: sources, which are not
     read yet, and the memory they go to. mark: behind the last copy.
     """
+
+    __slots__ = ("batch", "job", "mark", "moved", "outs", "pairs")
 
     def __init__(self, batch: Any, *, moved: bool = False, outs: list[torch.Tensor] | None = None) -> None:
         self.batch = batch
@@ -114,6 +121,8 @@ class OverlappedTransfer(BlockingTransfer):
         self._pins = stop_pinning(batches)
 
     def start(self, batch: Any, late: bool = False) -> Any:
+        if self._direct is False and _few_and_tiny(_top_items(batch)):
+            return self._move(batch)
         tensors = _plain_tensors(batch)
         if tensors is None and self._pins:
             batch = pin_memory(batch)
@@ -121,11 +130,11 @@ class OverlappedTransfer(BlockingTransfer):
             self._decide(leaves(batch) if tensors is None else tensors)
         if tensors is None:
             return self._start_whole(batch)
-        if not self._direct and len(tensors) <= _FEW and all(tensor.nbytes <= _TINY for tensor in tensors):
-            return _Started(send_to_device(batch, self.device, self.non_blocking), moved=True)
+        if not self._direct and _few_and_tiny(tensors):
+            return self._move(batch)
         outs = self._take_room(tensors)
         self._last = started = _Started(batch, outs=outs)
-        started.pairs = [(_dense(tensor, out), out) for tensor, out in zip(tensors, outs, strict=True)]
+        started.pairs = _pairs(tensors, outs)
         if self._direct:
             self._copy(started)
         else:
@@ -133,6 +142,9 @@ class OverlappedTransfer(BlockingTransfer):
         if late:
             self._room = _Room(self._memory(outs), self._lane.submitted())
         return started
+
+    def _move(self, batch: Any) -> _Started:
+        return _Started(send_to_device(batch, self.device, self.non_blocking), moved=True)
 
     def _decide(self, tensors: list[torch.Tensor]) -> None:
         if tensors:
@@ -175,18 +187,17 @@ class OverlappedTransfer(BlockingTransfer):
 
     def finish(self, batch: Any) -> Any:
         started: _Started = batch
-        self._send(started)
+        if started.job is not None:
+            self._send(started, started.job)
         if started.mark is not None:
             self._lane.arrive(started.mark)
         elif not started.moved:
             return super().finish(started.taken())
         return started.taken()
 
-    def _send(self, started: _Started) -> None:
-        """Until everything has been read and sent, where that is done through buffers."""
-        job, started.job = started.job, None
-        if job is None:
-            return
+    def _send(self, started: _Started, job: Job) -> None:
+        """Until everything has been read and sent."""
+        started.job = None
         job.over.wait()
         if job.error is None:
             started.mark = job.mark
@@ -202,16 +213,40 @@ class OverlappedTransfer(BlockingTransfer):
         if started is None:
             return
         if started.job is not None:
-            self._send(started)
+            self._send(started, started.job)
         elif started.mark is not None:
             started.mark.synchronize()
+
+
+def _top_items(batch: Any) -> Collection[Any]:
+    """All there is in one of the usual batches, which need no walk."""
+    kind = type(batch)
+    return batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
+
+
+def _few_and_tiny(items: Collection[Any]) -> bool:
+    if len(items) > _FEW:
+        return False
+    for item in items:
+        if type(item) is not torch.Tensor or item.layout is not torch.strided or item.nbytes > _TINY:
+            return False
+    return True
 
 
 def _plain_tensors(batch: Any) -> list[torch.Tensor] | None:
     """The tensors of a batch; None where it has anything else that goes to a device, or tensors that are more than
     bytes in the memory of the host."""
-    tensors = leaves(batch)
-    return tensors if not _has_own_way(batch) and all(map(_is_plain, tensors)) else None
+    tensors = list(_top_items(batch))
+    if set(map(type, tensors)) != _PLAIN_TYPE:
+        if _has_own_way(batch):
+            return None
+        tensors = leaves(batch)
+        if not set(map(type, tensors)) <= _PLAIN_TYPE:
+            return None
+    # Those that are negated or conjugated only when they are read do not say so where the others are looked at.
+    if not set(map(_looks, tensors)) <= _PLAIN_LOOKS or any(map(torch.Tensor.is_neg, tensors)):
+        return None
+    return None if any(map(torch.Tensor.is_conj, tensors)) else tensors
 
 
 def _has_own_way(data: Any) -> bool:
@@ -222,11 +257,11 @@ def _has_own_way(data: Any) -> bool:
     return is_nested(data) and any(map(_has_own_way, items_of(data)))
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    if type(tensor) is not torch.Tensor or not tensor.is_cpu or tensor.layout is not torch.strided:
-        return False
-    special = tensor.requires_grad or tensor.is_nested or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-    return not special
+def _pairs(tensors: list[torch.Tensor], outs: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What is read, and where it goes."""
+    if not all(map(torch.Tensor.is_contiguous, tensors)):
+        tensors = [_dense(tensor, out) for tensor, out in zip(tensors, outs, strict=True)]
+    return list(zip(tensors, outs, strict=True))
 
 
 def _dense(tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:

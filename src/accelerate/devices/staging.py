@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from accelerate.torch_internals.tensors import copy_all_, split_like
+from accelerate.devices.packing import pack_
 
 # Small enough that all readers have work while two blocks are on their way: one alone is far slower than the bus.
 PART = 4 * 1024 * 1024
@@ -151,12 +151,17 @@ class _Bundle(NamedTuple):
     job: Job
     sources: list[torch.Tensor]
     outs: list[torch.Tensor]
+    size: int
 
     def fill(self, buffer: Buffer) -> torch.Tensor:
-        size = sum(source.nbytes for source in self.sources)
-        content = buffer.bytes[:size].view(self.sources[0].dtype)
-        copy_all_(split_like(content, self.sources), self.sources)
+        content = buffer.bytes[: self.size].view(self.sources[0].dtype)
+        pack_(content, self.sources)
         return content
+
+
+def _bundle(job: Job, items: list[tuple[torch.Tensor, torch.Tensor, int]], size: int) -> _Bundle:
+    sources, outs, _ = zip(*items, strict=True)
+    return _Bundle(job, list(sources), list(outs), size)
 
 
 class Buffer:
@@ -199,16 +204,17 @@ class Stager:
 
     def _parts(self, job: Job, pairs: Sequence[_Pair]) -> list[_Piece | _Bundle]:
         parts: list[_Piece | _Bundle] = []
-        small: list[tuple[torch.Tensor, torch.Tensor]] = []
+        small: list[tuple[torch.Tensor, torch.Tensor, int]] = []
         most = min(_SMALL, self._size)
         for source, out in pairs:
-            if source.nbytes <= most and isinstance(source, torch.Tensor):
-                small.append((source, out))
+            size = source.nbytes
+            if size <= most and isinstance(source, torch.Tensor):
+                small.append((source, out, size))
             else:
                 parts += self._pieces(job, source, out)
         if len(small) >= _MANY:
             return parts + self._bundles(job, small)
-        for source, out in small:
+        for source, out, _ in small:
             parts += self._pieces(job, source, out)
         return parts
 
@@ -218,17 +224,19 @@ class Stager:
         opened = job.open(source)
         return [_Piece(job, opened, self._size * i, piece) for i, piece in enumerate(bytes_of(out).split(self._size))]
 
-    def _bundles(self, job: Job, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[_Bundle]:
+    def _bundles(self, job: Job, small: list[tuple[torch.Tensor, torch.Tensor, int]]) -> list[_Bundle]:
         bundles: list[_Bundle] = []
-        filling: dict[torch.dtype, tuple[_Bundle, int]] = {}  # with the room that is left
-        for source, out in pairs:
-            bundle, room = filling.get(source.dtype, (None, 0))
-            if bundle is None or source.nbytes > room:
-                bundle, room = _Bundle(job, [], []), self._size
-                bundles.append(bundle)
-            bundle.sources.append(source)
-            bundle.outs.append(out)
-            filling[source.dtype] = bundle, room - source.nbytes
+        by_dtype: dict[torch.dtype, list[tuple[torch.Tensor, torch.Tensor, int]]] = {}
+        for item in small:
+            by_dtype.setdefault(item[0].dtype, []).append(item)
+        for items in by_dtype.values():
+            begin = filled = 0
+            for end, (_, _, size) in enumerate(items):
+                if filled + size > self._size:
+                    bundles.append(_bundle(job, items[begin:end], filled))
+                    begin, filled = end, 0
+                filled += size
+            bundles.append(_bundle(job, items[begin:], filled))
         return bundles
 
     def _start_threads(self) -> None:

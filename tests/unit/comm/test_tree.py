@@ -200,3 +200,14 @@ def test_arguments_keep_the_dataclasses_that_a_module_writes_into() -> None:
     moved = tree.send_arguments_to_device({"x": torch.ones(2), "records": [record]}, "meta")
     assert moved["x"].is_meta and moved["records"][0] is record
     assert tree.send_to_device(record, "meta").a.is_meta
+
+
+@pytest.mark.parametrize(
+    "make", [list, tuple, lambda items: dict(enumerate(items)), lambda items: [[items[0]], *items[1:]]]
+)
+def test_leaves_are_replaced_in_their_order(make: Any) -> None:
+    data = make([torch.zeros(1), torch.zeros(2)])
+    values = [torch.ones(1), torch.ones(2)]
+    replaced = tree.replace_leaves(data, iter(values))
+    assert type(replaced) is type(data) and tree.leaves(replaced) == values
+    assert [int(leaf.sum()) for leaf in tree.leaves(data)] == [0, 0]

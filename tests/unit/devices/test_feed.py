@@ -97,6 +97,10 @@ def many_small(number: int) -> Any:
     return {str(i): torch.full((i % 7 + 1, 3), number * 1000 + i, dtype=torch.int32) for i in range(500)}
 
 
+def many_alike(number: int) -> Any:
+    return [torch.full((3, 5), float(number * 1000 + i)) for i in range(500)]
+
+
 def boxed(number: int) -> Any:
     return {"box": Boxed(large(number)), "y": large(number)}
 
@@ -105,11 +109,17 @@ def tiny(number: int) -> Any:
     return torch.full((4,), float(number)), torch.tensor([number])
 
 
+def tiny_of_all_kinds(number: int) -> Any:
+    x = torch.full((2, 3), number * (1 + 1j))
+    sparse = torch.full((2, 3), float(number)).to_sparse()
+    return {"conjugated": x.conj(), "negated": x.conj().imag, "rows": [x.real.t(), (x.imag[:, ::2],)], "sparse": sparse}
+
+
 def with_graph(number: int) -> Any:
     return [large(number).requires_grad_()]
 
 
-KINDS = [of_all_kinds, many_small, boxed, tiny, with_graph]
+KINDS = [of_all_kinds, many_small, many_alike, boxed, tiny, tiny_of_all_kinds, with_graph]
 
 
 class Made(Dataset[Any]):
@@ -135,6 +145,9 @@ def values(batch: Any) -> list[Any]:
 
 def assert_same(found: Any, expected: Any) -> None:
     for one, other in zip(values(found), values(expected), strict=True):
+        assert one.layout is other.layout
+        if one.is_sparse:
+            one, other = one.to_dense(), other.to_dense()
         assert torch.equal(one, other) and one.dtype == other.dtype
         assert one.data_ptr() != other.data_ptr() or not one.numel()
     if isinstance(expected, dict):
