@@ -65,5 +65,8 @@ class Accelerator(Preparing, Stepping, Collecting, Saving, Preempting, Reporting
         torch_tp_plugin: split layers only; `parallelism_config` says the same.
         deepspeed_plugin: train with DeepSpeed; or several plugins by name (see `state.select_deepspeed_plugin`).
         deepspeed_plugins: the same as `deepspeed_plugin`.
+        preemption: "save" has all ranks save and end when SIGTERM or SIGUSR1 comes to any of them.
+        nonfinite: "skip" leaves out steps whose gradients are not finite; "stop" ends the run at the first one, and
+            says from which rank, samples and module it came.
         megatron_lm_plugin: an engine that is not part of this version; giving one is an error.
     """
