@@ -20,6 +20,7 @@ import torch
 from accelerate.comm import current
 from accelerate.comm.tree import leaves
 from accelerate.precision.stepping import SkippingStepper, Stepper
+from accelerate.torch_internals.modules import name_without_wrappers
 
 if TYPE_CHECKING:
     from accelerate.accelerator.base import AcceleratorBase
@@ -167,7 +168,9 @@ def _watched(model: torch.nn.Module, found: list[str]) -> Iterator[None]:
 
         return hook
 
-    hooks = [module.register_forward_hook(hook_of(_plain(name))) for name, module in model.named_modules()]
+    hooks = [
+        module.register_forward_hook(hook_of(name_without_wrappers(name))) for name, module in model.named_modules()
+    ]
     try:
         yield
     finally:
@@ -193,15 +196,7 @@ def _gradient(accelerator: AcceleratorBase) -> str:
 def _parameters(accelerator: AcceleratorBase) -> Iterator[tuple[str, torch.Tensor]]:
     for model in accelerator._models:
         for name, parameter in _innermost(accelerator, model).named_parameters():
-            yield _plain(name), parameter
-
-
-def _plain(name: str) -> str:
-    """Without the names of wrappers."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-
-
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+            yield name_without_wrappers(name), parameter
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
