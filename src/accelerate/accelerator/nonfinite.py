@@ -85,37 +85,40 @@ class StopAtNonfinite:
 
     def after_step(self, stepper: Stepper) -> None:
         """An optimizer has stepped, or not. All ranks come here alike."""
-        from accelerate.tracking.outbox import end_of_copies, own_copy
-
         self._steps += 1
         self.look_at_last()
-        if not isinstance(stepper, SkippingStepper):
-            return
-        flags = stepper.flags()
         if self._window.losses:  # else another optimizer has stepped for the same losses
             self._last, self._window = self._window, _Window()
-        self._asked = _Asked(self._steps, self._last, own_copy(flags), end_of_copies(flags))
-        if all(flag.device.type == "cpu" for flag in flags):
-            self.look_at_last()
+        if isinstance(stepper, SkippingStepper) and (flags := stepper.flags()):
+            from accelerate.tracking.outbox import end_of_copies, own_copy
+
+            self._asked = _Asked(self._steps, self._last, own_copy(flags), end_of_copies(flags))
+        elif stepper.skipped:
+            self._stop(self._steps, self._last)
 
     def look_at_last(self) -> None:
         """Raises if the step that was asked about last was left out."""
         asked, self._asked = self._asked, None
-        accelerator = self._accelerator()
-        if asked is None or accelerator is None:
+        if asked is None:
             return
         asked.wait()
-        if not any(bool(flag) for flag in asked.flags):
+        if any(bool(flag) for flag in asked.flags):
+            self._stop(asked.number, asked.window)
+
+    def _stop(self, number: int, window: _Window) -> None:
+        """Say on all ranks where it came from. Under fp16 it may be the factor alone: then nothing happens."""
+        accelerator = self._accelerator()
+        if accelerator is None:
             return
-        reports = current().gather_objects((_report(accelerator, asked.window), _gradient(accelerator)))
+        reports = current().gather_objects((_report(accelerator, window), _gradient(accelerator)))
         told = [f"on rank {rank} {report}" for rank, (report, _) in enumerate(reports) if report]
         scaled = accelerator.scaler is not None and accelerator.scaler.is_enabled()
         if scaled and not told:
-            return  # too large a factor of fp16, which gets smaller now
+            return
         gradient = next((name for _, name in reports if name), "a gradient")
         where = "; ".join(told) or f"every loss and every output is finite, but {gradient} is not"
         raise FloatingPointError(
-            f"Step {asked.number} was not taken, since its gradients are not finite: {where}. Look at these samples, "
+            f"Step {number} was not taken, since its gradients are not finite: {where}. Look at these samples, "
             "lower the learning rate, or clip gradients; nonfinite='skip' in the Accelerator leaves such steps out."
         )
 

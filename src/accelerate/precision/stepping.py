@@ -73,8 +73,8 @@ class SkippingStepper(Stepper):
         return self._overflow
 
     def flags(self) -> list[torch.Tensor]:
-        """Whether the last step was left out, without waiting for it: if any of these, on their devices, is not 0."""
-        return self._found_inf or [torch.tensor(float(self._overflow))]
+        """On their devices, of which any that is not 0 says that the last step was left out; none where it is known."""
+        return [flag for flag in self._found_inf if flag.device.type != "cpu"]
 
 
 class ScaledStepper(SkippingStepper):
@@ -139,7 +139,7 @@ class FiniteStepper(SkippingStepper):
     @property
     def holds_schedule(self) -> bool:
         # What is known on a device alone is not waited for: a step that is left out now and then may count.
-        return all(flag.device.type == "cpu" for flag in self._found_inf) and self.skipped
+        return not self.flags() and self.skipped
 
     def for_other(self, optimizer: Any) -> FiniteStepper:
         return type(self)(optimizer, self._look, self.skipped)
