@@ -21,6 +21,11 @@ class LocalSGD:
         if local_sgd_steps < 1:
             raise ValueError(f"local_sgd_steps is {local_sgd_steps}: it must be at least 1.")
         self.enabled = enabled and accelerator.use_distributed
+        if self.enabled and accelerator._stops_at_nonfinite is not None:
+            raise ValueError(
+                'Under LocalSGD a gradient is that of one process, and nonfinite="stop" needs all of them to see it: '
+                'pass nonfinite="skip" to the Accelerator, or leave it out.'
+            )
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps

@@ -179,8 +179,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was skipped because a gradient was infinite or not a number (fp16)."""
+        """Whether the last step was skipped because a gradient was infinite or not a number (fp16, `nonfinite`)."""
         return self._stepper.skipped
+
+    @property
+    def holds_schedule(self) -> bool:
+        """Whether a prepared scheduler waits, since the last step was skipped."""
+        return self._stepper.holds_schedule
 
     def _has_gradients(self) -> bool:
         return any(p.grad is not None for group in self.param_groups for p in group["params"])

@@ -66,7 +66,7 @@ class AcceleratedScheduler:
             return
         if not self.gradient_state.sync_gradients:
             return
-        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+        if any(optimizer.holds_schedule for optimizer in self.optimizers):
             return
         if self._horizon is not None:
             self._check_horizon()

@@ -56,6 +56,60 @@ def network() -> torch.nn.Module:
 
 
 @check
+def steps_that_are_not_finite_are_left_out_without_waiting() -> None:
+    accelerator, model, step = _with_nonfinite("skip")
+    _leaves_one_out(model, step)
+    assert accelerator.optimizer_step_was_skipped
+    step(1.0)
+    assert not accelerator.optimizer_step_was_skipped
+
+
+@check
+def a_step_that_is_not_finite_ends_the_run_one_step_later() -> None:
+    _, model, step = _with_nonfinite("stop")
+    _leaves_one_out(model, step)
+    try:
+        step(1.0)
+    except FloatingPointError as error:
+        assert "Step 5 was not taken" in str(error) and "`0` (Linear) is the first module" in str(error), error
+    else:
+        raise AssertionError("a step that was left out did not end the run")
+
+
+def _with_nonfinite(choice: str) -> tuple[Any, torch.nn.Module, Callable[[float], None]]:
+    from accelerate import Accelerator
+
+    reset()
+    accelerator = Accelerator(nonfinite=choice)
+    plain = network()
+    fused = torch.optim.AdamW(plain.parameters(), lr=1e-3, fused=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(fused, lambda step: 1.0)
+    model, optimizer, scheduler = accelerator.prepare(plain, fused, schedule)
+
+    def step(value: float) -> None:
+        accelerator.backward(model(torch.full((4, 16), value, device="cuda")).square().mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+    return accelerator, model, step
+
+
+def _leaves_one_out(model: torch.nn.Module, step: Callable[[float], None]) -> None:
+    """The fifth step, with none of the steps waiting for the device."""
+    step(1.0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step(1.0)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        step(float("nan"))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+
+
+@check
 def detects_the_gpu() -> None:
     from accelerate import Accelerator, DistributedType
 

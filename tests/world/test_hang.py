@@ -161,6 +161,11 @@ def test_the_text_of_a_roll() -> None:
     assert "rank 2, which has not come there yet" in roll.likely_reason([*notes[:2], notes[3]])
     assert "rank 2, which gives no sign" in roll.likely_reason([*notes[:2], roll.SILENT])
     assert "the network" in roll.likely_reason(notes[:2])
+    uneven = roll.likely_reason([Note("waits", "backward", "train.py:6", 0.0), notes[0], notes[1]])
+    assert uneven.startswith(
+        "In a step of the training rank 0 waits for ranks 1, 2, elsewhere already: look for a loop"
+    )
+    assert "`accelerator.join_uneven_inputs` is for others" in uneven
     many = [Note("waits", "gather", "train.py:7", 0.0)] * 4 + [notes[3], notes[0]]
     assert roll.in_one_line(many, 60.0).startswith("ranks 0-3, 5 wait in gather")
 

@@ -64,5 +64,7 @@ class Accelerator(Preparing, Stepping, Collecting, Preempting):
         deepspeed_plugin: train with DeepSpeed; or several plugins by name (see `state.select_deepspeed_plugin`).
         deepspeed_plugins: the same as `deepspeed_plugin`.
         preemption: "save": save the run and end it, when a signal says that the machines are taken away.
+        nonfinite: "skip" leaves out steps whose gradients are not finite; "stop" ends the run at the first one, and
+            says from which rank, samples and module it came.
         megatron_lm_plugin: an engine that is not part of this version; giving one is an error.
     """

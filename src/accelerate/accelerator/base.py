@@ -38,6 +38,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.state.processes import ProcessControl
 
 if TYPE_CHECKING:
+    from accelerate.accelerator.nonfinite import StopAtNonfinite
     from accelerate.checkpoint.background import Background
     from accelerate.config.deepspeed import DeepSpeedPlugin
     from accelerate.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -108,8 +109,11 @@ class AcceleratorBase(ProcessControl):
         deepspeed_plugins: Any = None,
         parallelism_config: ParallelismConfig | None = None,
         preemption: str | None = None,
+        nonfinite: str | None = None,
     ) -> None:
         _check_settings(kwargs_handlers, project_config, rng_types)
+        if nonfinite not in (None, "skip", "stop"):
+            raise ValueError(f"nonfinite is {nonfinite!r}: it is 'skip' or 'stop', or not given.")
         self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(project_dir)
@@ -160,6 +164,11 @@ class AcceleratorBase(ProcessControl):
                 "use torchao (`fp8_backend='ao'`), or DDP.",
             )
         self._strategy.precision = self._precision
+        if nonfinite is not None and not self._strategy.can_leave_steps_out:
+            raise ValueError(
+                f"nonfinite={nonfinite!r} cannot be had with {type(self._strategy).__name__}, which takes its steps "
+                "itself and gives nobody its gradients before: leave it out; in fp16 the engine skips such steps."
+            )
         # Whether several processes have outputs for the same samples, so that some of them do not count.
         self._outputs_repeat = len(set(self._strategy.data_shares())) < self.num_processes
         self.native_amp = self._precision.casts
@@ -187,6 +196,12 @@ class AcceleratorBase(ProcessControl):
         self._saves_in: Path | None = None  # the folder of a project in which this run has saved before
         # What trackers have called after each step of the first optimizer.
         self._step_listeners: list[Callable[[], None]] = []
+        self._skips_nonfinite = nonfinite is not None
+        self._stops_at_nonfinite: StopAtNonfinite | None = None
+        if nonfinite == "stop":
+            from accelerate.accelerator.nonfinite import StopAtNonfinite
+
+            self._stops_at_nonfinite = StopAtNonfinite(self)
         self._joining = False
         self._watches_forwards = False
         if self._preemption is not None:
@@ -194,7 +209,8 @@ class AcceleratorBase(ProcessControl):
         self.flag_tensor: torch.Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_stopping"}  # of this process alone
+        kept = {name: value for name, value in vars(self).items() if name != "_stopping"}
+        return {**kept, "_stops_at_nonfinite": None}  # both are of this process alone
 
     @cached_property
     def _stopping(self) -> Stopping:

@@ -43,6 +43,7 @@ def prepare(
     )
     prepared.gradient_state = accelerator.gradient_state
     prepared.position.follows_dataset = config.exact_resume
+    prepared.notes_samples = accelerator._stops_at_nonfinite is not None and isinstance(prepared, DataLoaderShard)
     if accelerator._preemption is not None:
         prepared.between_batches = SaveAndEnd(accelerator)
         inside = prepared.base_dataloader

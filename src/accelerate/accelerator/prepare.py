@@ -16,6 +16,7 @@ from accelerate.config.enums import DynamoBackend
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.errors import warn
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.precision.stepping import FiniteStepper, Stepper
 from accelerate.scheduler import AcceleratedScheduler, horizon
 from accelerate.strategies import Strategy
 
@@ -151,6 +152,8 @@ class Preparing(AcceleratorBase):
 
     def _finish_model(self, model: torch.nn.Module) -> torch.nn.Module:
         model = self._compile(model)
+        if self._stops_at_nonfinite is not None:
+            self._stops_at_nonfinite.note_forwards(model)
         if self._watches_forwards:
             from accelerate.accelerator.uneven import watch_forwards
 
@@ -186,7 +189,7 @@ class Preparing(AcceleratorBase):
             optimizer,
             device_placement=self.device_placement if entry.placement is None else entry.placement,
             scaler=self.scaler,
-            stepper=self._strategy.stepper(optimizer, self.scaler),
+            stepper=self._strategy.stepper(optimizer, self.scaler) or self._finite_stepper(optimizer),
         )
         prepared.gradient_state = self.gradient_state
         prepared.every_micro_batch = self._strategy.owns_accumulation
@@ -194,6 +197,8 @@ class Preparing(AcceleratorBase):
         prepared.on_sync = functools.partial(self._items.begin, len(self._optimizers))
         if self._precision.acts_after_step:
             prepared.after_step = functools.partial(self._precision.after_step, self._models)
+        if self._stops_at_nonfinite is not None:
+            self._listen_to_steps(prepared, functools.partial(self._stops_at_nonfinite.after_step, prepared._stepper))
         for listener in self._step_listeners if not self._optimizers else ():
             self._listen_to_steps(prepared, listener)
         if self._strategy.keeps_parameters:
@@ -205,6 +210,12 @@ class Preparing(AcceleratorBase):
         mark(prepared)
         self._optimizers.append(prepared)
         return prepared
+
+    def _finite_stepper(self, optimizer: Any) -> Stepper | None:
+        """Under fp16 the scaler leaves such steps out."""
+        if not self._skips_nonfinite or (self.scaler is not None and self.scaler.is_enabled()):
+            return None
+        return FiniteStepper(optimizer, self._strategy.nonfinite)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
         """Wrap a scheduler so that it steps when its optimizer does, once for each process."""

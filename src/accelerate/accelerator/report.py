@@ -151,6 +151,8 @@ class Reporting(AcceleratorBase):
         warning and left behind.
         """
         try:
+            if self._stops_at_nonfinite is not None:
+                self._stops_at_nonfinite.look_at_last()
             self._running.end()
         finally:
             self._step_listeners.clear()

@@ -46,6 +46,8 @@ class Stepping(AcceleratorBase):
                 if not self._optimizers:
                     self._check_scaled(self.scaler)
                 share = self.scaler.scale(share)
+            if self._stops_at_nonfinite is not None:
+                self._stops_at_nonfinite.note_loss(loss)
             self._strategy.backward(share, **kwargs)
         except (AttributeError, TypeError, ValueError):
             # Asked only now, so that a good loss is not asked for what it is.
@@ -75,6 +77,8 @@ class Stepping(AcceleratorBase):
         uneven = getattr(self.gradient_state.active_dataloader, "on_uneven_end", None)
         if uneven is not None:
             uneven.refuse_empty_ranks(self.gradient_state.active_dataloader)
+        if self._stops_at_nonfinite is not None:
+            self._stops_at_nonfinite.note_loss(loss)
         groups = self._window_parameters()
         loss = loss * self._items.open(groups)
         if self.scaler is not None:
@@ -238,7 +242,10 @@ class Stepping(AcceleratorBase):
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step of any optimizer was skipped because of infinite gradients (fp16)."""
+        """Whether the last step of any optimizer was skipped because of gradients that are not finite.
+
+        That happens with fp16, and with `nonfinite="skip"`.
+        """
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.available import is_torchdata_stateful_dataloader_available
 from accelerate.comm.tree import ignorant_find_batch_size
+from accelerate.data_loader.draws import Samples
 from accelerate.data_loader.iterable import skips_samples, without_first_samples
 from accelerate.data_loader.position import Place, Position
 from accelerate.data_loader.rest import SkipSampler, without_batches, without_samples
@@ -49,6 +50,9 @@ class DataLoaderStateMixin:
     _left_out_steps = 0
     # Called when a loop that trains comes back for another batch, if not for the first one of all.
     between_batches: Callable[[], None] | None = None
+    # Whether to note which samples each batch has; see `samples_at_hand`.
+    notes_samples = False
+    noted_samples: Samples | None = None
     # What the dataset drew from when the batches before were done, until the loader is iterated.
     _goes_on_with: dict[str, Any] | None = None
 
@@ -111,6 +115,14 @@ class DataLoaderStateMixin:
         even: bool = getattr(getattr(self, "_shard", None), "even_batches", True)
         return even and len(active) == loops and torch.is_grad_enabled()
 
+    def samples_at_hand(self) -> tuple[int, int, list[Any] | None] | None:
+        """The epoch, the number of the batch at hand in it, and the indices of its samples, where they are noted."""
+        place = self.position.at_hand()
+        if place is None:
+            return None
+        noted = self.noted_samples
+        return place.epoch, place.batches - 1, None if noted is None else noted.of_batch(place.batches - 1)
+
     def _counts_if_short(self, batch: Any) -> tuple[int, int] | None:
         """A last batch that is smaller than the others counts too: some scripts give one value per expected sample."""
         samples = ignorant_find_batch_size(batch)
@@ -130,6 +142,9 @@ class DataLoaderStateMixin:
         except (TypeError, NotImplementedError):  # a dataset without a length
             return None
 
+
+# What a loader for the rest of an epoch has from the one it stands for.
+_CARRIED = ("on_uneven_end", "between_batches", "synchronized_generator", "notes_samples")
 
 # Everything a torch DataLoader was made with, apart from what decides its batches.
 _KEPT = (
@@ -238,6 +253,7 @@ class DataLoaderAdapter:
         "on_uneven_end",
         "between_batches",
         "_continued",
+        "noted_samples",
         "state",
         "reused",
     )
@@ -323,7 +339,7 @@ class DataLoaderAdapter:
         make: Any = type(self)
         arguments = kept_arguments(self) | self.own_arguments()
         loader = make(dataset, skip_batches=skip_batches, **arguments, **batches)
-        for name in ("gradient_state", "on_uneven_end", "between_batches", "synchronized_generator", "position"):
+        for name in (*_CARRIED, "gradient_state", "position"):
             if name in self.__dict__:
                 setattr(loader, name, self.__dict__[name])
         for name in ("_left_out_samples", "_left_out_batches", "_left_out_steps"):

@@ -35,6 +35,7 @@ class Drawing(Protocol):
     resumed: the random states to read the first batch with. before: those that the batches ahead of the loop were read
     with, where the dataset draws from them. workers: by worker, those after its last batch that was handed out.
     turn: how many batches of the resumed epoch were dealt out to workers before.
+    batches: how many of the epoch were handed out.
     indices: what decides the batches of the loader of torch that is iterated.
     """
 
@@ -42,6 +43,7 @@ class Drawing(Protocol):
     before: States
     workers: dict[int, States]
     turn: int
+    batches: int
     indices: Any
 
 
@@ -216,6 +218,31 @@ class Again(Reader):
             streams.set_global_states(own)
 
 
+class Samples(Sampler[Any]):
+    """Hands on the batches of indices that a sampler gives, and keeps the last ones, since it is ahead of the loop."""
+
+    _KEPT = 512
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self._batches: dict[int, Any] = {}
+        self.first = 0  # the number of the next iteration's first batch
+
+    def __iter__(self) -> Iterator[Any]:
+        self._batches.clear()
+        return self._handed_on(iter(self._sampler), self.first)  # at once, as above
+
+    def _handed_on(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
+        for number, batch in enumerate(batches, first):
+            self._batches[number] = batch
+            self._batches.pop(number - self._KEPT, None)
+            yield batch
+
+    def of_batch(self, number: int) -> list[Any] | None:
+        batch = self._batches.get(number)
+        return batch if batch is None or isinstance(batch, list) else [batch]
+
+
 def iterate(loader: Any, drawing: Drawing) -> Iterator[Any]:
     """Have torch's loader begin an iteration; one like it, where the random states of the dataset matter."""
     read = loader.reused
@@ -224,18 +251,23 @@ def iterate(loader: Any, drawing: Drawing) -> Iterator[Any]:
         if loader.persistent_workers:
             loader.reused = read
     drawing.indices = _indices_of(read)
+    if loader.noted_samples is not None:
+        loader.noted_samples.first = drawing.batches
     return iter(read)
 
 
 def _torch_loader(loader: Any, drawing: Drawing) -> Any:
     base = loader.base_dataloader
+    indices = _indices_of(base)
+    if loader.notes_samples and not isinstance(loader.dataset, IterableDataset) and not loader.use_stateful_dataloader:
+        indices = loader.noted_samples = Samples(indices)
     if _workers_tell(loader):
         worker = _Worker(base, drawing.turn, dict(drawing.workers))
-        return loader.torch_loader(_Indices(_indices_of(base)), collate_fn=worker, worker_init_fn=worker.start)
+        return loader.torch_loader(_Indices(indices), collate_fn=worker, worker_init_fn=worker.start)
     if drawing.resumed and _finds_place_while_read(loader):
         left_out = loader.skip_batches * loader.batches_per_step
-        return loader.torch_loader(_FirstIndex(_indices_of(base), drawing.resumed, left_out))
-    return base
+        return loader.torch_loader(_FirstIndex(indices, drawing.resumed, left_out))
+    return base if indices is _indices_of(base) else loader.torch_loader(indices)
 
 
 def _indices_of(torch_loader: Any) -> Any:

@@ -158,6 +158,10 @@ class Position:
         if self.follows_dataset and (dataset := _telling_dataset(loader)) is not None:
             place.dataset = copy.deepcopy(dataset.state_dict())
 
+    def at_hand(self) -> Place | None:
+        """The place of the loop that has the batch at hand."""
+        return self._places[-1] if self._places else None
+
     def end(self, place: Place) -> bool:
         """An iteration is over; whether it still was one of this run, and no checkpoint has been loaded meanwhile."""
         if place not in self._places:

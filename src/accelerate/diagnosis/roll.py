@@ -138,6 +138,11 @@ _PREDICATES = {
 }
 
 
+# Calls of a training step in which DDP and FSDP talk.
+_IN_A_STEP = ("backward", "forward")
+_EVEN = "loaders that `accelerator.prepare` returns end alike, `accelerator.join_uneven_inputs` is for others"
+
+
 def likely_reason(notes: Sequence[Note]) -> str:
     """One sentence about what to look for."""
     by_kind: dict[str, list[int]] = {}
@@ -147,10 +152,18 @@ def likely_reason(notes: Sequence[Note]) -> str:
         return f"The others wait for {_named(failed)}, which failed: look at that error first."
     if ended := sorted(by_kind.get("ended", []) + by_kind.get("left", [])):
         return (
-            f"The others wait for {_named(ended)}, which ended before: look for a loop that is shorter there, or a "
-            "call that only some ranks make."
+            f"The others wait for {_named(ended)}, which ended before: look for a loop that is shorter there "
+            f"({_EVEN}), or a call that only some ranks make."
         )
     waiting = [notes[rank] for rank in by_kind.get("waits", [])]
+    training = [rank for rank in by_kind.get("waits", []) if notes[rank].call in _IN_A_STEP]
+    if training and len(training) < len(waiting):
+        beyond = [rank for rank in by_kind["waits"] if rank not in training]
+        return (
+            f"In a step of the training {_named(training)} {'wait' if len(training) > 1 else 'waits'} for "
+            f"{_named(beyond)}, elsewhere already: look for a loop that has fewer batches there ({_EVEN}), or for a "
+            "collective under a condition; `--debug` stops at the first such place."
+        )
     if len({(note.call, note.line) for note in waiting}) > 1:
         return (
             "Ranks wait in different calls, each for one that others never make: look for a collective under a "

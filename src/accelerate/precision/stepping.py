@@ -1,4 +1,4 @@
-"""How an optimizer takes a step: by itself, or through a gradient scaler that may leave it out."""
+"""How an optimizer takes a step: by itself, or so that it is left out where a gradient is not finite."""
 
 from __future__ import annotations
 
@@ -47,20 +47,43 @@ class Stepper:
         """Whether the last step was left out, as for a gradient that is not finite."""
         return False
 
+    @property
+    def holds_schedule(self) -> bool:
+        """Whether the schedule is not to move on, since the last step was left out."""
+        return self.skipped
+
     def for_other(self, optimizer: Any) -> Stepper:
         """The same for another optimizer, that comes in place of this one."""
         return type(self)(optimizer)
 
 
-class ScaledStepper(Stepper):
+class SkippingStepper(Stepper):
+    """Leaves a step out when a gradient is not finite."""
+
+    def __init__(self, optimizer: Any, overflow: bool = False) -> None:
+        super().__init__(optimizer)
+        self._overflow = overflow
+        self._found_inf: list[torch.Tensor] = []
+
+    @property
+    def skipped(self) -> bool:
+        if self._found_inf:
+            self._overflow = any(bool(flag) for flag in self._found_inf)
+            self._found_inf = []
+        return self._overflow
+
+    def flags(self) -> list[torch.Tensor]:
+        """On their devices, of which any that is not 0 says that the last step was left out; none where it is known."""
+        return [flag for flag in self._found_inf if flag.device.type != "cpu"]
+
+
+class ScaledStepper(SkippingStepper):
     """Steps through a gradient scaler, which leaves a step out when a gradient is not finite."""
 
     def __init__(self, optimizer: Any, scaler: torch.amp.GradScaler, overflow: bool = False) -> None:
-        super().__init__(optimizer)
+        super().__init__(optimizer, overflow)
         self.scaler = scaler
         self._accelerate_step_called = False
-        self._overflow = overflow
-        self._found_inf: list[torch.Tensor] = []
         # Ours waits for the other optimizers before it updates its factor.
         self._finish: Callable[[], None] = getattr(scaler, "finish_step", scaler.update)
         # Fused optimizers are always called and decide on the device.
@@ -78,15 +101,48 @@ class ScaledStepper(Stepper):
         self._finish()
         return result
 
-    @property
-    def skipped(self) -> bool:
-        if self._found_inf:
-            self._overflow = any(bool(flag) for flag in self._found_inf)
-            self._found_inf = []
-        return self._overflow
-
     def for_other(self, optimizer: Any) -> ScaledStepper:
         return type(self)(optimizer, self.scaler, self.skipped)
+
+
+class FiniteStepper(SkippingStepper):
+    """Looks at the gradients before each step, and leaves it out where one is not finite.
+
+    look: the strategy's `nonfinite`. A fused optimizer is told of the flag where it is, and nobody waits for it.
+    """
+
+    def __init__(
+        self, optimizer: Any, look: Callable[[list[torch.Tensor]], torch.Tensor | None], overflow: bool = False
+    ) -> None:
+        super().__init__(optimizer, overflow)
+        self._look = look
+
+    def step(self, closure: Callable[[], Any] | None = None, *, last: bool = True) -> Any:
+        if closure is not None:
+            raise ValueError(
+                "Gradients that a closure computes inside of the step cannot be looked at before it: leave `nonfinite` "
+                "out of the Accelerator, or use an optimizer without a closure."
+            )
+        optimizer, self._found_inf = self.optimizer, []
+        groups = optimizer.param_groups
+        flag = self._look([parameter for group in groups for parameter in group["params"]])
+        if flag is not None and all(group.get("fused") for group in groups):
+            self._found_inf = [flag]
+            optimizer.grad_scale, optimizer.found_inf = None, flag  # where a scaler puts them
+            try:
+                return super().step()
+            finally:
+                del optimizer.grad_scale, optimizer.found_inf
+        self._overflow = flag is not None and bool(flag)
+        return None if self._overflow else super().step()
+
+    @property
+    def holds_schedule(self) -> bool:
+        # What is known on a device alone is not waited for: a step that is left out now and then may count.
+        return not self.flags() and self.skipped
+
+    def for_other(self, optimizer: Any) -> FiniteStepper:
+        return type(self)(optimizer, self._look, self.skipped)
 
 
 def stepper_for(optimizer: Any, scaler: torch.amp.GradScaler | None, overflow: bool = False) -> Stepper:

@@ -63,6 +63,8 @@ class Strategy:
     can_roll_back = True
     # Whether optimizers have the parameters of the prepared models, and not others that the engine puts in their place.
     keeps_parameters = True
+    # Whether the gradients of a step can be looked at before it, and the step left out.
+    can_leave_steps_out = True
     # What a script gets for its optimizer.
     optimizer_wrapper: type[AcceleratedOptimizer] = AcceleratedOptimizer
     # The scaler of fp16 training.
@@ -193,6 +195,17 @@ class Strategy:
     def gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         """What this process holds of the gradients of these parameters, as plain tensors to be changed in place."""
         return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+    def nonfinite(self, parameters: list[torch.Tensor]) -> torch.Tensor | None:
+        """Whether the norm of these parameters' gradients is not finite: 1 or 0 on the device, alike on all processes
+        that have exchanged them. None without gradients."""
+        gradients = [
+            gradient if gradient.layout is torch.strided else gradient.coalesce().values()
+            for gradient in self.gradients(parameters)
+        ]
+        if not gradients:
+            return None
+        return torch.nn.utils.get_total_norm(gradients).isfinite().logical_not().float()
 
     def scale_gradients(self, parameters: list[torch.Tensor], factor: float) -> None:
         """Multiply the gradients that these parameters have so far."""

@@ -63,6 +63,7 @@ class DeepSpeed(Strategy):
     saves_alone = False
     can_roll_back = False
     keeps_parameters = False
+    can_leave_steps_out = False
     optimizer_wrapper = DeepSpeedOptimizerWrapper
     wrappers = (deepspeed.DeepSpeedEngine,)
 

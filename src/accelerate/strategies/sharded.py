@@ -18,6 +18,7 @@ from accelerate.checkpoint.shards import Shards, read
 from accelerate.checkpoint.state import Run, plain
 from accelerate.checkpoint.weights import Fetch
 from accelerate.checkpoint.whole import read_gradients
+from accelerate.comm import current
 from accelerate.compilation import compile_regions_fsdp2
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.errors import CheckpointError
@@ -39,6 +40,11 @@ class Sharded(Strategy):
 
     def compile_regions(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         return compile_regions_fsdp2(model, **kwargs)
+
+    def nonfinite(self, parameters: list[torch.Tensor]) -> torch.Tensor:
+        own = super().nonfinite(parameters)
+        # The value may lie in the piece of one process, and another may have no piece at all.
+        return current().all_reduce(torch.zeros((), device=self.device) if own is None else own, "max")
 
     def pieces(self, model: nn.Module) -> dict[str, Any]:
         """The state dict of a model, with tensors that know which piece this process has."""

@@ -19,14 +19,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 from torch.distributed.fsdp import ShardingStrategy
 
 from accelerate.torch_internals.missing import gone
-
-# What is put between the names of modules, and left out of state dicts.
-_BETWEEN = "_fsdp_wrapped_module"
+from accelerate.torch_internals.modules import BETWEEN_NAMES
 
 
 def name_before(name: str) -> str:
     """The name of a module or parameter as it was before the model was wrapped."""
-    return ".".join(part for part in name.split(".") if part != _BETWEEN)
+    return ".".join(part for part in name.split(".") if part != BETWEEN_NAMES)
 
 
 def is_hybrid(strategy: ShardingStrategy) -> bool:

@@ -10,7 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.torch_internals.compile import ADDED_TO_NAMES
 from accelerate.torch_internals.missing import gone
+
+# What FSDP version 1 puts between the names of modules, and leaves out of state dicts.
+BETWEEN_NAMES = "_fsdp_wrapped_module"
+
+
+def name_without_wrappers(name: str) -> str:
+    """The name of a module or parameter as it was before torch wrapped the model; a longer one if torch uses others."""
+    return ".".join(part for part in name.split(".") if part not in (*ADDED_TO_NAMES, BETWEEN_NAMES))
 
 
 def parameters_of(module: nn.Module) -> MutableMapping[str, nn.Parameter | None]:
