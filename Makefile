@@ -199,7 +199,7 @@ ray: $(RAY)/.ready
 # Without the documents, which show what the current release of torch does, and without what is the same on all of them:
 # commands, settings, plans of a launch, trackers, notebooks, clusters.
 SAME_ON_ALL := $(addprefix tests/unit/,commands config environments launch runs tracking) \
-	$(addprefix tests/world/,test_slurm.py test_two_machines.py test_notebook.py test_local_runs.py test_test_utils_scripts.py)
+	$(addprefix tests/world/,test_slurm.py test_two_machines.py test_elastic.py test_notebook.py test_local_runs.py test_test_utils_scripts.py)
 ON_OLDER := tests/world tests/contract tests/unit $(addprefix --ignore=,$(SAME_ON_ALL))
 
 torch-oldest: $(TORCH_OLDEST)/.ready
