@@ -96,7 +96,7 @@ class _Announcing(RendezvousHandler):
                 file=sys.stderr,
                 flush=True,
             )
-        return info  # type: ignore[no-any-return]
+        return info
 
     def num_nodes_waiting(self) -> int:
         waiting = int(self._inner.num_nodes_waiting())

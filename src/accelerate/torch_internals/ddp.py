@@ -57,7 +57,7 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
     for parameter in parameters:
         total = total + (parameter.sum() * 0.0).to(total)  # the backward goes from the last one to the first
     prepare([])
-    total.backward()  # type: ignore[no-untyped-call]
+    total.backward()
     for parameter in parameters:
         parameter.grad = None
 
