@@ -11,6 +11,7 @@ import ctypes
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -38,6 +39,8 @@ def main() -> int:
     if (missing := netns.missing()) is not None:
         print(f"skipped: {missing}")
         return 0
+    # Who ends this early finds the machines, their processes and their disk gone.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     names = arguments.only or [fault.__name__ for fault in FAULTS]
     drawn = _drawn([fault for fault in FAULTS if fault.__name__ in names], arguments.faults, arguments.seed)
     folder = Path(tempfile.mkdtemp(prefix="chaos-"))
