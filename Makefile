@@ -9,6 +9,7 @@ CLIENTS := .venv-clients
 EDITORS := .venv-editors
 SITE := .venv-site
 DEEPSPEED := .venv-deepspeed
+RAY := .venv-ray
 TORCH_OLDEST := .venv-torch-2.6
 TORCH_MIDDLE := .venv-torch-2.9
 BIN := $(VENV)/bin
@@ -30,7 +31,7 @@ layer = $(PYTHON) -m venv --without-pip $(1) && \
 put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released \
 	$$(grep ^accelerate benchmarks/peer-requirements.txt)
 
-.PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization fp8 clients deepspeed torch-oldest torch-middle peer-launch soak \
+.PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization fp8 clients deepspeed ray torch-oldest torch-middle peer-launch soak \
 	editors wheel wheel-test docs docs-serve site-test plots screenshot \
 	lint format file-map bench bench-deepspeed
 .DEFAULT_GOAL := help
@@ -48,6 +49,7 @@ help:
 	@echo "make fp8          training in fp8 with the real torchao, emulated on CPU"
 	@echo "make clients      transformers, peft, diffusers and trl as released, on this package"
 	@echo "make deepspeed    ZeRO with the real DeepSpeed, on CPU"
+	@echo "make ray          a training in the workers of the real Ray"
 	@echo "make torch-oldest the tests on the oldest release of torch that is supported"
 	@echo "make torch-middle the tests on a release of torch between the oldest and the current one"
 	@echo "make editors      what jedi, mypy and basedpyright know of every public name"
@@ -59,6 +61,7 @@ help:
 	@echo "make screenshot   take the picture of the site that README shows again"
 	@echo "make site-test    the site, in a headless Chromium"
 	@echo "make soak         kill saves at thousands of moments"
+	@echo "make chaos        a training on two machines takes 40 faults in a row (FAULTS=12 takes fewer, SEED=7 others)"
 	@echo "make lint         ruff and mypy"
 	@echo "make format       let ruff rewrite the code"
 	@echo "make file-map     list all files in docs/architecture.md, after one was added or renamed"
@@ -132,6 +135,12 @@ $(DEEPSPEED)/.ready: tests/deepspeed/requirements.txt tests/deepspeed/build_ops.
 		$(DEEPSPEED)/bin/python tests/deepspeed/build_ops.py
 	@touch $@
 
+$(RAY)/.ready: tests/ray/requirements.txt $(VENV)/.ready-test
+	@echo "installing Ray into $(RAY)"
+	$(call layer,$(RAY))
+	$(RAY)/bin/python $(PIP) -c constraints.txt -r tests/ray/requirements.txt -e .
+	@touch $@
+
 # Older releases of torch come as CUDA builds: without what they depend on, and with stand-ins for the CUDA libraries.
 .venv-torch-%/.ready: tests/torch_versions/%.txt \
 		tests/torch_versions/without_cuda.py $(VENV)/.ready-test
@@ -141,7 +150,7 @@ $(DEEPSPEED)/.ready: tests/deepspeed/requirements.txt tests/deepspeed/build_ops.
 	$(@D)/bin/python tests/torch_versions/without_cuda.py
 	@touch $@
 
-large-environments: $(CLIENTS)/.ready $(DEEPSPEED)/.ready $(TORCH_OLDEST)/.ready $(TORCH_MIDDLE)/.ready
+large-environments: $(CLIENTS)/.ready $(DEEPSPEED)/.ready $(RAY)/.ready $(TORCH_OLDEST)/.ready $(TORCH_MIDDLE)/.ready
 
 # On CPU even where there is a GPU: two processes cannot share one.
 quickstart: $(VENV)/.ready-examples
@@ -196,10 +205,13 @@ clients: $(CLIENTS)/.ready
 deepspeed: $(DEEPSPEED)/.ready
 	$(DEEPSPEED)/bin/python -m pytest tests/deepspeed $(ARGS)
 
+ray: $(RAY)/.ready
+	$(RAY)/bin/python -m pytest tests/ray $(ARGS)
+
 # Without the documents, which show what the current release of torch does, and without what is the same on all of them:
 # commands, settings, plans of a launch, trackers, notebooks, clusters.
 SAME_ON_ALL := $(addprefix tests/unit/,commands config environments launch runs tracking) \
-	$(addprefix tests/world/,test_slurm.py test_two_machines.py test_notebook.py test_local_runs.py test_test_utils_scripts.py \
+	$(addprefix tests/world/,test_slurm.py test_two_machines.py test_elastic.py test_notebook.py test_local_runs.py test_test_utils_scripts.py \
 	test_checkpoint_crash.py test_checkpoint_disk.py test_accelerate_test.py)
 ON_OLDER := tests/world tests/contract tests/unit $(addprefix --ignore=,$(SAME_ON_ALL))
 
@@ -240,6 +252,12 @@ site-test: $(VENV)/.ready-test docs
 # The tests of crashes, with SOAK times as many moments.
 soak: $(VENV)/.ready-test
 	SOAK=20 $(BIN)/python -m pytest tests/world/test_checkpoint_crash.py --timeout 3600 $(ARGS)
+
+# The same seed draws the same faults, though not at the same moments. Needs root: the machines are network namespaces.
+FAULTS := 40
+SEED := 1
+chaos: $(VENV)/.ready-test
+	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
 
 bench: $(VENV)/.ready-examples $(PEER)/.ready
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -69,10 +69,11 @@ def main() -> None:
             optimizer.zero_grad()
             progress.step += 1
             note(epoch=progress.epoch, samples=ids.tolist())
+            if accelerator.gradient_state.end_of_dataloader:
+                progress.epoch += 1  # a checkpoint of the last batch continues with the next epoch
             if progress.step % 10 == 0:
                 accelerator.save_state()
             time.sleep(arguments.pause)
-        progress.epoch += 1
     weights = b"".join(value.detach().numpy().tobytes() for value in accelerator.unwrap_model(model).parameters())
     note(weights=hashlib.sha256(weights).hexdigest())
     accelerator.end_training()

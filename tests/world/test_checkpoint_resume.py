@@ -781,3 +781,32 @@ def test_dispatched_batches_of_ones_own_go_on_with_another_number_of_processes(
     before = run_world(dispatched_by_own_batches, saved, folder, True)[0]
     after = run_world(dispatched_by_own_batches, loaded, folder, False)[0]
     assert before + after == list(range(11))
+
+
+def some_steps(folder: str, resumes: bool) -> list[Any]:
+    """The gradients of six steps; or of the last three of them, after a load."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(exact_resume=True))
+    set_seed(0)
+    net = nn.Sequential(nn.Linear(2, 32), nn.Dropout(0.2), nn.Linear(32, 1))
+    samples = torch.arange(96.0).reshape(48, 2) / 48
+    parts: list[Any] = [net, torch.optim.AdamW(net.parameters(), lr=0.01), DataLoader(samples, 2, shuffle=True)]
+    model, optimizer, loader = accelerator.prepare(*parts)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    if resumes:
+        accelerator.load_state(folder)
+    seen: list[Any] = []
+    for batch in loader:
+        accelerator.backward(model(batch).square().mean())
+        seen.append([parameter.grad.tolist() for parameter in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+        if len(seen) == 3 and not resumes:
+            accelerator.save_state(folder)
+    return seen
+
+
+def test_sums_of_several_ranks_are_rounded_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """DDP puts gradients together in another way from its second step on, where a resumed run has its first."""
+    whole = run_world(some_steps, 4, str(tmp_path / "save"), False)
+    rest = run_world(some_steps, 4, str(tmp_path / "save"), True)
+    assert [steps[3:] for steps in whole] == rest

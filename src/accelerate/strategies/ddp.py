@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.strategies.base import Strategy
 from accelerate.torch_internals.compile import original_of
-from accelerate.torch_internals.ddp import expect_backward, knows_its_graph, was_called
+from accelerate.torch_internals.ddp import expect_backward, knows_its_graph, settle_buckets, was_called
 
 
 class DDP(Strategy):
@@ -25,6 +25,9 @@ class DDP(Strategy):
             output_device=self.device if single else None,
             **self.ddp.to_kwargs(),
         )
+        accelerator = self.accelerator()
+        if accelerator is not None and accelerator.dataloader_config.exact_resume and self.state.num_processes > 2:
+            settle_buckets(wrapped)
         self.ddp.register_comm_hook(wrapped)
         return wrapped
 

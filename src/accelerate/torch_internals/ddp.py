@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.torch_internals.missing import gone
@@ -37,6 +38,38 @@ def expect_backward(wrapped: DistributedDataParallel) -> None:
             "Reducer.prepare_for_backward", "trigger_sync_in_backward", "run the last forward of a window under sync"
         )
     prepare([])
+
+
+def settle_buckets(wrapped: DistributedDataParallel) -> None:
+    """Have DDP put gradients together in one way from the first step on: in the order of the parameters, last first.
+
+    Else it does so from the second step on, in the order in which the first backward has brought them. A sum of more
+    than two numbers is rounded by its place in the exchange, so the first step of a resumed run would come out
+    differently from that of a run that goes on. Everything of this is done by one backward whose gradients are zero.
+    Without a reducer that can be told, or where that backward would be seen by hooks of the script or does not fit the
+    gradients that are expected, nothing is done: then a resumed run is the same up to rounding.
+    """
+    prepare: Any = getattr(getattr(wrapped, "reducer", None), "prepare_for_backward", None)
+    parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
+    if prepare is None or wrapped.static_graph or wrapped.find_unused_parameters or _is_special(wrapped, parameters):
+        return
+    total = torch.zeros((), device=parameters[0].device)
+    for parameter in parameters:
+        total = total + (parameter.sum() * 0.0).to(total)  # the backward goes from the last one to the first
+    prepare([])
+    total.backward()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def _is_special(wrapped: DistributedDataParallel, parameters: list[torch.nn.Parameter]) -> bool:
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    return (
+        getattr(wrapped, "mixed_precision", None) is not None
+        or any(getattr(module, "sparse", False) for module in wrapped.modules())
+        or any(parameter.grad is not None or parameter.is_complex() for parameter in parameters)
+        or any(getattr(parameter, name, None) for parameter in parameters for name in hooks)
+    )
 
 
 def measure_every(wrapped: DistributedDataParallel, iterations: int) -> None:
