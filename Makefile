@@ -31,7 +31,7 @@ put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released
 
 .PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization clients deepspeed torch-oldest torch-middle peer-launch soak \
 	editors wheel wheel-test docs docs-serve site-test plots screenshot \
-	lint format file-map bench
+	lint format file-map bench bench-scale
 .DEFAULT_GOAL := help
 
 help:
@@ -61,6 +61,7 @@ help:
 	@echo "make format       let ruff rewrite the code"
 	@echo "make file-map     list all files in docs/architecture.md, after one was added or renamed"
 	@echo "make bench        this package, the released one and plain PyTorch side by side"
+	@echo "make bench-scale  count what up to 4,096 ranks tell each other, and draw docs/scaling.md again"
 
 $(BIN)/python:
 	$(call make_venv,$(VENV))
@@ -237,3 +238,8 @@ bench: $(VENV)/.ready-examples $(PEER)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/small_gather.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node 2 benchmarks/watch.py
 	for n in 2 4; do OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc_per_node $$n benchmarks/sharding.py; done
+
+bench-scale: $(VENV)/.ready-test
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scaling.py --json benchmarks/results/scaling.json
+	$(BIN)/python -m website.scaling
+	$(BIN)/python -m website.plots
