@@ -33,7 +33,7 @@ put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released
 
 .PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization fp8 clients deepspeed ray torch-oldest torch-middle peer-launch soak \
 	editors wheel wheel-test docs docs-serve site-test plots screenshot \
-	lint format file-map bench bench-deepspeed
+	lint format file-map bench bench-deepspeed bench-scale
 .DEFAULT_GOAL := help
 
 help:
@@ -67,6 +67,7 @@ help:
 	@echo "make file-map     list all files in docs/architecture.md, after one was added or renamed"
 	@echo "make bench        this package, the released one and plain PyTorch side by side"
 	@echo "make bench-deepspeed  a step of ZeRO beside the same with DeepSpeed by hand"
+	@echo "make bench-scale  count what up to 4,096 ranks tell each other, and draw docs/scaling.md again"
 
 $(BIN)/python:
 	$(call make_venv,$(VENV))
@@ -273,3 +274,8 @@ bench: $(VENV)/.ready-examples $(PEER)/.ready
 bench-deepspeed: $(DEEPSPEED)/.ready
 	TORCH_EXTENSIONS_DIR=$(abspath $(DEEPSPEED))/torch_extensions PATH=$(abspath $(DEEPSPEED))/bin:$$PATH \
 		$(DEEPSPEED)/bin/python benchmarks/zero.py $(ARGS)
+
+bench-scale: $(VENV)/.ready-test
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/scaling.py --json benchmarks/results/scaling.json
+	$(BIN)/python -m website.scaling
+	$(BIN)/python -m website.plots

@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from website import scaling
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
@@ -228,9 +230,14 @@ def _offload(file: str) -> dict[str, dict[str, float]]:
     return rows
 
 
+def drawings() -> dict[str, str]:
+    """Every plot as its file has it."""
+    return {name: plot.svg() for name, plot in plots().items()} | {"plot-scaling": scaling.curves().svg(STYLE)}
+
+
 def main() -> None:
-    for name, plot in plots().items():
-        (IMAGES / f"{name}.svg").write_text(plot.svg())
+    for name, drawing in drawings().items():
+        (IMAGES / f"{name}.svg").write_text(drawing)
 
 
 if __name__ == "__main__":
