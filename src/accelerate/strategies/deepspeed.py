@@ -34,6 +34,7 @@ from accelerate.engines.deepspeed import (
     DeepSpeedSchedulerWrapper,
     EngineStepper,
     map_pytorch_optim_to_deepspeed,
+    need_operation,
     undo_first_step,
 )
 from accelerate.errors import NotYetSupported, warn
@@ -182,6 +183,7 @@ class DeepSpeed(Strategy):
             self._cast_inputs(model.value)
             return
         _check_disk(plugin)
+        _check_exchange()
         given = None if optimizer is None else optimizer.value
         schedule = None if scheduler is None else scheduler.value
         steps = accelerator.gradient_accumulation_steps
@@ -476,6 +478,13 @@ def _check_disk(plugin: DeepSpeedPlugin) -> None:
             "Offloading to a disk needs DeepSpeed's async_io, which cannot be compiled here: install the libaio "
             "library with its headers (libaio-dev), or offload to 'cpu'."
         )
+
+
+def _check_exchange() -> None:
+    """On CPU, DeepSpeed compiles how processes exchange tensors, where it can."""
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None and deepspeed.ops.__compatible_ops__.get(builder.NAME):
+        need_operation("ShareMemCommBuilder", "Training on a CPU")
 
 
 def _warn_of_pieces(engine: Any) -> None:
