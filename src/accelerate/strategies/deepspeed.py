@@ -209,6 +209,8 @@ class DeepSpeed(Strategy):
         if self._cuts_sequences():
             arguments["mpu"] = self._share_sequences(model.value)
         had_state = bool(getattr(given, "state", None))
+        if stage != 0 and isinstance(given, torch.optim.Optimizer):
+            _leave_states(given)
         engine, made, _, stepped = deepspeed.initialize(**arguments)
         self._cast_inputs(engine.module)
         if _is_sharded(engine):
@@ -478,6 +480,17 @@ def _check_disk(plugin: DeepSpeedPlugin) -> None:
             "Offloading to a disk needs DeepSpeed's async_io, which cannot be compiled here: install the libaio "
             "library with its headers (libaio-dev), or offload to 'cpu'."
         )
+
+
+def _leave_states(optimizer: torch.optim.Optimizer) -> None:
+    """Say that what an optimizer has learned is lost, and forget it: DeepSpeed cannot save states of parameters that
+    are gone. Some optimizers have states from the start, of no step."""
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        warn(
+            f"The states of this {type(optimizer).__name__} are not taken over, since DeepSpeed makes its own for "
+            "pieces of the parameters: prepare an optimizer that has none, and load a checkpoint with `load_state`."
+        )
+        optimizer.state.clear()
 
 
 def _check_exchange() -> None:
