@@ -109,7 +109,7 @@ class ItemWindows:
     """Makes the gradients of a window those of the mean over all its items, on all ranks.
 
     Each rank adds up the gradients of its summed losses and counts its items. Only when the window closes are the
-    items of all ranks known: then the gradients, which the engine has averaged over the ranks, are multiplied by
+    items of all ranks known: then the gradients, which the engine has averaged over ranks, are multiplied by
     `ranks / items`. To keep them in range until then, losses are multiplied by `factor`, a power of two (which costs
     no accuracy) near the previous window's value. A further loss after the window has closed, before the optimizer
     steps, is taken up in the same way.
@@ -183,7 +183,7 @@ class ItemWindows:
                 raise ValueError(
                     "num_items is 0 on all ranks for a whole window: there is nothing to take the mean over."
                 )
-            wanted = communicator.size / items
+            wanted = self._strategy.averaged_ranks() / items
             if window.scale is None:  # its items are all on other ranks
                 window.scale = self.factor
             window.rescale(self._strategy, group, wanted)

@@ -313,7 +313,7 @@ class AcceleratorBase(ProcessControl):
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
         """The loader that hands each process its part of a sequence, under the sequence axis of DeepSpeed."""
-        raise NotYetSupported("Sequence parallelism of DeepSpeed", "use cp_size of ParallelismConfig to cut sequences.")
+        return self._strategy.cut_sequences(dl)
 
     @property
     def fp8_backend(self) -> FP8BackendType:

@@ -227,11 +227,30 @@ def _unscaled(norm: Any, scale: float) -> torch.Tensor:
     return torch.where(norm < 0, math.inf, norm / scale)
 
 
+def need_operation(builder: str, purpose: str, instead: str = "") -> None:
+    """Load an operation of DeepSpeed, which it compiles where that was not done, or say what is missing."""
+    from deepspeed.accelerator import get_accelerator
+
+    try:
+        get_accelerator().create_op_builder(builder).load(verbose=False)
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ImportError(
+            f"{purpose} needs an operation of DeepSpeed that cannot be compiled here ({reason}): install g++ and ninja "
+            f"(`pip install ninja`){instead}."
+        ) from error
+
+
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
     """The optimizer of DeepSpeed for parameters on the host that stands for one of torch: Adam, AdamW or Adagrad."""
     name = type(optimizer).__name__.lower()
     if "adam" not in name and "adagrad" not in name:
         raise ValueError(f"DeepSpeed has no {type(optimizer).__name__} on the host: use Adam, AdamW or Adagrad.")
+    need_operation(
+        "CPUAdagradBuilder" if "adagrad" in name else "CPUAdamBuilder",
+        "An optimizer on the host",
+        ", or write zero_force_ds_cpu_optimizer=false into the config to step with torch's own",
+    )
     settings = {key: optimizer.defaults[key] for key in ("lr", "weight_decay", "eps")}
     if "adagrad" in name:
         from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad

@@ -93,7 +93,7 @@ class AcceleratorState(PartialState):
         partial = PartialState(cpu, **kwargs)
         if deepspeed:
             engines.set_up_deepspeed(partial)
-        mesh = engines.mesh(parallelism_config, fsdp_plugin, partial)
+        mesh = engines.mesh(parallelism_config, fsdp_plugin, partial, deepspeed=bool(deepspeed))
         self.__dict__.update(partial.__dict__)
         self.parallelism_config = parallelism_config
         self.device_mesh = mesh

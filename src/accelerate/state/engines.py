@@ -14,7 +14,6 @@ from accelerate.available import is_deepspeed_available
 from accelerate.comm.torch_dist import join_alone
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.environment import parse_flag_from_env
-from accelerate.errors import NotYetSupported
 from accelerate.state.partial import PartialState
 from accelerate.versions import compare_versions
 
@@ -163,7 +162,13 @@ def fsdp_is_on(plugin: FullyShardedDataParallelPlugin | None, state: PartialStat
     return True
 
 
-def mesh(config: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugin | None, state: PartialState) -> Any:
+def mesh(
+    config: ParallelismConfig | None,
+    plugin: FullyShardedDataParallelPlugin | None,
+    state: PartialState,
+    *,
+    deepspeed: bool = False,
+) -> Any:
     """The device mesh, as large as the run; None where one is not asked for."""
     if config is None:
         return None
@@ -172,7 +177,15 @@ def mesh(config: ParallelismConfig | None, plugin: FullyShardedDataParallelPlugi
         axis = "dp_replicate" if plugin is None else "dp_shard"
         setattr(config, f"{axis}_size", state.num_processes)
     if config.sp_enabled:
-        raise NotYetSupported(f"sp_size={config.sp_size}", "use cp_size for long sequences.")
+        if not deepspeed:
+            raise ValueError(
+                f"sp_size={config.sp_size} has DeepSpeed cut sequences, which was not asked for: pass a "
+                "`deepspeed_plugin`, or use cp_size."
+            )
+        # DeepSpeed spreads the model over all processes by itself: those that are left are copies to the mesh.
+        config.dp_replicate_size = config.dp_replicate_size or 1
+        if state.num_processes % config.total_size == 0:
+            config.dp_replicate_size *= state.num_processes // config.total_size
     if config.total_size != state.num_processes:
         sizes = " x ".join(f"{axis}_size={config._sizes[axis]}" for axis in config.active_mesh_dims)
         raise ValueError(

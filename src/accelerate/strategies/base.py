@@ -105,6 +105,13 @@ class Strategy:
         """A loader of the script, prepared. prepare: does that for a plain `DataLoader`, which an engine may make."""
         return prepare(loader)
 
+    def cut_sequences(self, loader: Any) -> Any:
+        """A prepared loader that gives each process its part of every sequence, for processes that share those."""
+        raise ValueError(
+            "No processes share sequences in DeepSpeed's way here: pass a `deepspeed_plugin` and "
+            "`parallelism_config=ParallelismConfig(sp_size=...)`, or leave the loader as it is."
+        )
+
     def wrap(self, model: torch.nn.Module, *, placed: bool) -> torch.nn.Module:
         """The model in whatever container the engine needs. placed: whether it lies on `device` as a whole."""
         return model
@@ -206,6 +213,10 @@ class Strategy:
         if not gradients:
             return None
         return torch.nn.utils.get_total_norm(gradients).isfinite().logical_not().float()
+
+    def averaged_ranks(self) -> int:
+        """What the engine divides the sum of all processes' gradients by."""
+        return self.state.num_processes
 
     def scale_gradients(self, parameters: list[torch.Tensor], factor: float) -> None:
         """Multiply the gradients that these parameters have so far."""

@@ -34,9 +34,10 @@ from accelerate.engines.deepspeed import (
     DeepSpeedSchedulerWrapper,
     EngineStepper,
     map_pytorch_optim_to_deepspeed,
+    need_operation,
     undo_first_step,
 )
-from accelerate.errors import warn
+from accelerate.errors import NotYetSupported, warn
 from accelerate.files import clean_state_dict_for_safetensors
 from accelerate.precision.stepping import Stepper
 from accelerate.state import AcceleratorState
@@ -84,6 +85,8 @@ class DeepSpeed(Strategy):
         # The batch sizes of the script's loaders.
         self.batch_sizes: list[int | None] = []
         self.last_engine: Any = None
+        # The groups of processes that share sequences, once a model does.
+        self.sequence_groups: Any = None
         # The optimizers that a script has made, whose groups its schedulers know, with their engines.
         self.replaced: list[tuple[torch.optim.Optimizer, Any]] = []
 
@@ -112,6 +115,25 @@ class DeepSpeed(Strategy):
         self.batch_sizes.append(getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or size)
         return prepare(loader)
 
+    def data_shares(self) -> list[int]:
+        # Processes that share sequences read different ones, and give each other parts of them.
+        return list(range(self.state.num_processes)) if self._cuts_sequences() else super().data_shares()
+
+    def _cuts_sequences(self) -> bool:
+        config = self.state.parallelism_config
+        return config is not None and config.sp_enabled
+
+    def cut_sequences(self, loader: Any) -> Any:
+        if not self._cuts_sequences():
+            return super().cut_sequences(loader)
+        if self.sequence_groups is None:
+            raise RuntimeError(
+                "No model shares its sequences yet: prepare the model before `deepspeed_ulysses_dl_adapter`."
+            )
+        from accelerate.strategies.deepspeed_sequence import SequenceLoader
+
+        return loader if isinstance(loader, SequenceLoader) else SequenceLoader(loader, self.device)
+
     def prepare(self, bundle: Bundle) -> None:
         sizes = self.batch_sizes[-len(bundle.loaders) :] if bundle.loaders else self.batch_sizes
         models = [model for model in bundle.models if not model.evaluation]
@@ -132,6 +154,24 @@ class DeepSpeed(Strategy):
                 f"DeepSpeed makes one engine of a model and its optimizer, and {type(left[0].value).__name__} came "
                 "without its model: pass both to one call of `prepare`."
             )
+        if models and self.sequence_groups is not None:
+            for loader in bundle.loaders:
+                loader.value = self.cut_sequences(loader.value)
+
+    def _share_sequences(self, model: nn.Module) -> Any:
+        if self.sequence_groups is not None:
+            raise NotYetSupported("A second model with sp_size", "train one model, and leave others in one piece.")
+        try:
+            from accelerate.strategies.deepspeed_sequence import attend_together
+        except ImportError as error:
+            raise ImportError(
+                f"This DeepSpeed cannot share sequences ({error}): pip install --upgrade deepspeed transformers"
+            ) from error
+        size = self.plugin.get_value("train_micro_batch_size_per_gpu")
+        config = self.state.parallelism_config
+        assert config is not None
+        self.sequence_groups = attend_together(model, config, size)
+        return self.sequence_groups
 
     def _make_engine(
         self, model: Entry, optimizer: Entry | None, scheduler: Entry | None, sizes: list[int | None]
@@ -144,10 +184,11 @@ class DeepSpeed(Strategy):
             self._cast_inputs(model.value)
             return
         _check_disk(plugin)
+        _check_exchange()
         given = None if optimizer is None else optimizer.value
         schedule = None if scheduler is None else scheduler.value
         steps = accelerator.gradient_accumulation_steps
-        shares = len(set(self.data_shares()))
+        shares = len(set(super().data_shares()))
         fixed_clip = None if plugin.is_auto("gradient_clipping") else plugin.get_value("gradient_clipping") or None
         fill(plugin, Objects(model.value, given, schedule, sizes, shares, accelerator.split_batches, steps))
         plugin.set_moe_leaf_modules(model.value)
@@ -166,7 +207,11 @@ class DeepSpeed(Strategy):
                 arguments["lr_scheduler"] = schedule.lr_scheduler_callable
         elif type(schedule).__name__ in lr_schedules.VALID_LR_SCHEDULES:
             arguments["lr_scheduler"] = schedule
+        if self._cuts_sequences():
+            arguments["mpu"] = self._share_sequences(model.value)
         had_state = bool(getattr(given, "state", None))
+        if stage != 0 and isinstance(given, torch.optim.Optimizer):
+            _leave_states(given)
         engine, made, _, stepped = deepspeed.initialize(**arguments)
         self._cast_inputs(engine.module)
         if _is_sharded(engine):
@@ -260,6 +305,13 @@ class DeepSpeed(Strategy):
     def _of(self, parameters: list[torch.Tensor]) -> list[EngineStepper]:
         found = {id(stepper): stepper for p in parameters if (stepper := self.owners.get(id(p))) is not None}
         return list(found.values())
+
+    def averaged_ranks(self) -> int:
+        every, config = super().averaged_ranks(), self.state.parallelism_config
+        if config is None or self.sequence_groups is None or self.plugin.zero_stage == 3:
+            return every
+        # Below stage 3, DeepSpeed adds up the gradients of processes that share sequences.
+        return every // int(config.sp_size or 1)
 
     def scale_gradients(self, parameters: list[torch.Tensor], factor: float) -> None:
         for stepper in self._of(parameters):
@@ -429,6 +481,24 @@ def _check_disk(plugin: DeepSpeedPlugin) -> None:
             "Offloading to a disk needs DeepSpeed's async_io, which cannot be compiled here: install the libaio "
             "library with its headers (libaio-dev), or offload to 'cpu'."
         )
+
+
+def _leave_states(optimizer: torch.optim.Optimizer) -> None:
+    """Say that what an optimizer has learned is lost, and forget it: DeepSpeed cannot save states of parameters that
+    are gone. Some optimizers have states from the start, of no step."""
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        warn(
+            f"The states of this {type(optimizer).__name__} are not taken over, since DeepSpeed makes its own for "
+            "pieces of the parameters: prepare an optimizer that has none, and load a checkpoint with `load_state`."
+        )
+        optimizer.state.clear()
+
+
+def _check_exchange() -> None:
+    """On CPU, DeepSpeed compiles how processes exchange tensors, where it can."""
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None and deepspeed.ops.__compatible_ops__.get(builder.NAME):
+        need_operation("ShareMemCommBuilder", "Training on a CPU")
 
 
 def _warn_of_pieces(engine: Any) -> None:

@@ -34,7 +34,7 @@ def test_fsdp_needs_company(
 def test_a_mesh_needs_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"for 2 processes \(tp_size=2\), but there are 1"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
-    with pytest.raises(NotImplementedError, match="sp_size=2"):
+    with pytest.raises(ValueError, match="sp_size=2 has DeepSpeed cut sequences, which was not asked for"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     accelerator = Accelerator(cpu=True)

@@ -1,0 +1,76 @@
+"""Sequences in parts, one for each process along an axis of the mesh: DeepSpeed's Ulysses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+from torch import nn
+
+from accelerate.parallelism_config import ParallelismConfig
+
+
+def attend_together(model: nn.Module, parallelism: ParallelismConfig, batch_size: int) -> Any:
+    """Have the attention of a model of transformers exchange heads for sequences; returns DeepSpeed's groups."""
+    config: Any = getattr(model, "config", None)
+    own = getattr(config, "_attn_implementation", None)
+    if own is None:
+        raise ValueError(
+            f"sp_size={parallelism.sp_size} needs a model of transformers, whose attention DeepSpeed can replace, and "
+            f"{type(model).__name__} has no `config` that names one: use such a model, or leave sp_size at 1."
+        )
+    handler = parallelism.sp_handler
+    assert handler is not None
+    asked = handler.sp_attn_implementation or own
+    if asked != own or own == "eager":
+        raise ValueError(
+            f"This {type(model).__name__} has the attention {own!r}, and sequences are cut for {asked!r}: load the "
+            "model with attn_implementation='sdpa', or a flash attention, and give sp_attn_implementation the same."
+        )
+    # Its own functions for processes, which an engine would make later.
+    deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
+    return UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model,
+        core_attn_implementation=own,
+        sequence_parallel_size=parallelism.sp_size,
+        micro_batch_size=batch_size,
+        seq_length=handler.sp_seq_length,
+        seq_length_is_variable=handler.sp_seq_length_is_variable,
+    )
+
+
+class SequenceLoader(UlyssesSPDataLoaderAdapter):
+    """Batches of a prepared loader, of which each process gets a part of every sequence.
+
+    The processes that share sequences read different batches, and work on one of them after the other.
+    """
+
+    def __init__(self, loader: Any, device: Any) -> None:
+        group = parallel_state_sp.get_sequence_parallel_group()
+        rank, size = (
+            parallel_state_sp.get_sequence_parallel_rank(),
+            parallel_state_sp.get_sequence_parallel_world_size(),
+        )
+        super().__init__(loader, sp_rank=rank, sp_group=group, sp_world_size=size, device=device)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["dl"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.iter = iter(self.dl)
+        while True:
+            self.micro_batches.clear()  # of an iteration that was broken off
+            try:
+                self.refill()
+            except StopIteration:
+                return
+            last = getattr(self.dl, "end_of_dataloader", False)
+            while self.micro_batches:
+                batch = self.micro_batches.popleft()
+                if last:
+                    self.dl.end_of_dataloader = self.dl.ends_everywhere = not self.micro_batches
+                yield batch
