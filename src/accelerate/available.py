@@ -295,8 +295,9 @@ def lacks_fp8_package(backend: str | None = None) -> str | None:
     asked = [libraries[backend]] if backend in libraries else list(libraries.values())
     if any(found() for _, found in asked):
         return None
-    names = " or ".join(name for name, _ in asked)
-    return f"Training in fp8 takes {names}, which is not installed here: install it, or use bf16."
+    names = ", or ".join(name for name, _ in asked)
+    none = "it is not installed" if len(asked) == 1 else "none of them is installed"
+    return f"Training in fp8 needs {names}; {none} here: install one, or use bf16."
 
 
 def check_cuda_fp8_capability() -> bool:

@@ -152,7 +152,7 @@ def _agree(outcome: _Outcome, batch_size: int, name: str) -> int | None:
 def _raise(error: Exception, cut_off: bool) -> NoReturn:
     if cut_off and attempts.met_again():
         raise RuntimeError(
-            f"Rank {PartialState().process_index} has lost the others, after the process group was made anew because "
+            f"Rank {PartialState().process_index} has lost the others, after the process group was rebuilt because "
             "memory had run out: prepare models inside of the function that is given the batch size."
         ) from error
     raise error

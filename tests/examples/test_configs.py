@@ -18,6 +18,7 @@ SHOWN = {
     "deepspeed_zero2": ["Plan: 4 processes", "ACCELERATE_DEEPSPEED_ZERO_STAGE=2"],
     "deepspeed_zero3": ["Plan: 8 processes", "ACCELERATE_DEEPSPEED_ZERO_STAGE=3"],
     "deepspeed_zero3_offload": ["ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE=cpu"],
+    "fp8": ["ACCELERATE_MIXED_PRECISION=fp8", "ACCELERATE_FP8_BACKEND=ao", "ACCELERATE_FP8_RECIPE=tensorwise"],
     "fsdp1": ["ACCELERATE_USE_FSDP=true", "FSDP_VERSION=1", "FSDP_SHARDING_STRATEGY=FULL_SHARD"],
     "fsdp2": ["ACCELERATE_USE_FSDP=true", "FSDP_VERSION=2", "FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP"],
     "fsdp2_copies": ["4 processes on each of 2 machines", "FSDP_VERSION=2", "PARALLELISM_CONFIG_DP_REPLICATE_SIZE=2"],

@@ -155,7 +155,7 @@ def test_a_filter_a_recipe_and_mistakes(monkeypatch: pytest.MonkeyPatch) -> None
         Accelerator(mixed_precision="bf16", cpu=True, kwargs_handlers=[handler])
     AcceleratorState._reset_state(True)
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
-    with pytest.raises(ValueError, match="by Transformer Engine here, since Transformer Engine is not installed: use"):
+    with pytest.raises(ValueError, match="with Transformer Engine here, since it is not installed: use"):
         Accelerator(mixed_precision="fp8", cpu=True)
     AcceleratorState._reset_state(True)
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "apex")

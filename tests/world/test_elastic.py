@@ -51,5 +51,7 @@ def test_from_two_machines_to_one_and_back(tmp_path: Path) -> None:
     seen = history.read(log)
     seen.check_epochs(2)
     assert seen.starts[-1][1] == 1, seen.starts
-    assert "1 machine of at most 2, after 2." in said and "2 machines of at most 2, after 1." in said, said
+    assert (
+        "continues, after 2, on 1 of at most 2 machines." in said and "after 1, on 2 of at most 2 machines." in said
+    ), said
     assert "The machines of the run change: the run was saved to" in said, said

@@ -61,7 +61,7 @@ def test_a_collective_that_only_one_rank_calls(tmp_path: Path) -> None:
 def test_a_rank_that_is_busy(tmp_path: Path) -> None:
     told = roll_of(run(tmp_path, "if rank == 1:\n    load_batch()\ntorch.distributed.all_reduce(torch.ones(1))\n"))
     assert "rank 0 waits in all_reduce (train.py:15) since S; rank 1 runs train.py:11 (load_batch)" in told
-    assert "The others wait for rank 1, which has not come there yet." in told
+    assert "The others wait for rank 1, which has not got there yet." in told
 
 
 def test_inside_of_ddp(tmp_path: Path) -> None:
@@ -154,16 +154,16 @@ def test_the_text_of_a_roll() -> None:
     assert roll.in_one_line(notes, 100.0) == (
         "ranks 0, 1 wait in gather (train.py:7) since 60 s; rank 2 ended with code 0; rank 3 runs train.py:41 "
         "(load_batch); rank 4 failed at train.py:9 (ValueError: no); rank 5 goes on with other collectives; rank 6 has "
-        "left the group; rank 7 gives no sign"
+        "left the group; rank 7 shows no sign of life"
     )
     assert "rank 4, which failed" in roll.likely_reason(notes)
     assert "rank 2, which ended before" in roll.likely_reason(notes[:4])
-    assert "rank 2, which has not come there yet" in roll.likely_reason([*notes[:2], notes[3]])
-    assert "rank 2, which gives no sign" in roll.likely_reason([*notes[:2], roll.SILENT])
+    assert "rank 2, which has not got there yet" in roll.likely_reason([*notes[:2], notes[3]])
+    assert "rank 2, which shows no sign of life" in roll.likely_reason([*notes[:2], roll.SILENT])
     assert "the network" in roll.likely_reason(notes[:2])
     uneven = roll.likely_reason([Note("waits", "backward", "train.py:6", 0.0), notes[0], notes[1]])
     assert uneven.startswith(
-        "In a step of the training rank 0 waits for ranks 1, 2, elsewhere already: look for a loop"
+        "In a training step, rank 0 waits for ranks 1, 2, which have already moved on: look for a loop"
     )
     assert "`accelerator.join_uneven_inputs` is for others" in uneven
     many = [Note("waits", "gather", "train.py:7", 0.0)] * 4 + [notes[3], notes[0]]

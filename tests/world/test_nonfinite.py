@@ -119,7 +119,7 @@ def test_on_one_process() -> None:
     text = stopped(fresh(nonfinite="stop"), {9}, shuffle=True, workers=1, seen=seen)
     first, second = seen[-1]
     assert text == (
-        f"Step {len(seen)} was not taken, since its gradients are not finite: on rank 0 the loss is nan (epoch 0, "
+        f"Step {len(seen)} was not taken, because its gradients are not finite: on rank 0 the loss is nan (epoch 0, "
         f"batch {len(seen) - 1}, samples {first}, {second}), and `2.0` (Root) is the first module whose output is not "
         f"finite. {ADVICE}"
     )
@@ -188,7 +188,7 @@ def test_on_two_processes() -> None:
     assert first["skip"] == ([2, 4], 12)
     assert first["accumulated"] == [False, True, False, False]
     where = "on rank 1 the loss is nan (epoch 0, batch 2{}), and `2.0` (Root) is the first module whose output is not"
-    start = "Step 3 was not taken, since its gradients are not finite: "
+    start = "Step 3 was not taken, because its gradients are not finite: "
     assert first["stop"] == f"{start}{where.format(', samples 10, 11')} finite. {ADVICE}"
     assert first["dispatched"] == f"{start}{where.format('')} finite. {ADVICE}"
 

@@ -160,14 +160,14 @@ class AcceleratorBase(ProcessControl):
         )
         if self._strategy.places_models and not self._precision.can_be_sharded:
             raise NotYetSupported(
-                f"mixed_precision={self.state.mixed_precision!r} by {self.fp8_backend.value} with a model in pieces",
-                "use torchao (`fp8_backend='ao'`), or DDP.",
+                f"mixed_precision={self.state.mixed_precision!r} by {self.fp8_backend.value} with a sharded model",
+                "use torchao (pass AORecipeKwargs(), or launch with `--fp8_backend ao`), or DDP.",
             )
         self._strategy.precision = self._precision
         if nonfinite is not None and not self._strategy.can_leave_steps_out:
             raise ValueError(
-                f"nonfinite={nonfinite!r} cannot be had with {type(self._strategy).__name__}, which takes its steps "
-                "itself and gives nobody its gradients before: leave it out; in fp16 the engine skips such steps."
+                f"nonfinite={nonfinite!r} does not work with {type(self._strategy).__name__}, which takes its own steps "
+                "and does not show its gradients first: leave it out; in fp16 the engine skips such steps itself."
             )
         # Whether several processes have outputs for the same samples, so that some of them do not count.
         self._outputs_repeat = len(set(self._strategy.data_shares())) < self.num_processes

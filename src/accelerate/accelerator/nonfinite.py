@@ -117,9 +117,10 @@ class StopAtNonfinite:
             return
         gradient = next((name for _, name in reports if name), "a gradient")
         where = "; ".join(told) or f"every loss and every output is finite, but {gradient} is not"
+        look = "Look at these samples, lower" if "samples" in where else "Lower"
         raise FloatingPointError(
-            f"Step {number} was not taken, since its gradients are not finite: {where}. Look at these samples, "
-            "lower the learning rate, or clip gradients; nonfinite='skip' in the Accelerator leaves such steps out."
+            f"Step {number} was not taken, because its gradients are not finite: {where}. {look} the learning rate, or "
+            "clip gradients; Accelerator(nonfinite='skip') skips such steps."
         )
 
 
@@ -128,7 +129,7 @@ def _report(accelerator: AcceleratorBase, window: _Window) -> str:
     module = _first_module(accelerator, window)
     for name, parameter in _parameters(accelerator):
         if not _is_finite(parameter):
-            return f"the parameter `{name}` was not finite before the step already"
+            return f"the parameter `{name}` was already not finite before the step"
     bad = [loss for loss in window.losses if not _is_finite(loss.value)]
     values = ", ".join(f"{loss.value.float().mean().item():g}{_of_batch(loss)}" for loss in bad)
     if bad and module is None:

@@ -87,7 +87,7 @@ class SaveAndEnd:
         regroups, elastic = reason == REGROUPING, os.environ.get(ELASTIC)
         if accelerator.is_main_process:
             then = (
-                "continues there with the machines that there are."
+                "continues from there on the machines that are left or have joined."
                 if regroups or elastic
                 else f"ends with code {PREEMPTED}. It continues there when it is started with `accelerate launch "
                 "--resume auto` and the script calls `accelerator.resume()`."

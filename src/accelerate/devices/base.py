@@ -113,7 +113,7 @@ class Device:
 
     def lacks_fp8(self) -> str | None:
         """What is missing here for matrix products in fp8; None where nothing is."""
-        return f"it takes an NVIDIA GPU of compute capability 8.9 or more, and this is a {self.name} device"
+        return f"it takes an NVIDIA GPU of compute capability 8.9 or more, and this device is {self.name!r}"
 
     # --- what goes to the device, and between processes ---------------------------------------------------------
 

@@ -134,13 +134,13 @@ _PREDICATES = {
     "failed": ("failed at {note.line} ({note.text})",) * 2,
     "left": ("has left the group", "have left the group"),
     "moves": ("goes on with other collectives", "go on with other collectives"),
-    "silent": ("gives no sign", "give no sign"),
+    "silent": ("shows no sign of life", "show no sign of life"),
 }
 
 
 # Calls of a training step in which DDP and FSDP talk.
 _IN_A_STEP = ("backward", "forward")
-_EVEN = "loaders that `accelerator.prepare` returns end alike, `accelerator.join_uneven_inputs` is for others"
+_EVEN = "loaders returned by `accelerator.prepare` end together; for others use `accelerator.join_uneven_inputs`"
 
 
 def likely_reason(notes: Sequence[Note]) -> str:
@@ -160,9 +160,9 @@ def likely_reason(notes: Sequence[Note]) -> str:
     if training and len(training) < len(waiting):
         beyond = [rank for rank in by_kind["waits"] if rank not in training]
         return (
-            f"In a step of the training {_named(training)} {'wait' if len(training) > 1 else 'waits'} for "
-            f"{_named(beyond)}, elsewhere already: look for a loop that has fewer batches there ({_EVEN}), or for a "
-            "collective under a condition; `--debug` stops at the first such place."
+            f"In a training step, {_named(training)} {'wait' if len(training) > 1 else 'waits'} for {_named(beyond)}, "
+            f"which {'have' if len(beyond) > 1 else 'has'} already moved on: look for a loop with fewer batches there "
+            f"({_EVEN}), or for a collective under a condition; `--debug` stops at the first such place."
         )
     if len({(note.call, note.line) for note in waiting}) > 1:
         return (
@@ -171,11 +171,11 @@ def likely_reason(notes: Sequence[Note]) -> str:
         )
     if silent := by_kind.get("silent"):
         return (
-            f"The others wait for {_named(silent)}, which gives no sign: look whether it was killed or stopped, or its "
-            "machine or network is down."
+            f"The others wait for {_named(silent)}, which {'show' if len(silent) > 1 else 'shows'} no sign of life: check "
+            "whether a process was killed or stopped, or a machine or the network is down."
         )
     if busy := sorted(by_kind.get("runs", []) + by_kind.get("moves", [])):
-        return f"The others wait for {_named(busy)}, which {'have' if len(busy) > 1 else 'has'} not come there yet."
+        return f"The others wait for {_named(busy)}, which {'have' if len(busy) > 1 else 'has'} not got there yet."
     return "All wait in the same call: look at the network between them, and whether all brought the same shapes."
 
 

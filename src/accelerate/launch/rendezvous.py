@@ -89,10 +89,9 @@ class _Announcing(RendezvousHandler):
         self._mark.unlink(missing_ok=True)
         before, self._machines = self._machines, info.world_size
         if info.rank == 0 and (info.world_size != before if before else info.world_size < self._most):
-            word = "machine" if info.world_size == 1 else "machines"
-            was = "" if before is None else f", after {before}"
+            goes = "starts on" if before is None else f"continues, after {before}, on"
             print(
-                f"accelerate launch: {info.world_size} {word} of at most {self._most}{was}.",
+                f"accelerate launch: the run {goes} {info.world_size} of at most {self._most} machines.",
                 file=sys.stderr,
                 flush=True,
             )

@@ -89,7 +89,7 @@ def _range(settings: Settings, environ: Mapping[str, str]) -> None:
     if settings.nnodes is None:
         return
     if settings.of["num_machines"].source == "flag":
-        raise ValueError("`--nnodes` and `--num_machines` say the same: give one of them.")
+        raise ValueError("`--nnodes` and `--num_machines` mean the same: give only one.")
     settings.put("num_machines", int(settings.nnodes.split(":")[-1]), "flag", f"`--nnodes {settings.nnodes}`")
 
 

@@ -49,7 +49,7 @@ class TorchAO(Fp8):
     @classmethod
     def lacks(cls, device: Device) -> str | None:
         if not is_torchao_available():
-            return "torchao 0.6.1 or newer is not installed (`pip install torchao`)"
+            return "it is not installed (`pip install torchao`, 0.6.1 or newer)"
         why = device.lacks_fp8()
         if why is not None:
             return why

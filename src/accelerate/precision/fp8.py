@@ -44,7 +44,9 @@ class Fp8(Autocast):
             return next(kind for kind in kinds if kind.fp8_backend == asked)
         best, why = best_of(kinds, device)
         if best is None:
-            raise ValueError(f"mixed_precision='fp8' cannot be had here ({why}): install torchao, or use 'bf16'.")
+            raise ValueError(
+                f"mixed_precision='fp8' is not available here ({why}): use 'bf16', or provide what one of them lacks."
+            )
         logger.info(f"fp8 is computed by {why}.")
         return best
 
@@ -57,8 +59,8 @@ class Fp8(Autocast):
         why = self.lacks(device)
         if why is not None:
             raise ValueError(
-                f"mixed_precision='fp8' cannot be computed by {self.title} here, since {why}: use another library for "
-                "it, or 'bf16'."
+                f"mixed_precision='fp8' is not available with {self.title} here, since {why}: use another library, or "
+                "'bf16'."
             )
 
 

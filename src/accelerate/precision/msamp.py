@@ -23,7 +23,7 @@ class MSAMP(Fp8):
     @classmethod
     def lacks(cls, device: Device) -> str | None:
         if not is_msamp_available():
-            return "MS-AMP is not installed"
+            return "it is not installed"
         return "it takes a GPU" if device.name == "cpu" else device.lacks_fp8()
 
     def convert(self, bundle: Bundle) -> None:

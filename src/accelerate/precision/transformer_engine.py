@@ -30,7 +30,7 @@ class TransformerEngine(Fp8):
     @classmethod
     def lacks(cls, device: Device) -> str | None:
         if not is_transformer_engine_available():
-            return "Transformer Engine is not installed"
+            return "it is not installed"
         return "it takes a GPU" if device.name == "cpu" else device.lacks_fp8()
 
     def convert(self, bundle: Bundle) -> None:

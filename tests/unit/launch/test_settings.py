@@ -141,7 +141,7 @@ def test_a_busy_port_that_was_asked_for_is_an_error() -> None:
         (["--num_machines", "2", "--main_process_ip", "h", "--machine_rank", "0", "--num_processes", "3"], "evenly"),
         (["--use_parallelism_config"], "add `--use_fsdp --fsdp_version 2`"),
         (["--use_deepspeed", "--use_fsdp"], "exclude each other"),
-        (["--nnodes", "1:2", "--num_machines", "2"], "`--nnodes` and `--num_machines` say the same"),
+        (["--nnodes", "1:2", "--num_machines", "2"], "`--nnodes` and `--num_machines` mean the same"),
         (["--nnodes", "1:2", "--rdzv_backend", "static"], "lets machines come and go"),
     ],
 )

@@ -109,18 +109,18 @@ def test_where_no_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError) as caught:
         create("fp8", Old())
     assert str(caught.value) == (
-        "mixed_precision='fp8' cannot be had here (torchao: it takes compute capability 8.9 or more, and this A100 has "
-        "8.0; Transformer Engine: it takes a GPU; MS-AMP: MS-AMP is not installed): install torchao, or use 'bf16'."
+        "mixed_precision='fp8' is not available here (torchao: it takes compute capability 8.9 or more, and this A100 has "
+        "8.0; Transformer Engine: it takes a GPU; MS-AMP: it is not installed): use 'bf16', or provide what one of them lacks."
     )
     other = Device("xpu", backend="xccl", label="x")  # type: ignore[arg-type]
-    assert not other.supports("fp8") and "this is a xpu device" in str(other.lacks_fp8())
+    assert not other.supports("fp8") and "this device is 'xpu'" in str(other.lacks_fp8())
 
 
 def test_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torchao", "transformer_engine", "msamp"):
         monkeypatch.setattr(available, f"is_{name}_available", lambda: False)
-    assert "takes torchao 0.6.1 or newer" in str(available.lacks_fp8_package())
-    assert "takes MS-AMP, which is not installed here" in str(available.lacks_fp8_package("msamp"))
+    assert "needs torchao 0.6.1 or newer" in str(available.lacks_fp8_package())
+    assert "needs MS-AMP; it is not installed here" in str(available.lacks_fp8_package("msamp"))
     monkeypatch.setattr(available, "is_transformer_engine_available", lambda: True)
     assert available.lacks_fp8_package() is None and available.lacks_fp8_package("te") is None
     assert available.lacks_fp8_package("ao") is not None
@@ -139,4 +139,4 @@ def ms_amp_in_pieces() -> str:
 
 def test_ms_amp_does_not_shard() -> None:
     for said in run_world(ms_amp_in_pieces, 2):
-        assert said.startswith("mixed_precision='fp8' by MSAMP with a model in pieces is not part of this version")
+        assert said.startswith("mixed_precision='fp8' by MSAMP with a sharded model is not part of this version")
