@@ -14,11 +14,14 @@ from accelerate.devices.transfer import Transfer
 if TYPE_CHECKING:
     from accelerate.devices.feed import Feeder
 
+# One for all loaders of the process that feed a GPU: its buffers are used again. Not of the device below, which travels
+# to other processes with an Accelerator.
+_feeders: dict[torch.device, Feeder] = {}
+
 
 class CUDA(Device):
     def __init__(self) -> None:
         super().__init__("cuda", backend="nccl", label=DistributedType.MULTI_GPU)
-        self._feeders: dict[torch.device, Feeder] = {}
 
     def available(self) -> bool:
         return is_cuda_available()  # which does not start CUDA
@@ -38,7 +41,6 @@ class CUDA(Device):
         from accelerate.devices.feed import Feeder, OverlappedTransfer
 
         device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
-        # One for all loaders of the process: its buffers are used again.
-        if device not in self._feeders:
-            self._feeders[device] = Feeder(CudaLane(device))
-        return OverlappedTransfer(self._feeders[device], non_blocking)
+        if device not in _feeders:
+            _feeders[device] = Feeder(CudaLane(device))
+        return OverlappedTransfer(_feeders[device], non_blocking)

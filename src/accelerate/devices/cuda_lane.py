@@ -17,13 +17,18 @@ class CudaLane:
         # Ahead of what computes: the kernel that puts small tensors in their places would else wait for the last blocks
         # of a large product.
         self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)
+        self._loops: dict[int, torch.cuda.Stream] = {}  # on which loops compute: nearly always one
+        self._sizes: dict[int, int] = {}  # of buffers, by address
+        self._aside: dict[int, torch.Tensor] = {}  # memory of the device, by the address of the buffer it belongs to
 
     def enter(self) -> None:
         torch.cuda.set_device(self.device)
         torch.cuda.set_stream(self.stream)
 
     def buffer(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        buffer = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+        self._sizes[buffer.data_ptr()] = size
+        return buffer
 
     def send(self, outs: list[torch.Tensor], content: torch.Tensor, mark: torch.cuda.Event) -> None:
         """Only for threads that have entered: their stream is this one."""
@@ -32,8 +37,23 @@ class CudaLane:
         else:
             # All at once, and from there to where each belongs: tensors with one memory in common would not be what a
             # script takes them for when it keeps one of them, resizes it, or writes to it before a backward.
-            unpack_(outs, content.to(self.device, non_blocking=True))
+            unpack_(outs, self._beside(content).copy_(content, non_blocking=True))
         mark.record(self.stream)
+
+    def _beside(self, content: torch.Tensor) -> torch.Tensor:
+        """Memory of the device for what lies in a buffer, taken once and kept.
+
+        What is taken from this stream's own memory may be that of a batch, which a step still reads.
+        """
+        address = content.data_ptr()
+        size = self._sizes[address]
+        kept = self._aside.get(address)
+        if kept is None or len(kept) < size:
+            with torch.cuda.stream(torch.cuda.Stream(self.device)):
+                kept = torch.empty(size, dtype=torch.uint8, device=self.device)
+            torch.cuda.synchronize(self.device)  # whoever had it before is through with it
+            self._aside[address] = kept
+        return kept[: content.nbytes].view(content.dtype)
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(blocking=True)  # who waits sleeps: the cores are needed to read
@@ -44,13 +64,16 @@ class CudaLane:
         """A context in which this thread's work, and the memory it takes, belong to this stream."""
         return torch.cuda.stream(self.stream)
 
-    def submitted(self) -> torch.cuda.Event:
-        """All work that this thread's stream was given so far."""
-        return torch.cuda.current_stream(self.device).record_event()
+    def submitted(self) -> list[torch.cuda.Event]:
+        """All work that the streams of loops were given so far: memory of one loop may go to another."""
+        stream = torch.cuda.current_stream(self.device)
+        self._loops[stream.cuda_stream] = stream
+        return [each.record_event() for each in self._loops.values()]
 
-    def follow(self, work: torch.cuda.Event) -> None:
+    def follow(self, work: list[torch.cuda.Event]) -> None:
         """What is sent from now on waits for that work."""
-        self.stream.wait_event(work)
+        for event in work:
+            self.stream.wait_event(event)
 
     def arrive(self, mark: torch.cuda.Event) -> None:
         """Have this thread's stream wait for what was sent before the mark."""

@@ -80,6 +80,7 @@ class _Started:
         """The batch as it arrives, which from now on is the loop's alone."""
         batch = self.batch if self.outs is None else replace_leaves(self.batch, self.outs)
         self.batch = self.outs = None
+        self.pairs = []
         return batch
 
 
@@ -174,6 +175,9 @@ class OverlappedTransfer(BlockingTransfer):
         return room.outs
 
     def _memory(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        if torch.are_deterministic_algorithms_enabled():
+            # torch then fills memory when it is taken, which a step may still read.
+            self._lane.follow(self._lane.submitted())
         # Tensors of inference mode could not be written to by other threads.
         with torch.inference_mode(False), self._lane.on():
             return [torch.empty_like(tensor, device=self.device) for tensor in tensors]
@@ -252,7 +256,7 @@ def _plain_tensors(batch: Any) -> list[torch.Tensor] | None:
 def _has_own_way(data: Any) -> bool:
     if isinstance(data, torch.Tensor):
         return False
-    if hasattr(data, "to") and not isinstance(data, type):
+    if (hasattr(data, "to") or hasattr(data, "pin_memory")) and not isinstance(data, type):
         return True
     return is_nested(data) and any(map(_has_own_way, items_of(data)))
 

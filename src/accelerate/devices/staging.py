@@ -30,6 +30,8 @@ _BUFFERS = 2  # of each reader
 # From so many tensors of at most this size on, they share buffers.
 _MANY = 16
 _SMALL = 1 << 16
+# Seconds to wait for a thread at the end of the process: one may wait for a device that hangs.
+_LEAVING = 2.0
 
 
 class Lane(Protocol):
@@ -248,19 +250,20 @@ class Stager:
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """Nobody waits for anything any more: end the threads after the parts that they are at."""
+        """End the threads after the parts that they are at. Who still waits for a part is told that it did not come."""
         self._leaving = True
-        self.close()
+        self.close(seconds=_LEAVING)
+        self._leaving = False
 
-    def close(self) -> None:
-        """End the threads, after what has been begun."""
+    def close(self, seconds: float | None = None) -> None:
+        """End the threads, after what has been begun. seconds: how long to wait for each of them."""
         atexit.unregister(self._leave)
         for _ in self._threads:
             self._todo.put(None)
         # A reader may be where the garbage is collected that this belongs to: it cannot wait for itself.
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
-                thread.join()
+                thread.join(seconds)
         self._threads = []
 
     @torch.no_grad()
@@ -270,7 +273,9 @@ class Stager:
         while (part := self._todo.get()) is not None:
             job = part.job
             try:
-                if not (self._leaving or job.cancelled or job.error is not None):
+                if self._leaving:
+                    job.error = RuntimeError("The process ends, and copies nothing any more.")
+                if not job.cancelled and job.error is None:
                     self._bring(part, buffers)
             except Exception as error:
                 job.error = error

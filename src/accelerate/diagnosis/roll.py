@@ -171,8 +171,8 @@ def likely_reason(notes: Sequence[Note]) -> str:
         )
     if silent := by_kind.get("silent"):
         return (
-            f"The others wait for {_named(silent)}, which {'show' if len(silent) > 1 else 'shows'} no sign of life: check "
-            "whether a process was killed or stopped, or a machine or the network is down."
+            f"The others wait for {_named(silent)}, which {'show' if len(silent) > 1 else 'shows'} no sign of life: "
+            "check whether a process was killed or stopped, or a machine or the network is down."
         )
     if busy := sorted(by_kind.get("runs", []) + by_kind.get("moves", [])):
         return f"The others wait for {_named(busy)}, which {'have' if len(busy) > 1 else 'has'} not got there yet."

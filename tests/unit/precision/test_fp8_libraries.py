@@ -109,8 +109,9 @@ def test_where_no_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError) as caught:
         create("fp8", Old())
     assert str(caught.value) == (
-        "mixed_precision='fp8' is not available here (torchao: it takes compute capability 8.9 or more, and this A100 has "
-        "8.0; Transformer Engine: it takes a GPU; MS-AMP: it is not installed): use 'bf16', or provide what one of them lacks."
+        "mixed_precision='fp8' is not available here (torchao: it takes compute capability 8.9 or more, and this A100 "
+        "has 8.0; Transformer Engine: it takes a GPU; MS-AMP: it is not installed): use 'bf16', or provide what one of "
+        "them lacks."
     )
     other = Device("xpu", backend="xccl", label="x")  # type: ignore[arg-type]
     assert not other.supports("fp8") and "this device is 'xpu'" in str(other.lacks_fp8())
