@@ -393,7 +393,9 @@ def test_another_number_of_processes(tmp_path: Path, saved: int) -> None:
                 continue  # how many samples a step has is not known
             new, left = loaded * (BATCH if kind in OF_ONE_SIZE else size), SAMPLES - len(done)
             assert f"{saved} processes and {saved * BATCH} samples a step became {loaded} and {new}" in message
-            assert f"so {-(-left // new)} steps are left of epoch 0 instead of {-(-left // (saved * BATCH))}" in message
+            now, then = -(-left // new), -(-left // (saved * BATCH))
+            compared = "as before" if now == then else f"instead of {then}"
+            assert f"so {now} steps are left of epoch 0 {compared}" in message
 
 
 class OwnDistributed(DistributedSampler):
@@ -802,7 +804,21 @@ def some_steps(folder: str, resumes: bool) -> list[Any]:
         optimizer.zero_grad()
         if len(seen) == 3 and not resumes:
             accelerator.save_state(folder)
+    if resumes:
+        one_rank_watches_its_gradients(accelerator)
     return seen
+
+
+def one_rank_watches_its_gradients(accelerator: Accelerator) -> None:
+    """As trackers do on the main process: what is prepared then has to be done alike on all of them."""
+    net = nn.Linear(1, 1, bias=False)
+    if accelerator.is_main_process:
+        net.weight.register_hook(lambda gradient: None)
+    model = accelerator.prepare(net)
+    for step in (1.0, 2.0):
+        accelerator.backward(model(torch.full((1, 1), step * (accelerator.process_index + 1))).sum())
+        assert net.weight.grad is not None and net.weight.grad.item() == step * 2.5  # the mean of 1 to 4
+        net.weight.grad = None
 
 
 def test_sums_of_several_ranks_are_rounded_as_if_nothing_had_happened(tmp_path: Path) -> None:

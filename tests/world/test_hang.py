@@ -165,7 +165,7 @@ def test_the_text_of_a_roll() -> None:
     assert uneven.startswith(
         "In a training step, rank 0 waits for ranks 1, 2, which have already moved on: look for a loop"
     )
-    assert "`accelerator.join_uneven_inputs` is for others" in uneven
+    assert "for others use `accelerator.join_uneven_inputs`" in uneven
     many = [Note("waits", "gather", "train.py:7", 0.0)] * 4 + [notes[3], notes[0]]
     assert roll.in_one_line(many, 60.0).startswith("ranks 0-3, 5 wait in gather")
 

@@ -24,6 +24,7 @@ from accelerate.environments import World
 from accelerate.torch_internals.process_groups import default_store
 
 ROLL_CALL_SECONDS = 3.0
+_COURTESY_SECONDS = 1.0
 # The note of the first rank that said why: for the others to find at once, without reading those of all.
 _CAUSE = "accelerate/cause"
 
@@ -67,6 +68,8 @@ class Watch:
                     waiting.remove(rank)
                 self.asking = False
             time.sleep(0.1)
+        # A launcher ends all ranks when the first of them has ended: that should be the one with the cause.
+        time.sleep(_COURTESY_SECONDS)
 
     def _is_explained(self) -> bool:
         """Whether somebody has said why: what the others will say is that they have lost contact, too."""

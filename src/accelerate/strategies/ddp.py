@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from accelerate.comm import current
 from accelerate.strategies.base import Strategy
 from accelerate.torch_internals.compile import original_of
 from accelerate.torch_internals.ddp import expect_backward, knows_its_graph, settle_buckets, was_called
@@ -27,7 +28,7 @@ class DDP(Strategy):
         )
         accelerator = self.accelerator()
         if accelerator is not None and accelerator.dataloader_config.exact_resume and self.state.num_processes > 2:
-            settle_buckets(wrapped)
+            settle_buckets(wrapped, lambda yes: all(current().gather_objects(yes)))
         self.ddp.register_comm_hook(wrapped)
         return wrapped
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ def expect_backward(wrapped: DistributedDataParallel) -> None:
     prepare([])
 
 
-def settle_buckets(wrapped: DistributedDataParallel) -> None:
+def settle_buckets(wrapped: DistributedDataParallel, agreed: Callable[[bool], bool]) -> None:
     """Have DDP put gradients together in one way from the first step on: in the order of the parameters, last first.
 
     Else it does so from the second step on, in the order in which the first backward has brought them. A sum of more
@@ -48,22 +48,26 @@ def settle_buckets(wrapped: DistributedDataParallel) -> None:
     differently from that of a run that goes on. Everything of this is done by one backward whose gradients are zero.
     Without a reducer that can be told, or where that backward would be seen by hooks of the script or does not fit the
     gradients that are expected, nothing is done: then a resumed run is the same up to rounding.
+
+    agreed: whether all ranks say yes; a hook may be on one of them alone, and all have to take part, or none.
     """
     prepare: Any = getattr(getattr(wrapped, "reducer", None), "prepare_for_backward", None)
     parameters = [parameter for parameter in wrapped.parameters() if parameter.requires_grad]
-    if prepare is None or wrapped.static_graph or wrapped.find_unused_parameters or _is_special(wrapped, parameters):
+    possible = prepare is not None and not wrapped.static_graph and not wrapped.find_unused_parameters
+    if not agreed(possible and not _is_special(wrapped, parameters)):
         return
-    total = torch.zeros((), device=parameters[0].device)
-    for parameter in parameters:
-        total = total + (parameter.sum() * 0.0).to(total)  # the backward goes from the last one to the first
-    prepare([])
-    total.backward()
+    with torch.enable_grad():
+        total = torch.zeros((), device=parameters[0].device)
+        for parameter in parameters:
+            total = total + (parameter.sum() * 0.0).to(total)  # the backward goes from the last one to the first
+        prepare([])
+        total.backward()
     for parameter in parameters:
         parameter.grad = None
 
 
 def _is_special(wrapped: DistributedDataParallel, parameters: list[torch.nn.Parameter]) -> bool:
-    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks", "_in_backward_optimizers")
     return (
         getattr(wrapped, "mixed_precision", None) is not None
         or any(getattr(module, "sparse", False) for module in wrapped.modules())

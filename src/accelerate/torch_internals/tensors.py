@@ -9,7 +9,7 @@ import torch
 
 _multiply_all: Callable[..., Any] | None = getattr(torch, "_foreach_mul_", None)
 _norm_all: Callable[..., Any] | None = getattr(torch, "_foreach_norm", None)
-_unflatten: Callable[..., Any] | None = getattr(torch._utils, "_unflatten_dense_tensors", None)
+_unflatten: Callable[..., Any] | None = getattr(getattr(torch, "_utils", None), "_unflatten_dense_tensors", None)
 _copy_all: Callable[..., Any] | None = getattr(torch, "_foreach_copy_", None)
 
 
