@@ -102,6 +102,10 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
     return _has_version("numpy", ">=", min_version)
 
 
+# The first in which recipes have names, which fp8 uses; is_torchao_available answers as it always has.
+TORCHAO_RELEASE = "0.9"
+
+
 def is_torchao_available() -> bool:
     """Says whether a `torchao` of at least 0.6.1 is installed."""
     return _has_version("torchao", ">=", "0.6.1")
@@ -288,7 +292,7 @@ def is_fp8_available() -> bool:
 def lacks_fp8_package(backend: str | None = None) -> str | None:
     """A sentence where no library to compute in fp8 is installed. backend: the one to ask for ("ao", "te", "msamp")."""
     libraries = {
-        "ao": ("torchao 0.6.1 or newer (`pip install torchao`)", is_torchao_available),
+        "ao": (f"torchao {TORCHAO_RELEASE} or newer (`pip install torchao`)", is_torchao_available),
         "te": ("Transformer Engine (`pip install transformer-engine[pytorch]`)", is_transformer_engine_available),
         "msamp": ("MS-AMP", is_msamp_available),
     }
@@ -342,7 +346,7 @@ def torchao_required(func: F) -> F:
     @functools.wraps(func)
     def guarded(*args: Any, **kwargs: Any) -> Any:
         if not is_torchao_available():
-            raise ImportError(f"`{func.__name__}` needs torchao 0.6.1 or newer: `pip install torchao`.")
+            raise ImportError(f"`{func.__name__}` needs torchao {TORCHAO_RELEASE} or newer: `pip install torchao`.")
         return func(*args, **kwargs)
 
     return guarded  # type: ignore[return-value]

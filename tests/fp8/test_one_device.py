@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, AutocastKwargs, available
+from accelerate.logging import MultiProcessAdapter
 from accelerate.state import AcceleratorState
 from accelerate.utils import AORecipeKwargs, FP8BackendType, ao
 
@@ -59,24 +60,26 @@ def trained(accelerator: Accelerator, model: Any, optimizer: Any, steps: int = 3
 def test_training_converts_layers_and_keeps_everything_else(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
     from torchao.float8.float8_linear import Float8Linear
 
+    MultiProcessAdapter.warning_once.cache_clear()  # which library it is, is said once
     calls: list[str] = []
     net = made()
     before, layer = dict(net.named_parameters()), net.wide
     net.wide.register_forward_hook(lambda module, inputs, output: calls.append("hook"))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)  # made before `prepare`
+    accelerator = Accelerator(mixed_precision="fp8", cpu=True)
     with caplog.at_level(logging.INFO):
-        accelerator = Accelerator(mixed_precision="fp8", cpu=True)
         model, optimizer = accelerator.prepare(net, optimizer)
     assert accelerator.fp8_backend == FP8BackendType.AO and accelerator.fp8_enabled and accelerator.native_amp
     lines = [record.getMessage() for record in caplog.records]
     assert any("fp8 is computed by torchao 0.18.0, the first of" in line for line in lines)
     assert any(
-        "2 of the 5 linear layers of Net compute in fp8; left alone are 2 the first and the last, "
-        "1 of sizes that are no multiples of 16." in line
+        "2 of the 5 linear layers of Net compute in fp8. Left alone: the first and the last (2), "
+        "those whose sizes are not multiples of 16 (1)." in line
         for line in lines
     )
     assert [name for name, module in model.named_modules() if isinstance(module, Float8Linear)] == ["wide", "deep"]
     assert model.wide is layer and ao.has_ao_layers(model)
+    assert optimizer.after_step is None, "only weights that are gathered in 8 bits need their scales after a step"
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
     losses = trained(accelerator, model, optimizer)
@@ -145,6 +148,7 @@ def test_a_filter_a_recipe_and_mistakes(monkeypatch: pytest.MonkeyPatch) -> None
     model = torch.compile(made(), backend="eager")
     model = accelerator.prepare(model)
     assert type(model.first).__name__ == "Float8Linear" and type(model.wide) is nn.Linear
+    assert type(model.odd) is nn.Linear, "its sizes do not suit fp8, whatever the filter says"
     model(torch.randn(16, 32)).sum().backward()
     assert model.first.weight.grad is not None
     never_trained = accelerator.prepare_model(made(), evaluation_mode=True)
@@ -153,17 +157,38 @@ def test_a_filter_a_recipe_and_mistakes(monkeypatch: pytest.MonkeyPatch) -> None
     AcceleratorState._reset_state(True)
     with pytest.raises(ValueError, match="AORecipeKwargs is for mixed_precision='fp8', and it is 'bf16'"):
         Accelerator(mixed_precision="bf16", cpu=True, kwargs_handlers=[handler])
-    AcceleratorState._reset_state(True)
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
     with pytest.raises(ValueError, match="with Transformer Engine here, since it is not installed: use"):
         Accelerator(mixed_precision="fp8", cpu=True)
-    AcceleratorState._reset_state(True)
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "apex")
     with pytest.raises(ValueError, match="'apex': choose one of auto, ao, te, msamp"):
         Accelerator(mixed_precision="fp8", cpu=True)
+    assert Accelerator(mixed_precision="bf16", cpu=True).mixed_precision == "bf16", "refusals leave nothing behind"
 
 
-def test_layers_with_something_of_their_own_stay_as_they_are() -> None:
+def test_a_torchao_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchao.float8.config import Float8LinearConfig
+
+    monkeypatch.delattr(Float8LinearConfig, "from_recipe_name")
+    with pytest.raises(ImportError, match=r"The recipes of torchao take release 0\.9 or newer"):
+        AORecipeKwargs()
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
+    with pytest.raises(ValueError, match=r"since torchao 0.18.0 does not work .*; it takes 0.9 or newer\)"):
+        Accelerator(mixed_precision="fp8", cpu=True)
+
+
+def test_a_model_that_the_script_has_converted(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(mixed_precision="fp8", cpu=True)
+    net = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    ao.convert_model_to_fp8_ao(net, AORecipeKwargs().config, lambda module, name: True)
+    with caplog.at_level(logging.INFO):
+        accelerator.prepare(net)
+    assert "2 of the 2 linear layers of Sequential compute in fp8." in caplog.records[-1].getMessage()
+    assert caplog.records[-1].levelno == logging.INFO
+
+
+@pytest.mark.parametrize("filtered", [False, True])
+def test_layers_with_something_of_their_own_stay_as_they_are(filtered: bool) -> None:
     class Doubled(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(input)
@@ -171,7 +196,8 @@ def test_layers_with_something_of_their_own_stay_as_they_are() -> None:
     shared = nn.Linear(32, 32)
     normed = nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
     net = nn.Sequential(nn.Linear(32, 32), Doubled(32, 32), normed, shared, shared, nn.Linear(32, 32))
-    accelerator = Accelerator(mixed_precision="fp8", cpu=True)
+    handlers: Any = [AORecipeKwargs(module_filter_func=lambda module, name: name not in "05")] if filtered else []
+    accelerator = Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=handlers)
     model = accelerator.prepare(net)
     kinds = [type(module).__name__ for module in model]
     assert kinds == ["Linear", "Doubled", "ParametrizedLinear", "Float8Linear", "Float8Linear", "Linear"]

@@ -124,51 +124,55 @@ class AcceleratorBase(ProcessControl):
             raise ValueError("Pass either `deepspeed_plugin` or `deepspeed_plugins`, not both: they mean the same.")
         if dynamo_plugin is not None and dynamo_backend is not None:
             raise ValueError("Pass either `dynamo_plugin` or `dynamo_backend`, not both.")
-        self.state = AcceleratorState(
-            mixed_precision=mixed_precision,
-            cpu=cpu,
-            dynamo_plugin=TorchDynamoPlugin(backend=dynamo_backend) if dynamo_backend is not None else dynamo_plugin,
-            deepspeed_plugin=deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
-            _from_accelerator=True,
-            **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
-        )
-        recipe = self._recipe()
-        self.log_with = self._asked_trackers(log_with)
-        # Until the trackers are started, what is logged is lost. Scripts may start them on the main process alone.
-        self._logs_are_lost = bool(self.log_with) and self.is_main_process
-        self.device_placement = device_placement
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
-        if split_batches is not _NOT_GIVEN:
-            self.dataloader_config.split_batches = split_batches
-        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        self.rng_types: list[Any] = ["generator"] if rng_types is None else rng_types
+        with AcceleratorState._forgotten_if_refused():
+            self.state = AcceleratorState(
+                mixed_precision=mixed_precision,
+                cpu=cpu,
+                dynamo_plugin=TorchDynamoPlugin(backend=dynamo_backend)
+                if dynamo_backend is not None
+                else dynamo_plugin,
+                deepspeed_plugin=deepspeed_plugins if deepspeed_plugin is None else deepspeed_plugin,
+                fsdp_plugin=fsdp_plugin,
+                torch_tp_plugin=torch_tp_plugin,
+                megatron_lm_plugin=megatron_lm_plugin,
+                parallelism_config=parallelism_config,
+                _from_accelerator=True,
+                **(self.init_handler.to_kwargs() if self.init_handler is not None else {}),
+            )
+            recipe = self._recipe()
+            self.log_with = self._asked_trackers(log_with)
+            # Until the trackers are started, what is logged is lost. Scripts may start them on the main process alone.
+            self._logs_are_lost = bool(self.log_with) and self.is_main_process
+            self.device_placement = device_placement
+            self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+            if split_batches is not _NOT_GIVEN:
+                self.dataloader_config.split_batches = split_batches
+            self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
+            self.rng_types: list[Any] = ["generator"] if rng_types is None else rng_types
 
-        self._strategy = strategies.create(self.state, self.ddp_handler)
-        self._precision = precision.create(
-            "no" if self._strategy.owns_precision else self.state.mixed_precision,
-            self.state.device_kind,
-            PrecisionSettings(
-                self.autocast_handler or AutocastKwargs(),
-                self.scaler_handler or GradScalerKwargs(),
-                self._strategy.scaler_kind,
-                recipe,
-            ),
-        )
-        if self._strategy.places_models and not self._precision.can_be_sharded:
-            raise NotYetSupported(
-                f"mixed_precision={self.state.mixed_precision!r} by {self.fp8_backend.value} with a sharded model",
-                "use torchao (pass AORecipeKwargs(), or launch with `--fp8_backend ao`), or DDP.",
+            self._strategy = strategies.create(self.state, self.ddp_handler)
+            self._precision = precision.create(
+                "no" if self._strategy.owns_precision else self.state.mixed_precision,
+                self.state.device_kind,
+                PrecisionSettings(
+                    self.autocast_handler or AutocastKwargs(),
+                    self.scaler_handler or GradScalerKwargs(),
+                    self._strategy.scaler_kind,
+                    recipe,
+                ),
             )
-        self._strategy.precision = self._precision
-        if nonfinite is not None and not self._strategy.can_leave_steps_out:
-            raise ValueError(
-                f"nonfinite={nonfinite!r} does not work with {type(self._strategy).__name__}, which takes its steps "
-                "itself and does not show its gradients first: leave it out; in fp16 it skips such steps itself."
-            )
+            if self._strategy.places_models and not self._precision.can_be_sharded:
+                raise NotYetSupported(
+                    f"mixed_precision={self.state.mixed_precision!r} by {self.fp8_backend.value} with a sharded model",
+                    "use torchao (pass AORecipeKwargs(), or launch with `--fp8_backend ao`), or DDP.",
+                )
+            self._strategy.precision = self._precision
+            if nonfinite is not None and not self._strategy.can_leave_steps_out:
+                raise ValueError(
+                    f"nonfinite={nonfinite!r} does not work with {type(self._strategy).__name__}, which takes its "
+                    "steps itself and does not show its gradients first: leave it out; in fp16 it skips such steps "
+                    "itself."
+                )
         # Whether several processes have outputs for the same samples, so that some of them do not count.
         self._outputs_repeat = len(set(self._strategy.data_shares())) < self.num_processes
         self.native_amp = self._precision.casts

@@ -114,7 +114,11 @@ class Preparing(AcceleratorBase):
             _warn_of_offloaded(optimizer.value)
         if self.native_amp:
             self._precision.convert(bundle)
+        acted = self._precision.acts_after_step
         self._strategy.prepare(bundle)
+        if self._precision.acts_after_step and not acted:
+            for earlier in self._optimizers:  # they may step a model that comes after them
+                self._listen_to_steps(earlier, functools.partial(self._precision.after_step, self._models))
         for model in bundle.models:
             model.value = self._finish_model(model.value)
         for optimizer in bundle.optimizers:

@@ -58,16 +58,25 @@ class AORecipeKwargs(Recipe):
     enable_fsdp_float8_all_gather: bool | None = None
 
     def __post_init__(self) -> None:
-        from accelerate.available import is_torchao_available
+        from accelerate.available import TORCHAO_RELEASE, is_torchao_available
 
         if not is_torchao_available():
-            raise ImportError("AORecipeKwargs needs torchao: install it with `pip install torchao`.")
+            raise ImportError(
+                f"AORecipeKwargs needs torchao {TORCHAO_RELEASE} or newer: install it with `pip install torchao`."
+            )
         if self.config is None or isinstance(self.config, str):
             self._make_config(self.config or os.environ.get(_PREFIX + "RECIPE") or "tensorwise")
 
     def _make_config(self, recipe: str) -> None:
-        from torchao.float8 import Float8LinearConfig, Float8LinearRecipeName
+        from torchao.float8.config import Float8LinearConfig, Float8LinearRecipeName
 
+        if not hasattr(Float8LinearConfig, "from_recipe_name"):
+            from accelerate.available import TORCHAO_RELEASE
+
+            raise ImportError(
+                f"The recipes of torchao take release {TORCHAO_RELEASE} or newer, and an older one is installed: "
+                "`pip install -U torchao`."
+            )
         known = [each.value for each in Float8LinearRecipeName]
         if recipe not in known:
             raise ValueError(f"The recipe of torchao is {recipe!r}: choose one of {', '.join(known)}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 from collections import Counter
 from collections.abc import Callable, Collection
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.available import is_torchao_available, torchao_required
+from accelerate.available import TORCHAO_RELEASE, is_torchao_available, torchao_required
 from accelerate.bundle import Bundle
 from accelerate.config.enums import FP8BackendType
 from accelerate.config.fp8 import AORecipeKwargs
@@ -38,7 +39,7 @@ class TorchAO(Fp8):
         config: Any = self.recipe.config
         # Weights get the class that is gathered in 8 bits when they are sharded, and only then: so one device and DDP
         # train the very parameters that the script has made its optimizer for.
-        self.acts_after_step = bool(config.enable_fsdp_float8_all_gather)
+        self._gathers = bool(config.enable_fsdp_float8_all_gather)
         emulate = config.emulate or device.name == "cpu"
         self.config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False, emulate=emulate)
         if emulate:
@@ -49,14 +50,18 @@ class TorchAO(Fp8):
     @classmethod
     def lacks(cls, device: Device) -> str | None:
         if not is_torchao_available():
-            return "it is not installed (`pip install torchao`, 0.6.1 or newer)"
+            return f"it is not installed (`pip install torchao`, {TORCHAO_RELEASE} or newer)"
         why = device.lacks_fp8()
         if why is not None:
             return why
         try:
-            import torchao.float8  # noqa: F401
+            _try_names()
         except Exception as error:  # of whatever it misses in this torch
-            return f"this torchao does not work with torch {torch.__version__} ({error})"
+            version = importlib.metadata.version(cls.package)
+            return (
+                f"torchao {version} does not work with torch {torch.__version__} ({error}; it takes {TORCHAO_RELEASE} "
+                "or newer)"
+            )
         return None
 
     def convert(self, bundle: Bundle) -> None:
@@ -68,8 +73,10 @@ class TorchAO(Fp8):
     def _convert_layers(self, model: nn.Module) -> None:
         """Make linear layers those of torchao: the same objects, with their parameters and all that is attached."""
         from torchao.float8 import convert_to_float8_training
+        from torchao.float8.float8_linear import Float8Linear
 
-        layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+        layers = {name: module for name, module in linear.items() if not isinstance(module, Float8Linear)}
         verdicts = self._verdicts(model, layers)
         tables = vars(nn.Identity())
         for name, layer in layers.items():
@@ -77,30 +84,30 @@ class TorchAO(Fp8):
                 new = convert_to_float8_training(layer, config=self.config)
                 vars(layer).update({key: value for key, value in vars(new).items() if key not in tables})
                 layer.__class__ = type(new)
-        _tell(type(model).__name__, verdicts)
+        _tell(type(model).__name__, len(linear), Counter(why for why in verdicts.values() if why is not None))
 
     def _verdicts(self, model: nn.Module, layers: dict[str, nn.Linear]) -> dict[str, str | None]:
         """Why each linear layer is left alone; None for those that are converted."""
         choose = self.recipe.module_filter_func
-        if choose is not None:
-            return {name: None if choose(layer, name) else "the filter" for name, layer in layers.items()}
         ends = find_first_last_linear_layers(model)
         verdicts: dict[str, str | None] = {}
         for name, layer in layers.items():
             # A layer with a forward of its own, or a weight that is computed, would lose them.
             plain = type(layer).forward is nn.Linear.forward and "forward" not in vars(layer)
-            if name in ends:
+            if choose is not None and not choose(layer, name):
+                verdicts[name] = "those that the filter leaves out"
+            elif choose is None and name in ends:
                 verdicts[name] = "the first and the last"
             elif not plain or parameters_of(layer).get("weight") is None:
-                verdicts[name] = "of a kind of their own"
+                verdicts[name] = "those with a forward or a computed weight of their own"
             elif layer.in_features % PIECE or layer.out_features % PIECE:
-                verdicts[name] = f"of sizes that are no multiples of {PIECE}"
+                verdicts[name] = f"those whose sizes are not multiples of {PIECE}"
             else:
                 verdicts[name] = None
         return verdicts
 
     def before_sharding(self, model: nn.Module, left_out: Collection[nn.Module]) -> None:
-        if not self.acts_after_step:
+        if not self._gathers:
             return
         from torchao.float8.float8_linear import Float8Linear
         from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor
@@ -118,6 +125,7 @@ class TorchAO(Fp8):
             module.register_state_dict_post_hook(_plain_weight)
             module.register_load_state_dict_post_hook(_forget_scale)
             setattr(model, _GATHERS, True)
+            self.acts_after_step = True
 
     def after_step(self, models: list[nn.Module]) -> None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
@@ -128,12 +136,21 @@ class TorchAO(Fp8):
                 precompute_float8_dynamic_scale_for_fsdp(inner)  # with one message for all weights
 
 
-def _tell(name: str, verdicts: dict[str, str | None]) -> None:
-    reasons = Counter(why for why in verdicts.values() if why is not None)
-    converted = len(verdicts) - reasons.total()
-    left = ", ".join(f"{count} {why}" for why, count in reasons.items())
-    line = f"{converted} of the {len(verdicts)} linear layers of {name} compute in fp8"
-    line += f"; left alone are {left}." if left else "."
+def _try_names() -> None:
+    """Raise where this torchao lacks any of what is used of it."""
+    from torchao.float8 import convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp  # noqa: F401
+    from torchao.float8.config import Float8LinearConfig, Float8LinearRecipeName  # noqa: F401
+    from torchao.float8.float8_linear import Float8Linear  # noqa: F401
+    from torchao.float8.fsdp_utils import WeightWithDynamicFloat8CastTensor  # noqa: F401
+
+    _ = Float8LinearConfig.from_recipe_name
+
+
+def _tell(name: str, count: int, reasons: Counter[str]) -> None:
+    converted = count - reasons.total()
+    left = ", ".join(f"{why} ({number})" for why, number in reasons.items())
+    line = f"{converted} of the {count} linear layers of {name} compute in fp8."
+    line += f" Left alone: {left}." if left else ""
     unexpected = not converted or any("multiples" in why for why in reasons)
     (logger.warning if unexpected else logger.info)(line)
 

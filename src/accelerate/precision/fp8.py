@@ -47,7 +47,7 @@ class Fp8(Autocast):
             raise ValueError(
                 f"mixed_precision='fp8' is not available here ({why}): use 'bf16', or provide what one of them lacks."
             )
-        logger.info(f"fp8 is computed by {why}.")
+        logger.warning_once(f"fp8 is computed by {why}: name one with `--fp8_backend` or a recipe to choose another.")
         return best
 
     @classmethod

@@ -74,15 +74,22 @@ def convert_model(
         if new is None:
             convert_model(child, to_transformer_engine, _convert_linear, _convert_ln)
             continue
-        new.weight, new.bias = child.weight, child.bias
+        new.weight = child.weight
+        if _has_bias(child):
+            new.bias = child.bias
         new.train(child.training)
         setattr(model, name, new)
+
+
+def _has_bias(layer: Any) -> bool:
+    """Where there is none, torch's layers have None, and the engine's an empty tensor."""
+    return layer.bias is not None and layer.bias.numel() > 0
 
 
 def _to_engine(te: Any, layer: nn.Module, *, linear: bool, norm: bool) -> Any:
     """The layer of the engine that computes what one of torch does; None where there is none."""
     if linear and type(layer) is nn.Linear and not (layer.in_features % PIECE or layer.out_features % PIECE):
-        bias = layer.bias is not None
+        bias = _has_bias(layer)
         return te.Linear(layer.in_features, layer.out_features, bias=bias, params_dtype=layer.weight.dtype)
     # The engine's has both parameters, and goes over the last dimension.
     if norm and type(layer) is nn.LayerNorm and layer.bias is not None and len(layer.normalized_shape) == 1:
@@ -94,7 +101,7 @@ def _to_torch(te: Any, layer: Any, *, linear: bool, norm: bool) -> nn.Module | N
     """The layer of torch that computes what one of the engine does; None where there is none."""
     with torch.device("meta"):  # its parameters are replaced
         if linear and isinstance(layer, te.Linear):
-            return nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            return nn.Linear(layer.in_features, layer.out_features, bias=_has_bias(layer))
         if norm and isinstance(layer, te.LayerNorm):
             return nn.LayerNorm(layer.weight.shape[0], eps=layer.eps)
     return None

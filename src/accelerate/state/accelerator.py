@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from accelerate.available import is_fp8_available
@@ -117,6 +119,21 @@ class AcceleratorState(PartialState):
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
+
+    @staticmethod
+    @contextmanager
+    def _forgotten_if_refused() -> Iterator[None]:
+        """Forget a state that is made in here where an error follows: the next Accelerator may ask for another one."""
+        before = AcceleratorState._shared_state.get("_asked")
+        flags = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")}
+        try:
+            yield
+        except BaseException:
+            if AcceleratorState._shared_state.get("_asked") is not before:
+                AcceleratorState._reset_state()
+                for name, value in flags.items():  # which the engine may have set
+                    os.environ.pop(name, None) if value is None else os.environ.update({name: value})
+            raise
 
     @property
     def mixed_precision(self) -> str:

@@ -95,7 +95,7 @@ def test_every_command_has_a_parser_that_knows_what_to_call() -> None:
         (["launch", "--num_processes", "0", "x.py"], "should be a whole number of at least 1, not '0'"),
         (["launch", "--hang_timeout", "-5", "x.py"], "--hang_timeout: should be 0 or more seconds, not '-5'"),
         (["launch", "--mixed_precision", "bf61", "x.py"], "no, fp16, bf16, fp8, not 'bf61' (did you mean `bf16`?)"),
-        (["launch", "--mixed_precision", "fp8", "x.py"], "Training in fp8 needs torchao 0.6.1 or newer"),
+        (["launch", "--mixed_precision", "fp8", "x.py"], "Training in fp8 needs torchao 0.9 or newer"),
         (["launch", "--cpu", "--num_processes", "2", "/"], "/ is a folder without a `__main__.py`: name the script"),
         (["launch", "--num_proceses", "2", "x.py"], "--num_proceses (did you mean `--num_processes`?);"),
         (["launch", "--num-proceses=2", "x.py"], "--num-proceses=2 (did you mean `--num-processes`?);"),

@@ -283,6 +283,7 @@ def test_pinned_things_with_a_way_of_their_own_go_it_ahead(
 def test_a_loader_that_pins_leaves_it_to_the_buffers(make: Any, fed: Feeder, monkeypatch: pytest.MonkeyPatch) -> None:
     """But what cannot go through them is pinned as torch does it."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # which torch 2.6 asks
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self, *device: self)
     pinned: list[Any] = []
 

@@ -23,10 +23,14 @@ CALLS: list[Any] = []
 class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int, bias: bool = True, params_dtype: Any = None) -> None:
         super().__init__(in_features, out_features, bias=bias, dtype=params_dtype)
+        self.use_bias = bias
+        if not bias:  # it has an empty tensor then, which is no parameter
+            del self._parameters["bias"]
+            vars(self)["bias"] = torch.Tensor()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         CALLS.append("linear")
-        return super().forward(input)
+        return nn.functional.linear(input, self.weight, self.bias if self.use_bias else None)
 
 
 class LayerNorm(nn.LayerNorm):

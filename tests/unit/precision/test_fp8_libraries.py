@@ -13,7 +13,14 @@ from accelerate.devices import CPU, Device
 from accelerate.errors import NotYetSupported
 from accelerate.precision import PRECISIONS, create, load
 from accelerate.state import AcceleratorState
-from accelerate.utils import FP8BackendType, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs, transformer_engine
+from accelerate.utils import (
+    DistributedType,
+    FP8BackendType,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+    transformer_engine,
+)
 from tests.harness import run_world
 from tests.unit.precision import stand_ins
 from tests.unit.precision.stand_ins import CALLS
@@ -28,7 +35,8 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def network() -> Any:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 3)))
+    last = nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 3))
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), last)
 
 
 @pytest.mark.usefixtures("libraries")
@@ -56,6 +64,7 @@ def test_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
 
     transformer_engine.convert_model(model, to_transformer_engine=False)
     assert [type(module) for module in (model[0], model[1], model[2][0])] == [nn.Linear, nn.LayerNorm, nn.Linear]
+    assert model[2][0].bias is None
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
@@ -94,6 +103,13 @@ def test_ms_amp() -> None:
     handlers: Any = [MSAMPRecipeKwargs(), TERecipeKwargs()]
     with pytest.raises(ValueError, match="TERecipeKwargs and MSAMPRecipeKwargs, and one library computes in fp8"):
         Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=handlers)
+    # A refusal leaves nothing behind that would refuse the next one; without one, the state stays.
+    assert Accelerator(mixed_precision="bf16", cpu=True).mixed_precision == "bf16"
+    with pytest.raises(ValueError, match="already set up and cannot be changed to mixed_precision='fp8'"):
+        Accelerator(mixed_precision="fp8", cpu=True)
+    with pytest.raises(ValueError, match="TERecipeKwargs is for mixed_precision='fp8'"):
+        Accelerator(cpu=True, kwargs_handlers=handlers[1:])
+    assert AcceleratorState().mixed_precision == "bf16"
 
 
 def test_where_no_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +136,7 @@ def test_where_no_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_which_package_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("torchao", "transformer_engine", "msamp"):
         monkeypatch.setattr(available, f"is_{name}_available", lambda: False)
-    assert "needs torchao 0.6.1 or newer" in str(available.lacks_fp8_package())
+    assert "needs torchao 0.9 or newer" in str(available.lacks_fp8_package())
     assert "needs MS-AMP; it is not installed here" in str(available.lacks_fp8_package("msamp"))
     monkeypatch.setattr(available, "is_transformer_engine_available", lambda: True)
     assert available.lacks_fp8_package() is None and available.lacks_fp8_package("te") is None
@@ -135,6 +151,8 @@ def ms_amp_in_pieces() -> str:
         monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "msamp")
         with pytest.raises(NotYetSupported) as caught:
             Accelerator(mixed_precision="fp8", cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1))
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    assert (accelerator.distributed_type, accelerator.mixed_precision) == (DistributedType.MULTI_CPU, "bf16")
     return str(caught.value)
 
 
