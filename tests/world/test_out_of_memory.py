@@ -41,7 +41,7 @@ def search() -> dict[str, Any]:
     # By rank and batch size where memory runs out; 19 fits.
     limits = {
         (0, 36): "forward",
-        (1, 36): "backward",
+        (1, 36): "begun",
         (1, 32): "forward",
         (0, 28): "backward",
         (1, 25): "gather",
@@ -60,6 +60,9 @@ def search() -> dict[str, Any]:
         plain = model_that_fails(where)
         data: Any = torch.utils.data.DataLoader(torch.ones(4 * batch_size, 32), batch_size=batch_size)  # type: ignore[arg-type]
         model, optimizer, loader = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1), data)
+        if where == "begun":  # as DDP does for its first bucket
+            torch.distributed.all_reduce(torch.ones(1), async_op=True)
+            fail()
         for batch in loader:
             loss = model(batch).square().mean()
             accelerator.backward(loss)

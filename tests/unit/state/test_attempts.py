@@ -58,3 +58,13 @@ def test_a_wait_is_seen_by_the_watch() -> None:
 def test_ranks_are_apart_if_they_have_begun_different_collectives() -> None:
     assert not attempts._are_apart([Report(True, 1, begun={"0": 5}), Report(False, 1, begun={"0": 5, "mine": 2})])
     assert attempts._are_apart([Report(True, 1, begun={"0": 5}), Report(True, 1, begun={"0": 4})])
+
+
+def test_an_error_is_not_held_back_by_ranks_that_never_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    monkeypatch.setattr(attempts, "_can_meet_again", lambda: True)
+    monkeypatch.setenv("ACCELERATE_HANG_TIMEOUT", "0.1")
+    failed = Report(False, 8, error="KeyError: 'lost'")
+    with pytest.raises(attempts.OthersWait) as caught:
+        exchange_over(store).through_store(failed)
+    assert caught.value.reports == {0: failed}
