@@ -58,7 +58,7 @@ def find_executable_batch_size(
 
     Several processes go on together: if memory runs out on one of them, all try again with the smallest size. Models
     are to be prepared inside the function. Where others wait for that one in a collective of NCCL, the run ends with a
-    sentence that says so, and starts with the smaller size if its launcher starts it again.
+    sentence that says so, and starts with the smaller size if its launcher starts it again, on one machine.
     """
     if function is None:
         return functools.partial(
@@ -128,25 +128,38 @@ def _agree(outcome: _Outcome, batch_size: int, name: str) -> int | None:
     report = attempts.report_of(outcome.error, outcome.out_of_memory, batch_size)
     try:
         reports = attempts.exchange(report, name)
-    except attempts.OthersWait:
+    except attempts.OthersWait as wait:
         if outcome.error is not None:
             _raise(outcome.error, report.cut_off)
-        raise RuntimeError(
-            f"Rank {PartialState().process_index} ran out of memory, while others wait for it in a collective that "
-            f"they cannot leave: start the run again with starting_batch_size={batch_size}; under `accelerate launch "
-            "--max_restarts` it goes on with that by itself."
-        ) from None
-    failed = [
-        f"rank {rank} ({each.error})"
-        for rank, each in enumerate(reports)
-        if each.error is not None and not each.cut_off
-    ]
+        raise _left_behind(wait.reports) from None
+    except RuntimeError:  # the store is gone
+        if outcome.error is not None:
+            _raise(outcome.error, report.cut_off)
+        raise
+    failed = [f"rank {rank} ({each.error})" for rank, each in enumerate(reports) if each.error and not each.cut_off]
     again = any(each.again for each in reports)
     if outcome.error is not None and not (report.cut_off and (failed or again)):
         _raise(outcome.error, report.cut_off)
     if failed:
-        raise RuntimeError(f"The search for a batch size ends here, because it failed on {', '.join(failed)}.")
+        raise _failed_on(failed)
     return min(each.size for each in reports) if again else None
+
+
+def _left_behind(reports: dict[int, attempts.Report]) -> RuntimeError:
+    """What a rank ends with whose attempt has not failed otherwise."""
+    ranks = [str(rank) for rank, each in reports.items() if each.again]
+    if not ranks:
+        return _failed_on([f"rank {rank} ({each.error})" for rank, each in reports.items() if each.error])
+    who, whom = (f"Rank {ranks[0]}", "it") if len(ranks) == 1 else (f"Ranks {', '.join(ranks)}", "them")
+    return RuntimeError(
+        f"{who} ran out of memory, while others wait for {whom} in a collective that they cannot leave: start the run "
+        f"again with starting_batch_size={min(each.size for each in reports.values())}; on one machine, `accelerate "
+        "launch --max_restarts` goes on with that by itself."
+    )
+
+
+def _failed_on(ranks: list[str]) -> RuntimeError:
+    return RuntimeError(f"The search for a batch size ends here, because it failed on {', '.join(ranks)}.")
 
 
 def _raise(error: Exception, cut_off: bool) -> NoReturn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -101,8 +102,7 @@ def stopped(accelerator: Accelerator, *args: Any, **kwargs: Any) -> str:
 
 
 ADVICE = (
-    "Look at these samples, lower the learning rate, or clip gradients; nonfinite='skip' in the Accelerator leaves "
-    "such steps out."
+    "Look at these samples, lower the learning rate, or clip gradients; Accelerator(nonfinite='skip') skips such steps."
 )
 
 
@@ -129,6 +129,15 @@ def test_on_one_process() -> None:
     assert "every loss and every output is finite, but the gradient of `0.weight` is not" in text
 
 
+class Own(torch.optim.Optimizer):
+    """Not torch's."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= parameter.grad
+
+
 def test_what_it_refuses() -> None:
     with pytest.raises(ValueError, match="nonfinite is 'ignore': it is 'skip' or 'stop', or not given"):
         Accelerator(cpu=True, nonfinite="ignore")
@@ -140,6 +149,50 @@ def test_what_it_refuses() -> None:
     optimizer.step()
     assert not accelerator.optimizer_step_was_skipped
 
+    # `fused` may also be said of an optimizer that does not know what a scaler tells.
+    own: Any = accelerator.prepare(Own([parameter], {"fused": True}))
+    parameter.grad = torch.full((1,), float("nan"))
+    own.step()
+    assert own.step_was_skipped and parameter.isfinite().all()
+
+
+class Masked(nn.Module):
+    """Draws, counts its calls, and has an output that is infinite on purpose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = nn.functional.dropout(self.layer(self.norm(x)), 0.5)
+        return x, torch.full_like(x, float("-inf"))
+
+
+def test_forwards_that_run_again_leave_nothing_behind() -> None:
+    accelerator = fresh(mixed_precision="fp16", nonfinite="stop")
+    plain = Masked()
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    for factor in (1e34, float("nan")):
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.ones(2, 4))[0].sum() * factor + (0.0 if factor == factor else factor))
+        counted, drawn = int(plain.norm.num_batches_tracked), torch.get_rng_state()  # type: ignore[arg-type]
+        if factor == 1e34:
+            optimizer.step()
+            assert accelerator.optimizer_step_was_skipped
+        else:
+            with pytest.raises(FloatingPointError, match="the loss is nan, and the Masked itself is the first module"):
+                optimizer.step()
+        assert int(plain.norm.num_batches_tracked) == counted  # type: ignore[arg-type]
+        assert torch.equal(torch.get_rng_state(), drawn)
+
+    twin = pickle.loads(pickle.dumps(model))
+    twin(torch.ones(2, 4))
+    watching = accelerator._stops_at_nonfinite
+    assert watching is not None and watching._last.forwards and not watching._window.forwards
+    accelerator.free_memory()
+    assert not watching._last.forwards
+
 
 def test_a_parameter_that_is_bad_already_and_fp16() -> None:
     accelerator = fresh(nonfinite="stop")
@@ -148,7 +201,7 @@ def test_a_parameter_that_is_bad_already_and_fp16() -> None:
     with torch.no_grad():
         plain[2][1].weight[0, 0] = float("nan")  # type: ignore[index]
     accelerator.backward(model(torch.ones(1, 4)).sum())
-    with pytest.raises(FloatingPointError, match=r"`2[.]1[.]weight` was not finite before the step"):
+    with pytest.raises(FloatingPointError, match=r"`2[.]1[.]weight` was already not finite before the step"):
         optimizer.step()
 
     AcceleratorState._reset_state()
@@ -178,6 +231,12 @@ def on_two() -> dict[str, Any]:
     accelerator = fresh(nonfinite="stop")
     with pytest.raises(ValueError, match="Under LocalSGD a gradient is that of one process"):
         LocalSGD(accelerator, nn.Linear(1, 1), 2)
+    with pytest.raises(ValueError, match="some processes take fewer steps"), accelerator.join_uneven_inputs([]):
+        pass
+    accelerator.even_batches = False
+    accelerator.prepare(DataLoader(Numbered(), batch_size=2))
+    with pytest.raises(ValueError, match="even_batches=False leaves some processes with a batch less"):
+        accelerator.prepare(DataLoader(Numbered(), batch_size=12))
     return found
 
 
@@ -190,7 +249,7 @@ def test_on_two_processes() -> None:
     where = "on rank 1 the loss is nan (epoch 0, batch 2{}), and `2.0` (Root) is the first module whose output is not"
     start = "Step 3 was not taken, because its gradients are not finite: "
     assert first["stop"] == f"{start}{where.format(', samples 10, 11')} finite. {ADVICE}"
-    assert first["dispatched"] == f"{start}{where.format('')} finite. {ADVICE}"
+    assert first["dispatched"] == f"{start}{where.format('')} finite. {ADVICE.replace('Look at these samples, l', 'L')}"
 
 
 def sharded(version: int) -> dict[str, Any]:

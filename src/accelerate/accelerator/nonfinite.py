@@ -3,7 +3,8 @@
 The step itself is left out by its `Stepper`, so the weights are still those that the bad values were computed with. On
 the way there is only a note of each loss, and of what the models were called with. When a step was left out, all ranks
 know: each looks at its losses, runs the forwards of the step again with a hook on every module, and they tell each
-other. On a GPU whose optimizer decides there, the flag is read one step later, when it has long arrived.
+other; under fp16 only if a loss or a parameter is not finite, since else it was the scaling factor. On a GPU whose
+optimizer decides there, the flag is read one step later, when it has long arrived.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from accelerate.checkpoint import rng
 from accelerate.comm import current
 from accelerate.comm.tree import leaves
 from accelerate.precision.stepping import SkippingStepper, Stepper
@@ -71,13 +73,15 @@ class StopAtNonfinite:
 
     def note_forwards(self, model: torch.nn.Module) -> None:
         """Have each forward of a prepared model noted, if it may be followed by a backward."""
-        called = weakref.ref(model)
+        model.register_forward_pre_hook(_Note(self, model), with_kwargs=True)
 
-        def note(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if torch.is_grad_enabled():
-                self._window.forwards.append(_Forward(called, args, kwargs))
+    def note_forward(self, forward: _Forward) -> None:
+        self._window.forwards.append(forward)
 
-        model.register_forward_pre_hook(note, with_kwargs=True)
+    def forget(self) -> None:
+        """Let go of what was noted: losses, and what models were called with."""
+        self._window = self._last = _Window()
+        self._asked = None
 
     def note_loss(self, loss: torch.Tensor) -> None:
         loader = self._state.active_dataloader
@@ -110,11 +114,11 @@ class StopAtNonfinite:
         accelerator = self._accelerator()
         if accelerator is None:
             return
+        scaled = accelerator.scaler is not None and accelerator.scaler.is_enabled()
+        if scaled and all(current().gather_objects(_begins_well(accelerator, window))):
+            return
         reports = current().gather_objects((_report(accelerator, window), _gradient(accelerator)))
         told = [f"on rank {rank} {report}" for rank, (report, _) in enumerate(reports) if report]
-        scaled = accelerator.scaler is not None and accelerator.scaler.is_enabled()
-        if scaled and not told:
-            return
         gradient = next((name for _, name in reports if name), "a gradient")
         where = "; ".join(told) or f"every loss and every output is finite, but {gradient} is not"
         look = "Look at these samples, lower" if "samples" in where else "Lower"
@@ -122,6 +126,28 @@ class StopAtNonfinite:
             f"Step {number} was not taken, because its gradients are not finite: {where}. {look} the learning rate, or "
             "clip gradients; Accelerator(nonfinite='skip') skips such steps."
         )
+
+
+class _Note:
+    """The hook of a model. It is of this process and of this model: a copy of it does nothing."""
+
+    def __init__(self, to: StopAtNonfinite | None = None, model: torch.nn.Module | None = None) -> None:
+        self._to = None if to is None else weakref.ref(to)
+        self._model = None if model is None else weakref.ref(model)
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        to = None if self._to is None else self._to()
+        if to is not None and self._model is not None and torch.is_grad_enabled():
+            to.note_forward(_Forward(self._model, args, kwargs))
+
+    def __reduce__(self) -> tuple[type[_Note], tuple[()]]:
+        return _Note, ()
+
+
+def _begins_well(accelerator: AcceleratorBase, window: _Window) -> bool:
+    """Whether this rank's losses are finite, and the parameters that they came from."""
+    parameters = (parameter for _, parameter in _parameters(accelerator))
+    return all(_is_finite(loss.value) for loss in window.losses) and all(map(_is_finite, parameters))
 
 
 def _report(accelerator: AcceleratorBase, window: _Window) -> str:
@@ -157,9 +183,33 @@ def _first_module(accelerator: AcceleratorBase, window: _Window) -> str | None:
         if (model := forward.model()) is None:
             continue
         called = _innermost(accelerator, model)
-        with _watched(called, found), torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with (
+            _as_before(accelerator, called),
+            _watched(called, found),
+            torch.no_grad(),
+            torch.compiler.set_stance("force_eager"),
+        ):
             called(*forward.args, **forward.kwargs)
     return found[0] if found else None
+
+
+@contextmanager
+def _as_before(accelerator: AcceleratorBase, model: torch.nn.Module) -> Iterator[None]:
+    """Afterwards buffers, such as those of BatchNorm, and random states are what they were."""
+    device = accelerator.state.device_kind
+    states = rng.capture(device)
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        yield
+    finally:
+        rng.restore(states, device)
+        with torch.no_grad():
+            for module, name, buffer, value in buffers:
+                setattr(module, name, buffer.copy_(value))
 
 
 @contextmanager

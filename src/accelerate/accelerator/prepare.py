@@ -299,6 +299,8 @@ class Preparing(AcceleratorBase):
         self._accumulation.reset()
         self._items.reset()
         self._item_groups = None
+        if self._stops_at_nonfinite is not None:
+            self._stops_at_nonfinite.forget()
         if self._precision.scaler is not None:
             self._precision.scaler.optimizers.clear()
         return release_memory(*objects)

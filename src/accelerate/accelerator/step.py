@@ -147,6 +147,11 @@ class Stepping(AcceleratorBase):
         if self.num_processes == 1 or self._strategy.needs_even_batches:
             yield
             return
+        if self._stops_at_nonfinite is not None:
+            raise ValueError(
+                'Inside of `join_uneven_inputs` some processes take fewer steps, and nonfinite="stop" needs all of '
+                'them at each: pass nonfinite="skip" to the Accelerator, or leave it out.'
+            )
         from accelerate.data_loader import BatchSamplerShard
 
         shards = [loader.batch_sampler for loader in self._dataloaders]

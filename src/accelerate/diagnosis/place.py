@@ -21,7 +21,11 @@ _ACCELERATE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.s
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 # Files whose frames say that the thread talks to others, or waits for them.
-_TALKING = (_TORCH + "distributed" + os.sep, _ACCELERATE + "comm" + os.sep)
+_TALKING = (
+    _TORCH + "distributed" + os.sep,
+    _ACCELERATE + "comm" + os.sep,
+    os.path.join(_ACCELERATE, "state", "attempts.py"),
+)
 # In here DDP and FSDP exchange gradients, in code that is not Python's.
 _BACKWARD = "_engine_run_backward"
 # Calls that go straight from a line of the script into code that is not Python's, and wait for a collective there.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from accelerate.torch_internals.grad_scaler import found_inf
-from accelerate.torch_internals.optimizers import decides_on_the_device
+from accelerate.torch_internals.optimizers import decides_on_the_device, takes_found_inf
 
 
 class Stepper:
@@ -124,9 +124,8 @@ class FiniteStepper(SkippingStepper):
                 "out of the Accelerator, or use an optimizer without a closure."
             )
         optimizer, self._found_inf = self.optimizer, []
-        groups = optimizer.param_groups
-        flag = self._look([parameter for group in groups for parameter in group["params"]])
-        if flag is not None and all(group.get("fused") for group in groups):
+        flag = self._look([parameter for group in optimizer.param_groups for parameter in group["params"]])
+        if flag is not None and takes_found_inf(optimizer):
             self._found_inf = [flag]
             optimizer.grad_scale, optimizer.found_inf = None, flag  # where a scaler puts them
             try:

@@ -12,18 +12,18 @@ import itertools
 import json
 import os
 import time
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 from accelerate.comm import Communicator, connections, current
 from accelerate.diagnosis import limits
 from accelerate.per_rank import are_ranks_threads
+from accelerate.state import stopping
 from accelerate.state.accelerator import AcceleratorState
 from accelerate.state.lost import is_about_others
 from accelerate.state.partial import PartialState
-from accelerate.torch_internals.process_groups import own_connection
+from accelerate.torch_internals.process_groups import all_groups, begun_by_group, own_connection
 
 _CONNECTING = timedelta(minutes=2)
 # How long others are given to break off by themselves: often all run out of memory in the same step.
@@ -39,17 +39,28 @@ class Report:
     """How an attempt has ended on one rank.
 
     again: whether it has to be made again, with this `size` at most. error: what else went wrong.
-    cut_off: whether that is only that others have broken off.
+    cut_off: whether that is only that others have broken off. begun: how many collectives, by group. passed: how many
+    steps at which it was asked whether to stop.
     """
 
     again: bool
     size: int
     error: str | None = None
     cut_off: bool = False
+    begun: dict[str, int] = field(default_factory=dict)
+    passed: int = 0
+
+    @property
+    def broken_off(self) -> bool:
+        return self.again or self.error is not None
 
 
 class OthersWait(Exception):
-    """This rank has broken off, and others do not: they wait for it where they cannot be reached."""
+    """Ranks have broken off, and others wait for them where they cannot be reached. reports: by rank, those known."""
+
+    def __init__(self, reports: dict[int, Report]) -> None:
+        super().__init__()
+        self.reports = reports
 
 
 def report_of(error: Exception | None, again: bool, size: int) -> Report:
@@ -67,7 +78,10 @@ def exchange(report: Report, name: str) -> list[Report]:
     store = own_connection(_CONNECTING) if comm.size > 1 and not are_ranks_threads() else None
     if store is None:
         return comm.gather_objects(report)
-    return _Exchange(store, comm.rank, comm.size, name).through_store(report)
+    own = replace(report, begun=begun_by_group(), passed=stopping.passed())
+    reports = _Exchange(store, comm.rank, comm.size, name).through_store(own)
+    stopping.catch_up(max(each.passed for each in reports))
+    return reports
 
 
 def remembered_size(name: str) -> int | None:
@@ -95,13 +109,22 @@ class _Exchange:
 
     def through_store(self, report: Report) -> list[Report]:
         self._tell(self._reports, asdict(report))
-        broke = (report.again or report.error is not None) and self._break_off(report)
+        broke = report.broken_off and self._break_off(report)
         self._wait(self._reports, None)
-        reports = self._read()
+        reports = list(self._read().values())
+        if not any(each.broken_off for each in reports):
+            return reports
+        apart = any(each.again for each in reports) and _are_apart(reports)
+        if apart and not broke and _can_meet_again():
+            connections.shut_down()  # what some have begun, and others never will
+            broke = True
         # Who has shut connections down says so only now: all have to know, or none would make the group anew.
         self._tell(self._endings, broke)
         self._wait(self._endings, None)
-        if any(json.loads(self._store.get(key)) for key in self._endings):
+        endings = [json.loads(self._store.get(key)) for key in self._endings]
+        if None in endings or (apart and not any(endings)):
+            raise self._left()
+        if any(endings):
             global _met_again
             _met_again = True
             PartialState()._meet_again()
@@ -111,23 +134,32 @@ class _Exchange:
         """Have the others break off, too; whether connections were shut down for it."""
         if self._wait(self._reports, _GRACE):
             return False
-        if report.cut_off and all(each.cut_off for each in self._read() if each.again or each.error is not None):
-            raise OthersWait  # nobody has said why: one of them is gone
+        if report.cut_off and all(each.cut_off for each in self._read().values() if each.broken_off):
+            raise self._left()  # nobody has said why: one of them is gone
+        limit = limits.limit_from(os.environ)
         if _can_meet_again():
             connections.shut_down()
-            self._wait(self._reports, None)
-            return True
-        if report.again and self._wait(self._reports, limits.limit_from(os.environ) or None):
+            # An error is to be seen, also where another rank computes for long.
+            if self._wait(self._reports, None if report.again else limit or limits.DEFAULT_LIMIT):
+                return True
+        elif report.again and self._wait(self._reports, limit or None):
             return False
-        # For a run that its launcher starts again: the store is the launcher's then.
-        self._store.set(f"{_ROOT}/next/{self._name}", str(report.size))
-        self._store.check([self._reports[self._rank]])
-        raise OthersWait
+        raise self._left()
 
-    def _read(self) -> list[Report]:
+    def _left(self) -> OthersWait:
+        """To be raised: this rank does not go on with the others, and they know."""
+        reports = self._read()
+        # For a run that its launcher starts again: the store is the launcher's then.
+        sizes = [each.size for each in reports.values() if each.again]
+        if sizes:
+            self._store.set(f"{_ROOT}/next/{self._name}", str(min(sizes)))
+        self._tell(self._endings, None)
+        return OthersWait(reports)
+
+    def _read(self) -> dict[int, Report]:
         """The reports that are there."""
-        there = [key for key in self._reports if self._store.check([key])]
-        return [Report(**json.loads(self._store.get(key))) for key in there]
+        there = [(rank, key) for rank, key in enumerate(self._reports) if self._store.check([key])]
+        return {rank: Report(**json.loads(self._store.get(key))) for rank, key in there}
 
     def _tell(self, keys: list[str], value: Any) -> None:
         self._store.set(keys[self._rank], json.dumps(value))
@@ -137,14 +169,27 @@ class _Exchange:
         """Wait until all keys are there, or for so long; in pieces, between which signals are heard."""
         until = None if seconds is None else time.monotonic() + seconds
         while until is None or time.monotonic() < until:
-            with suppress(RuntimeError):
+            try:
                 self._store.wait(keys, timedelta(seconds=1))
                 return True
+            except RuntimeError:
+                if self._store.check(keys):  # raises where it was no timeout, but the store is gone
+                    return True
         return bool(self._store.check(keys))
+
+
+def _are_apart(reports: list[Report]) -> bool:
+    """Whether some have begun collectives of a group that others in it have not."""
+    begun: dict[str, set[int]] = {}
+    for report in reports:
+        for group, count in report.begun.items():
+            begun.setdefault(group, set()).add(count)
+    return any(len(counts) > 1 for counts in begun.values())
 
 
 def _can_meet_again() -> bool:
     """Whether all that the ranks talk through is a group over gloo that this package has made."""
     shared: Any = AcceleratorState._shared_state
     more = shared.get("device_mesh") is not None or shared.get("deepspeed_plugins") is not None
-    return PartialState().backend == "gloo" and connections.known() and not more
+    alone = len(all_groups()) == 1  # nobody would make those of the script anew, nor that of a save in the background
+    return PartialState().backend == "gloo" and connections.known() and alone and not more

@@ -64,6 +64,15 @@ class Stopping:
         self._passed += 1
         return self._told and self._is_due()
 
+    @property
+    def passed(self) -> int:
+        """At how many steps it was asked."""
+        return self._passed
+
+    def catch_up(self, passed: int) -> None:
+        """Others have asked this often, and this rank was kept from it."""
+        self._passed = max(self._passed, passed)
+
     def _is_due(self) -> bool:
         self._decided.wait()
         return self.stop is not None and 0 < self.stop.step <= self._passed
@@ -211,6 +220,8 @@ class Store:
 
 
 _current: Stopping | None = None
+# With how many steps a rank begins that has never asked, while others have.
+_missed = 0
 
 
 def current(state: PartialState) -> Stopping:
@@ -218,6 +229,7 @@ def current(state: PartialState) -> Stopping:
     global _current
     if _current is None:
         _current = Stopping(state.process_index, _store(state))
+        _current.catch_up(_missed)
     return _current
 
 
@@ -234,10 +246,23 @@ def _store(state: PartialState) -> Store | None:
     return Store(waiting, asking, prefix, state.process_index, state.num_processes)
 
 
+def passed() -> int:
+    """At how many steps this rank has asked whether to stop."""
+    return _missed if _current is None else _current.passed
+
+
+def catch_up(passed: int) -> None:
+    """Called on all ranks with the largest number of any, where some may have left out a step."""
+    global _missed
+    _missed = passed
+    if _current is not None:
+        _current.catch_up(passed)
+
+
 def close(at_exit: bool = False) -> None:
     """Signals are no longer taken."""
-    global _current
-    stopping, _current = _current, None
+    global _current, _missed
+    stopping, _current, _missed = _current, None, 0
     if stopping is not None:
         stopping.close(at_exit)
 

@@ -43,8 +43,10 @@ class Sharded(Strategy):
 
     def nonfinite(self, parameters: list[torch.Tensor]) -> torch.Tensor:
         own = super().nonfinite(parameters)
-        # The value may lie in the piece of one process, and another may have no piece at all.
-        return current().all_reduce(torch.zeros((), device=self.device) if own is None else own, "max")
+        # The value may lie in the piece of one process, and another may have no piece at all; and where pieces lie
+        # elsewhere, all have to talk through one backend.
+        flag = torch.zeros((), device=self.device) if own is None else own.to(self.device)
+        return current().all_reduce(flag, "max")
 
     def pieces(self, model: nn.Module) -> dict[str, Any]:
         """The state dict of a model, with tensors that know which piece this process has."""

@@ -26,6 +26,15 @@ def decides_on_the_device(optimizer: Any) -> bool:
     return any(group.get("fused") for group in optimizer.param_groups)
 
 
+def takes_found_inf(optimizer: Any) -> bool:
+    """Whether an optimizer leaves a step out by itself if it is told so on the device; none does without torch's mark.
+
+    Also one of somebody else may have groups with `fused`, and take no notice.
+    """
+    marked = hasattr(optimizer, "_step_supports_amp_scaling")
+    return marked and all(group.get("fused") for group in optimizer.param_groups)
+
+
 def call_stepped(optimizer: Any) -> None:
     """Have a scheduler take an optimizer for one that has stepped; without torch's mark it warns once."""
     optimizer._opt_called = True

@@ -53,14 +53,24 @@ def collectives_begun() -> int:
 
     Without it a rank that makes the same call again and again looks like one that waits in it.
     """
-    begun = 0
-    for group in all_groups():
-        count: Any = getattr(group, "_get_sequence_number_for_group", None)
-        try:
-            begun += 0 if count is None else int(count())
-        except RuntimeError:  # of a group that does not count, or is being taken down
-            continue
-    return begun
+    return sum(map(_begun, all_groups()))
+
+
+def begun_by_group() -> dict[str, int]:
+    """The same of each group, by its name, which all its processes know; nothing where groups have none.
+
+    Without it ranks that have run out of memory at different places try again, and may wait for each other then.
+    """
+    groups = [(getattr(group, "group_name", None), group) for group in all_groups()]
+    return {str(name): _begun(group) for name, group in groups if name is not None}
+
+
+def _begun(group: Any) -> int:
+    count: Any = getattr(group, "_get_sequence_number_for_group", None)
+    try:
+        return 0 if count is None else int(count())
+    except RuntimeError:  # of a group that does not count, or is being taken down
+        return 0
 
 
 def own_connection(timeout: Any) -> Any | None:
