@@ -31,7 +31,7 @@ layer = $(PYTHON) -m venv --without-pip $(1) && \
 put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released \
 	$$(grep ^accelerate benchmarks/peer-requirements.txt)
 
-.PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization fp8 clients deepspeed ray torch-oldest torch-middle peer-launch soak \
+.PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization fp8 clients deepspeed ray torch-oldest torch-middle peer-launch soak chaos \
 	editors wheel wheel-test docs docs-serve site-test plots screenshot \
 	lint format file-map bench bench-deepspeed bench-scale
 .DEFAULT_GOAL := help

@@ -42,16 +42,20 @@ class Target:
     def pause(self, seconds: float) -> None:
         self.wait(seconds, lambda: False)
 
-    def wait_for_restart(self, seconds: float) -> None:
+    def wait_for_restart(self, seconds: float) -> bool:
+        """Whether the run was started again in that time."""
         before = len(history.read(self.log).starts)
         self.wait(seconds, lambda: len(history.read(self.log).starts) > before)
+        return len(history.read(self.log).starts) > before
 
 
 def _send(process: psutil.Process | None, number: signal.Signals) -> str:
     if process is None:
         return "nobody was there"
-    with contextlib.suppress(psutil.NoSuchProcess):
+    try:
         process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return f"process {process.pid} had ended before {number.name}"
     return f"{number.name} to process {process.pid}"
 
 
@@ -77,7 +81,7 @@ def stop_a_rank(run: Target) -> str:
     run.pause(seconds)
     if rank is not None:
         _send(rank, signal.SIGCONT)
-    return f"{said} for {seconds} s"
+    return f"{said}, and {seconds} s of waiting"
 
 
 def cut_the_network(run: Target) -> str:
@@ -91,33 +95,45 @@ def cut_the_network(run: Target) -> str:
 
 
 def fill_the_disk(run: Target) -> str:
-    """Until a save has failed, and the run was started again."""
+    """Until a save has failed, and the run was started again; or for a minute."""
     filler = run.project / "of-somebody-else"
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))
-    run.wait_for_restart(60)
+    restarted = run.wait_for_restart(60)
     filler.unlink()
-    return "the disk was full until the run was started again"
+    until = "until the run was started again" if restarted else "for a minute, in which the run was not started again"
+    return f"the disk was full {until}"
 
 
 def damage_the_newest_checkpoint(run: Target) -> str:
     """And kill a rank, so that the run has to resume."""
-    folders = sorted((run.project / "checkpoints").glob("checkpoint_*"), key=lambda path: path.stat().st_mtime)
-    if len(folders) < 2:
-        return f"{kill_a_rank(run)}; there was no checkpoint before the newest"
-    files = sorted(path for path in folders[-1].rglob("*") if path.is_file() and path.stat().st_size)
-    file = run.draw.choice(files)
-    with contextlib.suppress(FileNotFoundError), file.open("r+b") as opened:  # pruned in this moment
-        if run.draw.random() < 0.5:
-            opened.truncate(file.stat().st_size // 2)
-        else:
-            place = run.draw.randrange(file.stat().st_size)
-            opened.seek(place)
-            byte = opened.read(1)[0]
-            opened.seek(place)
-            opened.write(bytes([byte ^ 0xFF]))
-    return f"{file.relative_to(run.project)} was damaged; {kill_a_rank(run)}"
+    return f"{_damage(run)}; {kill_a_rank(run)}"
+
+
+def _damage(run: Target) -> str:
+    try:
+        folders = sorted((run.project / "checkpoints").glob("checkpoint_*"), key=lambda path: path.stat().st_mtime)
+        if len(folders) < 2:
+            return "nothing was damaged, since there was no checkpoint before the newest"
+        files = sorted(path for path in folders[-1].rglob("*") if path.is_file() and path.stat().st_size)
+        if not files:
+            return f"nothing was damaged, since {folders[-1].name} had no files in this moment"
+        file = run.draw.choice(files)
+        with file.open("r+b") as opened:
+            if run.draw.random() < 0.5:
+                how = f"was cut to {file.stat().st_size // 2} bytes"
+                opened.truncate(file.stat().st_size // 2)
+            else:
+                place = run.draw.randrange(file.stat().st_size)
+                how = f"has another byte at {place}"
+                opened.seek(place)
+                byte = opened.read(1)[0]
+                opened.seek(place)
+                opened.write(bytes([byte ^ 0xFF]))
+    except FileNotFoundError:
+        return "nothing was damaged, since a checkpoint was pruned in this moment"
+    return f"{file.relative_to(run.project)} {how}"
 
 
 def run_out_of_memory(run: Target) -> str:

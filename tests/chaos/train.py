@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("project", type=Path)
     parser.add_argument("log", type=Path, help="a folder in which each rank has a file")
     parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--until", type=Path, help="end after the epoch in which this file appears")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
     parser.add_argument("--patience", type=float, default=10.0, help="seconds that a collective may take")
     arguments = parser.parse_args()
@@ -74,6 +75,9 @@ def main() -> None:
             if progress.step % 10 == 0:
                 accelerator.save_state()
             time.sleep(arguments.pause)
+        # Rank 0 decides: the others may see the file at another moment.
+        if arguments.until is not None and broadcast_object_list([arguments.until.exists()])[0]:
+            break
     weights = b"".join(value.detach().numpy().tobytes() for value in accelerator.unwrap_model(model).parameters())
     note(weights=hashlib.sha256(weights).hexdigest())
     accelerator.end_training()

@@ -49,13 +49,20 @@ class Machine:
         return {int(words[1].rsplit(":", 1)[1], 16) for words in fields if len(words) > 3 and words[3] == "0A"}
 
 
-@functools.cache
-def missing() -> str | None:
-    """Why there can be no such machines here, or None."""
+def can_be_had() -> str | None:
+    """What such machines need and somebody could provide here, or None."""
     if shutil.which("ip") is None:
         return "needs ip, from the package iproute2"
     if os.geteuid() != 0:
         return "network namespaces need root"
+    return None
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why there can be no such machines here, or None."""
+    if (needed := can_be_had()) is not None:
+        return needed
     name = f"probe{os.getpid()}"
     done = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     if done.returncode != 0:

@@ -254,7 +254,7 @@ sys.exit(3 if attempt < 2 else 0)
     killed = text.replace("sys.exit(3", "os.kill(os.getpid(), 9) if attempt < 2 else sys.exit(3")
     failed = launch(tmp_path, "--cpu", *words[:4], "--max_restarts", "1", script(tmp_path, killed))
     assert failed.returncode == 137 and failed.stdout.count("attempt") == 2
-    assert "accelerate: attempt 2 of 2, after a rank was lost" in failed.stderr
+    assert "accelerate: attempt 2 of 2, after rank 0 was killed by SIGKILL" in failed.stderr
 
 
 @pytest.mark.parametrize(("backend", "asked"), [("static", False), ("c10d", False), ("static", True)])

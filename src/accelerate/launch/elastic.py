@@ -26,6 +26,7 @@ from accelerate.diagnosis.limits import ABORTED
 from accelerate.launch import processes, program
 from accelerate.launch.engines.single import PROGRAM, WORKER
 from accelerate.launch.failure import details, say, say_of_several
+from accelerate.launch.killed import note_killed
 from accelerate.launch.meeting import PortTaken, meeting_point
 from accelerate.launch.scratch import scratch_folder
 from accelerate.launch.waiting import NobodyThere, saying_who_is_awaited, wait_for_main
@@ -74,6 +75,7 @@ def _run(words: list[str], own: list[str], folder: Path) -> int:
     command, command_args = _through_worker(arguments, str(command), command_args)
     note = folder / "preempted"
     os.environ[NOTE] = f"{os.getpid()}:{note}"
+    note_killed(folder)
     endpoint = config.rdzv_endpoint
     signal.signal(signal.SIGUSR1, _pass_on)  # as torch elastic does with SIGTERM
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ipaddress
 import os
 import socket
 import sys
@@ -53,15 +54,27 @@ def _is_here(host: str) -> bool:
 
 
 def _own_address(host: str, port: int) -> str | None:
-    """The address from which this machine reaches another; None where it cannot be told."""
+    """The address from which this machine reaches another; None where it cannot be told.
+
+    Many machines know their own name as 127.0.1.1, where nobody else finds them.
+    """
     for family, kind, protocol, _, address in _addresses(host, port):
         with socket.socket(family, kind, protocol) as way:
             try:
                 way.connect(address)  # of a datagram: nothing is sent
             except OSError:
                 continue
-            return str(way.getsockname()[0])
+            own = str(way.getsockname()[0])
+            if not _is_loopback(own) or host == "localhost" or _is_loopback(host):
+                return own
     return None
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return False
 
 
 def _addresses(host: str, port: int) -> list[Any]:

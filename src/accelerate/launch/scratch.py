@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import glob
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_PREFIX = "accelerate-launch-"
 _LOCK = "lock"
 
 
@@ -17,8 +18,11 @@ _LOCK = "lock"
 def scratch_folder() -> Iterator[Path]:
     """A new folder, removed at the end; those of launchers that were killed are removed now."""
     _sweep()
-    folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    held = _hold(folder / _LOCK)
+    folder = Path(tempfile.mkdtemp(prefix=_prefix()))
+    # Under its name it is there only when it is held: what is free is removed by others.
+    held = _hold(folder / "new")
+    if held is not None:
+        (folder / "new").rename(folder / _LOCK)
     try:
         yield folder
     finally:
@@ -27,9 +31,14 @@ def scratch_folder() -> Iterator[Path]:
             os.close(held)
 
 
+def _prefix() -> str:
+    """With the name of the machine: of those that share a folder, one need not see what another has locked."""
+    return f"accelerate-launch-{socket.gethostname()}@"
+
+
 def _sweep() -> None:
     """Who made a folder holds a lock in it; the kernel lets go of the lock of a process that is killed."""
-    for lock in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_LOCK}"):
+    for lock in Path(tempfile.gettempdir()).glob(f"{glob.escape(_prefix())}*/{_LOCK}"):
         with suppress(OSError):
             if lock.stat().st_uid == os.getuid() and (held := _hold(lock)) is not None:
                 shutil.rmtree(lock.parent, ignore_errors=True)

@@ -106,12 +106,19 @@ def record(error: BaseException, traceback: TracebackType | None, said: bool = F
         "host": platform.node(),
         "said": said,
         "on_screen": _shares_the_screen(),
+        "about_others": _is_about_others(error),
     }
     try:
         with open(path, "w", encoding="utf-8") as file:
             json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
     except OSError:
         pass  # the traceback is on the screen, too
+
+
+def _is_about_others(error: BaseException) -> bool:
+    """Whether an error is what is left of one on another rank, as that of a lost connection."""
+    lost = sys.modules.get("accelerate.state.lost")
+    return lost is not None and isinstance(error, RuntimeError) and bool(lost.is_about_others(str(error)))
 
 
 def _is_first_to_say(text: str) -> bool:
@@ -221,21 +228,41 @@ def say_attempt() -> None:
         try:
             with open(path, encoding="utf-8") as file:
                 message = json.load(file)["message"]
-            failures.append((message["extraInfo"]["time"], message["extraInfo"]["rank"], message["message"]))
+            if not message["extraInfo"].get("about_others"):
+                failures.append((message["extraInfo"]["time"], message["extraInfo"]["rank"], message["message"]))
         except (OSError, ValueError, KeyError, TypeError):
             continue
-    why = "a rank was lost" if not failures else "rank {1} failed with {2}".format(*min(failures))
-    if failures and min(failures)[2] == "SystemExit: 75":  # config.preemption.PREEMPTED
+    if (killed := _killed(attempt - 1)) is not None:
+        why = killed
+    elif not failures:
+        why = "a rank was lost"
+    elif min(failures)[2] == "SystemExit: 75":  # config.preemption.PREEMPTED
         why = "a machine was taken away"
+    else:
+        why = "rank {1} failed with {2}".format(*min(failures))
     most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", attempt)) + 1
     print(f"accelerate: attempt {attempt + 1} of {most}, after {why}", file=sys.stderr, flush=True)
 
 
+def _in_scratch(name: str) -> str:
+    """A file in the folder of the launcher."""
+    _, _, note = os.environ.get("ACCELERATE_PREEMPTION_NOTE", "").partition(":")
+    return os.path.join(os.path.dirname(note), name)
+
+
+def _killed(attempt: int) -> str | None:
+    """Which rank of this machine was killed in an attempt, in words (see killed.py)."""
+    try:
+        with open(_in_scratch(f"killed-{attempt}"), encoding="utf-8") as file:
+            return file.read()
+    except OSError:
+        return None
+
+
 def _was_said(attempt: int) -> bool:
     """Whether this attempt began before: when machines come and go, none is counted."""
-    _, _, note = os.environ.get("ACCELERATE_PREEMPTION_NOTE", "").partition(":")
     try:
-        os.close(os.open(os.path.join(os.path.dirname(note), f"attempt-{attempt}"), os.O_CREAT | os.O_EXCL))
+        os.close(os.open(_in_scratch(f"attempt-{attempt}"), os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return True
     except OSError:

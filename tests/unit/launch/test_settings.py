@@ -143,6 +143,7 @@ def test_a_busy_port_that_was_asked_for_is_an_error() -> None:
         (["--use_deepspeed", "--use_fsdp"], "exclude each other"),
         (["--nnodes", "1:2", "--num_machines", "2"], "`--nnodes` and `--num_machines` mean the same"),
         (["--nnodes", "1:2", "--rdzv_backend", "static"], "lets machines come and go"),
+        (["--nnodes", "1:2", "--main_process_ip", "h", "--num_processes", "2"], "with `--max_restarts`"),
     ],
 )
 def test_contradictions_are_refused(words: list[str], sentence: str) -> None:
@@ -172,7 +173,7 @@ def test_machines_that_come_and_go_need_no_rank() -> None:
 
 def test_a_range_of_machines() -> None:
     words = ["--num_processes", "4", "--main_process_ip", "h", "--cpu"]
-    found = settings("--nnodes", "1:2", *words)
+    found = settings("--nnodes", "1:2", "--max_restarts", "3", *words)
     assert (found.least_machines, found.num_machines, found.local_processes, found.rdzv_backend) == (1, 2, 2, "c10d")
     assert "--nnodes=1:2" in plan(found).argv and plan(found).engine.startswith("2 processes on each of 1 to 2 machin")
     # Without a range, only those that are to be started again have to find each other anew.
