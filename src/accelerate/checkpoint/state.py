@@ -50,6 +50,7 @@ class Run:
     # When loading: how many processes wrote the checkpoint, and the models whose weights are not left to a hook.
     saved_ranks: int = 0
     without_hooks: list[torch.nn.Module] = field(default_factory=list)
+    exact_resume: bool = False  # whether loaders start where they were
     to_follow: list[Any] = field(default_factory=list)  # the optimizers that load after these weights
 
 
