@@ -31,8 +31,9 @@ class Meeting:
     """Finds out, over the store of the process group, which has no need of processes that do not come.
 
     The saves that all have called are counted. For each the main process makes one attempt, or several, as it may save
-    alone in between, or give up and be called again. An attempt has in the store how many others are `here`, and then what the main process has
-    `found`: that they are "all", that it was not so in time (""), or how far the training was when it went on alone.
+    alone in between, or give up and be called again. An attempt has in the store how many others are `here`, and then
+    what the main process has `found`: that they are "all", that it was not so in time (""), or how far the training was
+    when it went on alone.
 
     The main process asks how many have come. The others ask once, for an answer that comes when there is one: thousands
     of them that ask again and again would keep the store from answering anybody. A connection that waits for an answer
