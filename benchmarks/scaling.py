@@ -71,7 +71,7 @@ def workload(ledger: Ledger, folder: str) -> dict[str, float]:
     def phase(name: str) -> None:
         nonlocal began
         spent[ledger.phase] = time.thread_time() - began
-        ledger.phase = name
+        ledger.enter(name)
         began = time.thread_time()
 
     accelerator = Accelerator(cpu=True)
@@ -169,7 +169,7 @@ def summary(ranks: list[tuple[dict[str, Counter[str]], int]]) -> dict[str, Any]:
     """
     size = sum(many for _, many in ranks)
     phases: dict[str, Any] = {}
-    for phase in ranks[0][0]:
+    for phase in dict.fromkeys(phase for counted, _ in ranks for phase in counted):
         counts = [(counted.get(phase, Counter()), many) for counted, many in ranks]
         own, last = counts[0][0], counts[-1][0]
         phases[phase] = {
@@ -179,6 +179,7 @@ def summary(ranks: list[tuple[dict[str, Counter[str]], int]]) -> dict[str, Any]:
             "messages that rank 0 sends": sum(count(size) * own[name] for name, count in MESSAGES.items() if own[name]),
             "bytes that a rank gets": sum(own[f"{name} bytes"] for name in MESSAGES),
             "requests to the store": sum(_stored(counted) * many for counted, many in counts),
+            "questions asked again": sum(counted["store poll"] * many for counted, many in counts),
             "manifests read": sum(counted["manifest read"] * many for counted, many in counts),
         }
     return {"ranks": size, "phases": phases}

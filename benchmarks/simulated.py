@@ -53,6 +53,11 @@ class Ledger:
         self.counts: dict[str, Counter[str]] = {}
         self._lock = threading.Lock()
 
+    def enter(self, phase: str) -> None:
+        with self._lock:
+            self.phase = phase
+            self.counts.setdefault(phase, Counter())  # also one in which nothing is done
+
     def note(self, what: str, size: int = 0) -> None:
         with self._lock:
             here = self.counts.setdefault(self.phase, Counter())

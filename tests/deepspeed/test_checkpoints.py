@@ -234,9 +234,34 @@ def test_other_numbers_of_processes(tmp_path: Path) -> None:
             torch.testing.assert_close(other_after, after, **close, msg=at)
 
 
+def frozen() -> tuple[Accelerator, torch.nn.Module]:
+    acc = training.accelerator(3)
+    net = training.model()
+    net[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW(net[2:].parameters())
+    net, _, _ = acc.prepare(net, optimizer, DataLoader(training.data(), batch_size=4))
+    return acc, net
+
+
 def save_one(folder: str) -> None:
     acc, *_ = prepared({"stage": 2})
     acc.save_state(Path(folder, "one"))
+    end(acc)
+    acc, _ = frozen()
+    acc.save_state(Path(folder, "frozen"))
+    end(acc)
+
+
+def refusals_of_two(folder: str) -> list[str]:
+    acc, net = frozen()
+    before = training.weights(acc, net)
+    found = []
+    for name in ("frozen", "one"):
+        with pytest.raises(CheckpointError) as caught:
+            acc.load_state(Path(folder, name))
+        found.append(str(caught.value))
+        torch.testing.assert_close(training.weights(acc, net), before, rtol=0, atol=0)
+    return found
 
 
 def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
@@ -244,6 +269,9 @@ def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
     damage, shapes = run_world(refusals, 1, str(tmp_path), timeout=60)[0]
     assert "is damaged, its checksum is not the one it was written with" in damage
     assert "are not those of this Linear: 0.bias (24,) for nothing" in shapes
+    pieces, stage = run_world(refusals_of_two, 2, str(tmp_path), timeout=60)[0]
+    assert "was saved on 1 processes, and there are 2: in stage 3 the pieces of frozen parameters" in pieces
+    assert "was saved in another stage of ZeRO, and those of stage 3 are other pieces" in stage
 
 
 def killed(folder: str, rank: int, moment: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
+from accelerate import Accelerator, skip_first_batches
 from accelerate.utils import DeepSpeedSequenceParallelConfig, ParallelismConfig
 from tests.deepspeed import training
 from tests.harness import run_world
@@ -64,7 +64,7 @@ def by_one(accumulate: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     return losses, {name: p.detach().clone() for name, p in net.named_parameters()}
 
 
-def by_two(stage: int, accumulate: int) -> None:
+def by_two(stage: int, accumulate: int) -> tuple[Accelerator, Any, list[float]]:
     expected = by_one(accumulate)
     handler = DeepSpeedSequenceParallelConfig(sp_attn_implementation="sdpa")
     acc = Accelerator(
@@ -95,11 +95,34 @@ def by_two(stage: int, accumulate: int) -> None:
         losses.append((total[0] / total[1]).item())
     assert acc.sync_gradients, "the last batch ends a window"
     torch.testing.assert_close((losses, training.weights(acc, net)), expected, rtol=1e-4, atol=1e-5)
+    return acc, loader, losses
+
+
+def by_two_twice(stage: int, accumulate: int) -> None:
+    acc, loader, losses = by_two(stage, accumulate)
+    assert skip_first_batches(loader) is loader
+    with pytest.raises(NotImplementedError, match="leave the first batches out in the loop, with `continue`"):
+        skip_first_batches(loader, 3)
+    assert not hasattr(type(loader).__new__(type(loader)), "dataset")
+    acc.free_memory()
+    net: Any = llama()
+    optimizer = adamw(net)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    net, optimizer, scheduler, loader = acc.prepare(net, optimizer, scheduler, DataLoader(texts(), batch_size=1))
+    labels = (batch := next(iter(loader))).pop("shift_labels")
+    loss = summed(net(**batch).logits, labels)
+    total = acc.reduce(torch.stack([loss.detach(), (labels != IGNORED).sum().float()]))
+    torch.testing.assert_close((total[0] / total[1]).item(), losses[0], rtol=1e-4, atol=1e-5)
+    acc.backward(loss)
+    optimizer.step()
+    scheduler.step()
+    if acc.sync_gradients:
+        assert scheduler.scheduler.last_epoch == 1, "one text a step"
 
 
 @pytest.mark.parametrize(("stage", "accumulate"), [(2, 4), (3, 1)])
 def test_as_one_process_with_whole_sequences(stage: int, accumulate: int) -> None:
-    run_world(by_two, 2, stage, accumulate, timeout=100)
+    run_world(by_two_twice, 2, stage, accumulate, timeout=100)
 
 
 def refused() -> list[str]:

@@ -19,6 +19,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.checkpoint import callers
 from accelerate.checkpointing import verify_checkpoint
 from accelerate.errors import CheckpointError
+from accelerate.torch_internals.process_groups import default_store
 from accelerate.utils import ProjectConfiguration
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net, weights
@@ -125,18 +126,23 @@ def _until_two_wait(store: Any) -> Iterator[float]:
     yield 0.0
 
 
-def _who_never_comes(folder: str) -> str:
+def _who_comes_after_the_time(folder: str) -> tuple[str, int]:
     run = Script(folder)
-    if run.accelerator.process_index == 2:
-        return ""  # as if it had been killed
-    callers._waiting = _until_two_wait
-    with pytest.raises(CheckpointError) as caught:
-        run.accelerator.save_state()
-    return str(caught.value)
+    failed, said = dist.PrefixStore("failed", default_store()), ""
+    if run.accelerator.process_index != 2:
+        waiting, callers._waiting = callers._waiting, _until_two_wait
+        with pytest.raises(CheckpointError) as caught:
+            run.accelerator.save_state()
+        callers._waiting, said = waiting, str(caught.value)
+        failed.add("failed", 1)
+    while failed.add("failed", 0) < 2:
+        time.sleep(0.01)
+    return said, verify_checkpoint(run.accelerator.save_state())["world_size"]  # all call it again
 
 
-def test_who_never_comes_is_not_waited_for_without_end(tmp_path: Path) -> None:
-    first, second, _ = run_world(_who_never_comes, 3, str(tmp_path))
+def test_nobody_is_waited_for_without_end_and_a_save_can_be_tried_again(tmp_path: Path) -> None:
+    (first, *sizes), (second, *_), _ = run_world(_who_comes_after_the_time, 3, str(tmp_path))
+    assert sizes == [3]
     assert "Rank 0 has waited" in first and "1 of 2 others came" in first
     assert "Rank 1 has waited" in second and "did not come" in second
 

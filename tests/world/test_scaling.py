@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,15 @@ def world(request: pytest.FixtureRequest, worlds: dict[int, Any]) -> Any:
 
 def test_a_step_tells_nobody(world: Any) -> None:
     for phase in ("step", "minute of training"):
-        assert world["phases"].get(phase, {"rank 0": {}, "another rank": {}}) == {"rank 0": {}, "another rank": {}}
+        found = world["phases"][phase]
+        assert found["rank 0"] == found["another rank"] == {}
+        assert found["requests to the store"] == found["questions asked again"] == 0  # of all ranks
+
+
+def test_what_any_rank_asks_counts() -> None:
+    phases = scaling.summary([({}, 1), ({"step": Counter({"store add": 1, "store poll": 2})}, 3)])["phases"]
+    assert phases["step"]["requests to the store"] == 3
+    assert phases["step"]["questions asked again"] == 6
 
 
 def test_ranks_that_do_not_get_on_keep_the_store_no_busier(world: Any) -> None:

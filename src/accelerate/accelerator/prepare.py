@@ -241,7 +241,7 @@ class Preparing(AcceleratorBase):
             split_batches=self.split_batches,
         )
         if not self.split_batches:
-            prepared._steps_each_time = max(self._strategy.data_shares()) + 1
+            prepared._steps_each_time = self._strategy.batches_of_a_step()
         prepared.gradient_state = self.gradient_state
         self._check_horizon(scheduler)
         mark(prepared)

@@ -21,7 +21,7 @@ from accelerate.checkpoint.files import refused
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.checkpoint.state import Run
 from accelerate.comm import Communicator, current, set_current
-from accelerate.data_loader.position import change, takes_over
+from accelerate.data_loader.position import change, other_order, takes_over
 from accelerate.errors import WrongFolder
 
 logger = logging.getLogger(__name__)
@@ -164,7 +164,7 @@ def _restore_positions(accelerator: AcceleratorBase, states: list[dict[str, Any]
         )
     changes = []
     for number, (loader, state) in enumerate(zip(accelerator._dataloaders, states, strict=False)):
-        if (text := change(state, loader)) is not None:
+        if other_order(state, loader) is None and (text := change(state, loader)) is not None:
             changes.append(f"loader {number}: {text}")
         # A stateful loader leaves out what was seen by itself, where it can.
         stateful = loader.use_stateful_dataloader
@@ -217,6 +217,7 @@ def _run(
         local=(0, 1) if alone else _local(accelerator),
         gradients=gradients,
         looked_at=accelerator._files_looked_at,
+        exact_resume=accelerator.dataloader_config.exact_resume,
     )
 
 

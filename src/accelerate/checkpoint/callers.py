@@ -31,8 +31,9 @@ class Meeting:
     """Finds out, over the store of the process group, which has no need of processes that do not come.
 
     The saves that all have called are counted. For each the main process makes one attempt, or several, as it may save
-    alone in between. An attempt has in the store how many others are `here`, and then what the main process has
-    `found`: that they are "all", that it was not so in time (""), or how far the training was when it went on alone.
+    alone in between, or give up and be called again. An attempt has in the store how many others are `here`, and then
+    what the main process has `found`: that they are "all", that it was not so in time (""), or how far the training was
+    when it went on alone.
 
     The main process asks how many have come. The others ask once, for an answer that comes when there is one: thousands
     of them that ask again and again would keep the store from answering anybody. A connection that waits for an answer
@@ -42,6 +43,8 @@ class Meeting:
     def __init__(self) -> None:
         self._number = 0
         self._patience = PATIENCE
+        # The last attempt that this process has come to, where it counts once, however often it is called again.
+        self._joined: tuple[str, int] | None = None
 
     def callers(self, point: int) -> Callers:
         """Call it at the start of a save.
@@ -77,6 +80,7 @@ class Meeting:
                 store.set(f"{attempt}/found", str(point))
                 self._patience = KNOWN
                 return "alone"
+        store.add("attempt", 1)  # who is called again meets at another one, where nobody was counted yet
         store.set(f"{attempt}/found", "")
         raise _nobody_came(f"{here} of {others} others came")
 
@@ -84,7 +88,10 @@ class Meeting:
         attempt = store.add("attempt", 0)
         if attempt and store.get(f"{attempt - 1}/found") == str(point):
             return "late"
-        store.add(f"{attempt}/here", 1)
+        again = self._joined == (store.prefix, attempt)
+        if not again:
+            store.add(f"{attempt}/here", 1)
+            self._joined = store.prefix, attempt
         answer = _Answer(store, f"{attempt}/found")
         for _ in _waiting(store.shared):
             if answer.is_alive():
@@ -93,7 +100,7 @@ class Meeting:
                 raise answer.error
             if answer.text == "all":
                 return "all"
-            if answer.text:  # the main process had just gone on
+            if answer.text or again:  # the main process had just gone on, or given up as this one had before
                 return self._follow(store, point)
             break
         raise _nobody_came("the main process or another one did not come")

@@ -94,7 +94,7 @@ def custom(number: int) -> str:
 
 
 def progress(rank: int) -> str:
-    """How far the accumulation and the loaders of a rank were: in older checkpoints, now beside its random states."""
+    """How far the accumulation and the loaders of a rank were, where that is not beside its random states."""
     return f"progress_{rank}.bin"
 
 

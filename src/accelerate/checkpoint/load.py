@@ -27,7 +27,7 @@ from accelerate.checkpoint.state import (
     read,
 )
 from accelerate.comm import current
-from accelerate.data_loader.position import order_of
+from accelerate.data_loader.position import other_order
 from accelerate.errors import CheckpointError, MissingFile
 
 logger = logging.getLogger(__name__)
@@ -350,15 +350,18 @@ def _check_custom(run: Run, reader: Reader) -> None:
 
 
 def _check_orders(run: Run, reader: Reader, loaded: Loaded) -> None:
-    """The middle of an epoch is a place in one order: in another one samples would come twice, or not at all."""
+    """The middle of an epoch is a place in one order: in another one samples would come twice, or not at all.
+
+    That is no matter where no loader goes there: its epoch begins anew, as that of a script which only evaluates.
+    """
     places = (loaded.progress or {}).get("loaders", [])
     for number, (loader, place) in enumerate(zip(run.loaders, places, strict=False)):
-        saved, now = place.get("order"), order_of(loader)  # not in folders of before it was written down
-        if place["inside"] and None not in (saved, now) and saved != now:
+        orders = other_order(place, loader)
+        if orders is not None and (run.exact_resume or loader.use_stateful_dataloader):
             raise CheckpointError(
-                f"{reader.folder} was saved in the middle of an epoch of loader {number} in the order of its {saved}, "
-                f"and on rank {run.rank} it is now that of a {now}: prepare it with the `shuffle`, and the `shuffle` "
-                "and `use_seedable_sampler` of the DataLoaderConfiguration, that it had then."
+                f"{reader.folder} was saved in the middle of an epoch of loader {number} in the order of its "
+                f"{orders[0]}, and on rank {run.rank} it is now that of a {orders[1]}: prepare it with the `shuffle`, "
+                "and the `shuffle` and `use_seedable_sampler` of the DataLoaderConfiguration, that it had then."
             )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from accelerate.checkpoint import layout, rng
@@ -50,6 +51,7 @@ class Run:
     # When loading: how many processes wrote the checkpoint, and the models whose weights are not left to a hook.
     saved_ranks: int = 0
     without_hooks: list[torch.nn.Module] = field(default_factory=list)
+    exact_resume: bool = False  # whether loaders start where they were
     to_follow: list[Any] = field(default_factory=list)  # the optimizers that load after these weights
 
 
@@ -109,10 +111,29 @@ def _look_at(file: File, item: Any, looked_at: set[str]) -> None:
 def own_parts(run: Run, step: int = 0) -> Iterator[File]:
     """What each process has of its own: one file, as there may be thousands of them.
 
+    A second one where the state of a dataset holds what the 1.x releases refuse, with all that is in the same file.
     step: how far an accumulation was, as older releases note it.
     """
-    progress = {} if run.progress is None else {_PROGRESS: run.progress}
+    together = run.progress is not None and _is_known_to_1_x(run.progress)
+    progress = {_PROGRESS: run.progress} if together else {}
     yield File(layout.random_states(run.rank), {"step": step, **rng.capture(run.device), **progress})
+    if run.progress is not None and not together:
+        yield File(layout.progress(run.rank), run.progress)
+
+
+_PLAIN = {type(None), bool, int, float, str, bytes, torch.Tensor}
+
+
+def _is_known_to_1_x(value: Any) -> bool:
+    """Whether the 1.x releases read such contents: tensors, plain values, and arrays as in numpy's random states."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return True
+    if kind is dict:
+        return all(map(_is_known_to_1_x, value)) and all(map(_is_known_to_1_x, value.values()))
+    if kind in (list, tuple):
+        return all(map(_is_known_to_1_x, value))
+    return kind is np.ndarray and value.dtype == np.uint32
 
 
 @dataclass
@@ -148,7 +169,7 @@ def read(run: Run, reader: Reader, **kwargs: Any) -> Loaded:
         [read_torch(reader.path(layout.custom(i)), **kwargs) for i in range(len(run.custom))],
         states,
         there(saved[-1]) if saved else None,
-        # By itself, as the first versions of this format had it.
+        # By itself, as the first versions of this format had it, and where it holds what 1.x would refuse.
         states[_PROGRESS] if states is not None and _PROGRESS in states else there(layout.progress(own)),
     )
 

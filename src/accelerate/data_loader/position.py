@@ -220,6 +220,9 @@ class Position:
         vars(self).update(vars(Position()))
         if loader.persistent_workers:
             loader.forget_workers()  # new ones start with the states that are loaded
+        if other_order(state, loader) is not None:
+            loader.iteration = state["epoch"]  # which begins anew: its middle is no place in this order
+            return
         if not state["inside"]:
             loader.forget_state()  # a stateful loader would go on with an epoch that is over
         self._loaded = state
@@ -330,6 +333,12 @@ def order_of(loader: Any) -> str | None:
     """Which kind of sampler makes the order of a loader, where that is one of those that `prepare` knows."""
     kind = type(_sampler(loader))
     return kind.__name__ if kind in _ORDERS else None
+
+
+def other_order(state: dict[str, Any], loader: Any) -> tuple[str, str] | None:
+    """The orders of a saved place in the middle of an epoch and of a loader, where they are known and differ."""
+    saved, now = state.get("order"), order_of(loader)  # not in folders of before it was written down
+    return None if not state["inside"] or saved is None or now is None or saved == now else (saved, now)
 
 
 def takes_over(state: dict[str, Any], loader: Any) -> bool:

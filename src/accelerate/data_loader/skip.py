@@ -42,7 +42,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
 
     What is skipped is not even fetched, wherever a batch sampler decides what is.
     """
-    if isinstance(dataloader, DataLoaderAdapter):
+    if hasattr(dataloader, "without_first"):  # a prepared one
         return dataloader.without_first(num_batches)
     arguments = kept_arguments(dataloader)
     batches = skipped_batches(dataloader, num_batches)

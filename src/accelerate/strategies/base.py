@@ -153,6 +153,10 @@ class Strategy:
         """For every rank, which share of the data it gets: ranks that work on the same batch have the same number."""
         return shares_of_ranks(self.state.device_mesh, self.state.num_processes)
 
+    def batches_of_a_step(self) -> int:
+        """How many batches of a script's loader all ranks together work on at a time."""
+        return max(self.data_shares()) + 1
+
     def outputs(self) -> Outputs:
         """Which of this process's outputs count: of ranks that work on the same samples, only those of one."""
         mesh = self.state.device_mesh

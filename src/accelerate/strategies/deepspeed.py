@@ -85,8 +85,8 @@ class DeepSpeed(Strategy):
         # The batch sizes of the script's loaders.
         self.batch_sizes: list[int | None] = []
         self.last_engine: Any = None
-        # The groups of processes that share sequences, once a model does.
-        self.sequence_groups: Any = None
+        # How processes share sequences, once a model does.
+        self.sharing: Any = None
         # The optimizers that a script has made, whose groups its schedulers know, with their engines.
         self.replaced: list[tuple[torch.optim.Optimizer, Any]] = []
 
@@ -119,6 +119,9 @@ class DeepSpeed(Strategy):
         # Processes that share sequences read different ones, and give each other parts of them.
         return list(range(self.state.num_processes)) if self._cuts_sequences() else super().data_shares()
 
+    def batches_of_a_step(self) -> int:
+        return max(super().data_shares()) + 1
+
     def _cuts_sequences(self) -> bool:
         config = self.state.parallelism_config
         return config is not None and config.sp_enabled
@@ -126,7 +129,7 @@ class DeepSpeed(Strategy):
     def cut_sequences(self, loader: Any) -> Any:
         if not self._cuts_sequences():
             return super().cut_sequences(loader)
-        if self.sequence_groups is None:
+        if self.sharing is None:
             raise RuntimeError(
                 "No model shares its sequences yet: prepare the model before `deepspeed_ulysses_dl_adapter`."
             )
@@ -154,12 +157,12 @@ class DeepSpeed(Strategy):
                 f"DeepSpeed makes one engine of a model and its optimizer, and {type(left[0].value).__name__} came "
                 "without its model: pass both to one call of `prepare`."
             )
-        if models and self.sequence_groups is not None:
+        if models and self.sharing is not None:
             for loader in bundle.loaders:
                 loader.value = self.cut_sequences(loader.value)
 
     def _share_sequences(self, model: nn.Module) -> Any:
-        if self.sequence_groups is not None:
+        if self.sharing is not None:
             raise NotYetSupported("A second model with sp_size", "train one model, and leave others in one piece.")
         try:
             from accelerate.strategies.deepspeed_sequence import attend_together
@@ -170,8 +173,8 @@ class DeepSpeed(Strategy):
         size = self.plugin.get_value("train_micro_batch_size_per_gpu")
         config = self.state.parallelism_config
         assert config is not None
-        self.sequence_groups = attend_together(model, config, size)
-        return self.sequence_groups
+        self.sharing = attend_together(model, config, size)
+        return self.sharing.groups
 
     def _make_engine(
         self, model: Entry, optimizer: Entry | None, scheduler: Entry | None, sizes: list[int | None]
@@ -266,6 +269,9 @@ class DeepSpeed(Strategy):
         self.owners.clear()
         self.replaced.clear()
         self.last_engine = None
+        if self.sharing is not None:
+            self.sharing.end()
+            self.sharing = None
 
     # --- one step -----------------------------------------------------------------------------------------------
 
@@ -308,7 +314,7 @@ class DeepSpeed(Strategy):
 
     def averaged_ranks(self) -> int:
         every, config = super().averaged_ranks(), self.state.parallelism_config
-        if config is None or self.sequence_groups is None or self.plugin.zero_stage == 3:
+        if config is None or self.sharing is None or self.plugin.zero_stage == 3:
             return every
         # Below stage 3, DeepSpeed adds up the gradients of processes that share sequences.
         return every // int(config.sp_size or 1)

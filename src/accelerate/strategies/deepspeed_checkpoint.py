@@ -128,6 +128,11 @@ def read(engine: Any, reader: Reader, number: int, torch_load: dict[str, Any], *
     first = engine._get_ckpt_name(folder, tag, mp_placeholder="*", pp_placeholder="0")
     names: list[str] = engine._get_all_ckpt_names(folder, tag) or sorted(glob.glob(first))
     if not names:
+        if any(reader.folder.glob(f"{tag}/*_model_states.pt")):
+            raise CheckpointError(
+                f"{reader.folder / tag} was saved in another stage of ZeRO, and those of stage "
+                f"{engine.zero_optimization_stage()} are other pieces: set the stage as it was."
+            )
         raise CheckpointError(
             f"{reader.folder} has no model number {number} of DeepSpeed (no {tag}/*_model_states.pt): load a "
             "checkpoint that was saved with it."
@@ -141,7 +146,7 @@ def read(engine: Any, reader: Reader, number: int, torch_load: dict[str, Any], *
         if saved == here:
             files[path] = _read(path, torch_load)
         else:
-            _check_pieces(engine, reader.folder / tag, saved)
+            _check_pieces(engine, content, reader.folder / tag, saved)
             files[path] = {"optimizer_state_dict": _recut(engine, content["param_shapes"], saved, path, torch_load)}
             content["dp_world_size"] = here
     arguments: dict[str, Any] = {"load_module_strict": kwargs.pop("strict", True), **kwargs}
@@ -192,8 +197,14 @@ def _check(engine: Any, content: dict[str, Any], folder: Path) -> None:
         )
 
 
-def _check_pieces(engine: Any, folder: Path, saved: int) -> None:
+def _check_pieces(engine: Any, content: dict[str, Any], folder: Path, saved: int) -> None:
     """Whether the pieces of `saved` processes can be cut anew: not where they are on a disk, or laid out otherwise."""
+    if engine.zero_optimization_partition_weights() and content.get("frozen_param_fragments"):
+        raise CheckpointError(
+            f"{folder} was saved on {saved} processes, and there are {engine.seq_dp_world_size}: in stage 3 the pieces "
+            "of frozen parameters fit as many processes as have written them; start as many, or make whole weights of "
+            "it with its zero_to_fp32.py."
+        )
     config = engine._config.zero_config
     offloads = (config.offload_optimizer, config.offload_param)
     on_a_disk = any(offload is not None and offload.device == "nvme" for offload in offloads)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
@@ -10,12 +11,29 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from accelerate.errors import NotYetSupported
 from accelerate.parallelism_config import ParallelismConfig
 
 
-def attend_together(model: nn.Module, parallelism: ParallelismConfig, batch_size: int) -> Any:
-    """Have the attention of a model of transformers exchange heads for sequences; returns DeepSpeed's groups."""
+@dataclass
+class Sharing:
+    """How processes share sequences: DeepSpeed's groups of them, and the attention that a process has by itself."""
+
+    groups: Any
+    name: str
+    attention: Any
+
+    def end(self) -> None:
+        """DeepSpeed makes its groups once, and replaces the attention of all models of a process."""
+        if self.attention is not None:
+            ALL_ATTENTION_FUNCTIONS[self.name] = self.attention
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
+
+
+def attend_together(model: nn.Module, parallelism: ParallelismConfig, batch_size: int) -> Sharing:
+    """Have the attention of a model of transformers exchange heads for sequences."""
     config: Any = getattr(model, "config", None)
     own = getattr(config, "_attn_implementation", None)
     if own is None:
@@ -33,7 +51,8 @@ def attend_together(model: nn.Module, parallelism: ParallelismConfig, batch_size
         )
     # Its own functions for processes, which an engine would make later.
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
-    return UlyssesSPAttentionHF.register_with_transformers(
+    alone = ALL_ATTENTION_FUNCTIONS.get(own)
+    groups = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model,
         core_attn_implementation=own,
         sequence_parallel_size=parallelism.sp_size,
@@ -41,6 +60,7 @@ def attend_together(model: nn.Module, parallelism: ParallelismConfig, batch_size
         seq_length=handler.sp_seq_length,
         seq_length_is_variable=handler.sp_seq_length_is_variable,
     )
+    return Sharing(groups, own, alone)
 
 
 class SequenceLoader(UlyssesSPDataLoaderAdapter):
@@ -58,7 +78,17 @@ class SequenceLoader(UlyssesSPDataLoaderAdapter):
         super().__init__(loader, sp_rank=rank, sp_group=group, sp_world_size=size, device=device)
 
     def __getattr__(self, name: str) -> Any:
+        if "dl" not in self.__dict__:  # a copy that is being made
+            raise AttributeError(name)
         return getattr(self.__dict__["dl"], name)
+
+    def without_first(self, num_batches: int) -> Any:
+        if num_batches:
+            raise NotYetSupported(
+                "`skip_first_batches` of a loader whose sequences are in parts (sp_size)",
+                "leave the first batches out in the loop, with `continue`.",
+            )
+        return self
 
     def __iter__(self) -> Iterator[Any]:
         self.iter = iter(self.dl)

@@ -30,7 +30,7 @@ from accelerate.checkpoint import commit, disk, host, layout, sparse
 from accelerate.checkpoint.files import write_safetensors
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.state import Run
+from accelerate.checkpoint.state import Run, own_parts, read
 from accelerate.checkpoint.whole import read_gradients
 from accelerate.checkpointing import (
     load_accelerator_state,
@@ -39,6 +39,7 @@ from accelerate.checkpointing import (
     save_custom_state,
     verify_checkpoint,
 )
+from accelerate.devices import CPU
 from accelerate.errors import CheckpointError
 from accelerate.utils import ProjectConfiguration
 from tests.harness.torch_features import refuses_defaultdict
@@ -1173,3 +1174,17 @@ def test_the_newest_is_the_one_that_was_saved_last(tmp_path: Path, monkeypatch: 
     config.iteration = 10
     run.accelerator.save_state()
     assert sorted(os.listdir(folder)) == ["checkpoint_1", "checkpoint_10", "checkpoint_2"]
+
+
+@pytest.mark.parametrize(
+    ("state", "together"),
+    [({"seen": [1, (2.0, None)], "of numpy": np.zeros(3, np.uint32)}, True), ({"seen": np.ones(2)}, False)],
+)
+def test_what_1_x_would_refuse_is_in_a_file_of_its_own(tmp_path: Path, state: Any, together: bool) -> None:
+    run = Run(0, 1, CPU(), progress={"loaders": [{"dataset": state}]})
+    for file in own_parts(run):
+        file.write(tmp_path)
+    assert (tmp_path / layout.progress(0)).exists() is not together
+    found = read(run, Reader(tmp_path)).progress
+    assert found is not None
+    np.testing.assert_equal(found["loaders"][0]["dataset"], state)
