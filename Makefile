@@ -212,15 +212,19 @@ ray: $(RAY)/.ready
 # Without the documents, which show what the current release of torch does, and without what is the same on all of them:
 # commands, settings, plans of a launch, trackers, notebooks, clusters.
 SAME_ON_ALL := $(addprefix tests/unit/,commands config environments launch runs tracking) \
-	$(addprefix tests/world/,test_slurm.py test_two_machines.py test_elastic.py test_notebook.py test_local_runs.py test_test_utils_scripts.py \
+	$(addprefix tests/world/,test_slurm.py test_two_machines.py test_notebook.py test_local_runs.py test_test_utils_scripts.py \
 	test_checkpoint_crash.py test_checkpoint_disk.py test_accelerate_test.py)
 ON_OLDER := tests/world tests/contract tests/unit $(addprefix --ignore=,$(SAME_ON_ALL))
 
 torch-oldest: $(TORCH_OLDEST)/.ready
 	$(TORCH_OLDEST)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER))
 
+# What starts, watches and ends processes is tried at both ends, on the oldest release and on the current one.
+AT_THE_ENDS := $(addprefix tests/world/,test_launch.py test_launchers_direct.py test_preemption.py test_hang.py \
+	test_out_of_memory.py test_scaling.py test_quickstart.py)
+
 torch-middle: $(TORCH_MIDDLE)/.ready
-	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER))
+	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER) $(addprefix --ignore=,$(AT_THE_ENDS)))
 
 # The packages that a checker sees are those of the tests; the environment of its own has the checker alone.
 editors: $(VENV)/.ready-test $(EDITORS)/.ready
@@ -258,6 +262,7 @@ soak: $(VENV)/.ready-test
 FAULTS := 40
 SEED := 1
 chaos: $(VENV)/.ready-test
+	$(BIN)/python -m pytest tests/chaos
 	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
 
 bench: $(VENV)/.ready-examples $(PEER)/.ready
