@@ -37,7 +37,8 @@ OF_OTHERS = {
     "mlflow": "_active_run_stack _last_active_run_id",
     "swanlab": "_handle_atexit _is_main_thread",
     "Habana": "_get_device_type",
-    "DeepSpeed": "_config _consolidated_16bit_state_dict _get_all_ckpt_names _get_ckpt_name _get_norm_groups "
+    "DeepSpeed": "_SEQUENCE_DATA_PARALLEL_GROUP _SEQUENCE_PARALLEL_GROUP "
+    "_config _consolidated_16bit_state_dict _get_all_ckpt_names _get_ckpt_name _get_norm_groups "
     "_get_sequence_parallel_group _get_zero_ckpt_name _get_zero_param_shapes _hp_mapping _param_slice_mappings",
     "transformers": "_attn_implementation _no_split_modules _tie_weights _tp_plan _tp_size",
     "accelerate, on objects of others": "_accelerate_aside _accelerate_flat _accelerate_same _accelerate_syncs "
