@@ -18,6 +18,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import InitProcessGroupKwargs, ProjectConfiguration, broadcast_object_list, set_seed
 
 SAMPLES = 240
+BATCH = 2
 
 
 class Progress:
@@ -50,7 +51,7 @@ def main() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1))
     values = torch.arange(2.0 * SAMPLES).reshape(SAMPLES, 2) / SAMPLES
     data = TensorDataset(torch.arange(SAMPLES), values)
-    parts: list[Any] = [net, torch.optim.AdamW(net.parameters(), lr=0.01), DataLoader(data, batch_size=2, shuffle=True)]
+    parts: list[Any] = [net, torch.optim.AdamW(net.parameters(), lr=0.01), DataLoader(data, batch_size=BATCH, shuffle=True)]
     model, optimizer, loader = accelerator.prepare(*parts)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
