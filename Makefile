@@ -5,6 +5,7 @@ PEER := .venv-peer
 TRACKERS := .venv-trackers
 QUANTIZATION := .venv-quantization
 FP8 := .venv-fp8
+XLA := .venv-xla
 CLIENTS := .venv-clients
 EDITORS := .venv-editors
 SITE := .venv-site
@@ -31,7 +32,7 @@ layer = $(PYTHON) -m venv --without-pip $(1) && \
 put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released \
 	$$(grep ^accelerate benchmarks/peer-requirements.txt)
 
-.PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization fp8 clients deepspeed ray torch-oldest torch-middle peer-launch soak chaos \
+.PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization fp8 xla clients deepspeed ray torch-oldest torch-middle peer-launch soak chaos \
 	editors wheel wheel-test docs docs-serve site-test plots screenshot \
 	lint format file-map bench bench-deepspeed bench-scale
 .DEFAULT_GOAL := help
@@ -47,6 +48,7 @@ help:
 	@echo "make peer-behaviour  small things that scripts rely on, and classes of errors, as in the released package"
 	@echo "make quantization weights in 8 and 4 bits, with the real bitsandbytes"
 	@echo "make fp8          training in fp8 with the real torchao, emulated on CPU"
+	@echo "make xla          training on an XLA device with the real torch_xla, compiled for the CPU"
 	@echo "make clients      transformers, peft, diffusers and trl as released, on this package"
 	@echo "make deepspeed    ZeRO with the real DeepSpeed, on CPU"
 	@echo "make ray          a training in the workers of the real Ray"
@@ -151,7 +153,15 @@ $(RAY)/.ready: tests/ray/requirements.txt $(VENV)/.ready-test
 	$(@D)/bin/python tests/torch_versions/without_cuda.py
 	@touch $@
 
-large-environments: $(CLIENTS)/.ready $(DEEPSPEED)/.ready $(RAY)/.ready $(TORCH_OLDEST)/.ready $(TORCH_MIDDLE)/.ready
+# torch_xla is made for one release of torch. That is found before the one of the tests: paths are added by file name.
+$(XLA)/.ready: tests/xla/requirements.txt $(TORCH_MIDDLE)/.ready
+	@echo "installing torch_xla into $(XLA)"
+	$(call layer,$(XLA))
+	echo "$(abspath $(TORCH_MIDDLE))/lib/$$(ls $(TORCH_MIDDLE)/lib)/site-packages" > $(XLA)/lib/$$(ls $(XLA)/lib)/site-packages/middle.pth
+	$(XLA)/bin/python $(PIP) --no-deps -r tests/xla/requirements.txt -e .
+	@touch $@
+
+large-environments: $(CLIENTS)/.ready $(DEEPSPEED)/.ready $(RAY)/.ready $(TORCH_OLDEST)/.ready $(TORCH_MIDDLE)/.ready $(XLA)/.ready
 
 # On CPU even where there is a GPU: two processes cannot share one.
 quickstart: $(VENV)/.ready-examples
@@ -199,6 +209,9 @@ quantization: $(QUANTIZATION)/.ready
 
 fp8: $(FP8)/.ready
 	REQUIRE_FP8=1 $(FP8)/bin/python -m pytest tests/fp8 $(ARGS)
+
+xla: $(XLA)/.ready
+	$(XLA)/bin/python -m pytest -n 2 tests/xla $(ARGS)
 
 clients: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
