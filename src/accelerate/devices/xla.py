@@ -17,6 +17,7 @@ from accelerate.comm import Communicator, torch_dist
 from accelerate.comm.tree import recursively_apply, send_to_device
 from accelerate.config.enums import DistributedType
 from accelerate.devices.base import Device, Memory
+from accelerate.devices.cpu import CPU
 from accelerate.devices.transfer import Transfer
 from accelerate.environments import World
 from accelerate.errors import Unfit
@@ -96,7 +97,10 @@ class XLA(Device):
         """There is none."""
 
     def memory(self, index: int = 0) -> Memory:
-        used = self._model.get_memory_info(self.pin(index))
+        try:
+            used = self._model.get_memory_info(self.pin(index))
+        except RuntimeError:  # it cannot tell for the CPU
+            return CPU().memory()
         return Memory(used["bytes_limit"] - used["bytes_used"], used["bytes_limit"])
 
     def supports(self, mode: str) -> bool:

@@ -42,8 +42,8 @@ def test_the_first_available_one_is_taken() -> None:
 def test_the_cpu_is_last_and_vendors_are_marked_untested() -> None:
     names = [device.name for device in DEVICES]
     assert names[:3] == ["xla", "mps", "cuda"] and names[-1] == "cpu" and len(set(names)) == len(names)
-    assert [device.name for device in DEVICES if device.tested] == ["mps", "cuda", "cpu"]
-    assert set(names[2:-1]) == {"xpu", "npu", "hpu", "mlu", "musa", "sdaa", "neuron"}
+    assert [device.name for device in DEVICES if device.tested] == ["xla", "mps", "cuda", "cpu"]
+    assert set(names[3:-1]) == {"xpu", "npu", "hpu", "mlu", "musa", "sdaa", "neuron"}
     for device in DEVICES:
         assert isinstance(device.available(), bool)  # a missing vendor's module is an answer, not an error
         assert device.label != DistributedType.NO
