@@ -32,7 +32,7 @@ layer = $(PYTHON) -m venv --without-pip $(1) && \
 put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released \
 	$$(grep ^accelerate benchmarks/peer-requirements.txt)
 
-.PHONY: help large-environments quickstart test trackers peer-checkpoints peer-models peer-names peer-behaviour quantization fp8 xla clients deepspeed ray torch-oldest torch-middle peer-launch soak chaos \
+.PHONY: help large-environments quickstart test clusters trackers peer-checkpoints peer-models peer-names peer-behaviour quantization fp8 xla clients deepspeed ray torch-oldest torch-middle peer-launch soak chaos \
 	editors wheel wheel-test docs docs-serve site-test plots screenshot \
 	lint format file-map bench bench-deepspeed bench-scale
 .DEFAULT_GOAL := help
@@ -40,6 +40,7 @@ put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released
 help:
 	@echo "make quickstart   train a small model on two processes"
 	@echo "make test         lint, then all tests"
+	@echo "make clusters     trainings by a real Slurm, and on two machines in network namespaces"
 	@echo "make trackers     the trackers, against their real libraries"
 	@echo "make peer-checkpoints  this package and the released one load each other's checkpoints"
 	@echo "make peer-launch  this package and the released one tell launched processes the same"
@@ -184,6 +185,10 @@ format: $(VENV)/.ready-test
 test: lint
 	$(BIN)/python $(PYTEST) $(ARGS)
 
+# Slurm with two nodes on this machine, and two machines in network namespaces. Needs root.
+clusters: $(VENV)/.ready-test
+	$(BIN)/python $(PYTEST) tests/clusters $(ARGS)
+
 # These libraries are heavy, so they have an environment of their own. One that is missing there is a failure.
 trackers: $(TRACKERS)/.ready
 	REQUIRE_TRACKERS=1 $(TRACKERS)/bin/python -m pytest -n 2 tests/trackers $(ARGS)
@@ -214,27 +219,30 @@ xla: $(XLA)/.ready
 	$(XLA)/bin/python -m pytest -n 2 tests/xla $(ARGS)
 
 clients: $(CLIENTS)/.ready
-	$(CLIENTS)/bin/python -m pytest tests/clients $(ARGS)
+	$(CLIENTS)/bin/python $(PYTEST) tests/clients $(ARGS)
 
 deepspeed: $(DEEPSPEED)/.ready
-	$(DEEPSPEED)/bin/python -m pytest tests/deepspeed $(ARGS)
+	$(DEEPSPEED)/bin/python $(PYTEST) tests/deepspeed $(ARGS)
 
 ray: $(RAY)/.ready
 	$(RAY)/bin/python -m pytest tests/ray $(ARGS)
 
 # Without the documents, which show what the current release of torch does, and without what is the same on all of them:
-# commands, settings, plans of a launch, trackers, notebooks, clusters.
+# commands, settings, plans of a launch, trackers, notebooks.
 SAME_ON_ALL := $(addprefix tests/unit/,commands config environments launch runs tracking) \
-	$(addprefix tests/world/,test_slurm.py test_two_machines.py test_notebook.py test_local_runs.py test_test_utils_scripts.py \
+	$(addprefix tests/world/,test_notebook.py test_local_runs.py test_test_utils_scripts.py \
 	test_checkpoint_crash.py test_checkpoint_disk.py test_accelerate_test.py)
 ON_OLDER := tests/world tests/contract tests/unit $(addprefix --ignore=,$(SAME_ON_ALL))
 
 torch-oldest: $(TORCH_OLDEST)/.ready
 	$(TORCH_OLDEST)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER))
 
-# What starts, watches and ends processes is tried at both ends, on the oldest release and on the current one.
+# What starts, watches and ends processes, and what counts samples and losses, is tried at both ends, on the oldest release
+# and on the current one. What is left: unit tests, the contract, collectives, engines and their checkpoints.
 AT_THE_ENDS := $(addprefix tests/world/,test_launch.py test_launchers_direct.py test_preemption.py test_hang.py \
-	test_out_of_memory.py test_scaling.py test_quickstart.py)
+	test_out_of_memory.py test_scaling.py test_quickstart.py test_checkpoint_draws.py test_checkpoint_alone.py \
+	test_dispatcher.py test_gather_for_metrics.py test_num_items.py test_uneven.py test_nonfinite.py test_debug_mode.py \
+	test_local_sgd.py test_indexed_shuffle.py test_state.py)
 
 torch-middle: $(TORCH_MIDDLE)/.ready
 	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER) $(addprefix --ignore=,$(AT_THE_ENDS)))
