@@ -19,6 +19,7 @@ import torch
 
 from accelerate import arrays
 from accelerate.state import PartialState
+from accelerate.torch_internals import xla
 
 logger: logging.Logger = logging.getLogger("accelerate.utils.other")  # where the public knows what is in this file
 
@@ -57,6 +58,7 @@ def save(
         return
     from safetensors import torch as safetensors
 
+    obj = state.device_kind.storable(obj)
     if safe_serialization and isinstance(obj, collections.OrderedDict):  # what `state_dict()` returns
         obj = clean_state_dict_for_safetensors(obj)
     if not isinstance(f, (str, os.PathLike)):
@@ -160,10 +162,15 @@ def each_once(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     return kept
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    """The same number for all tensors that share memory with this one."""
+    return xla.tensor_id(tensor) if tensor.device.type == "xla" else tensor.untyped_storage().data_ptr()
+
+
 def view_of(value: Any) -> tuple[Any, ...] | None:
     """Which memory a tensor is of, and as what it is seen: the same for two names of one; None where it has none."""
     if not isinstance(value, torch.Tensor) or value.is_meta or value.numel() == 0:
         return None
-    storage = (value.device, value.untyped_storage().data_ptr())
+    storage = (value.device, address_of(value))
     # A conjugate is other values in the same memory, until they are needed.
     return *storage, value.storage_offset(), value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()

@@ -169,9 +169,8 @@ class AcceleratorBase(ProcessControl):
             self._strategy.precision = self._precision
             if nonfinite is not None and not self._strategy.can_leave_steps_out:
                 raise ValueError(
-                    f"nonfinite={nonfinite!r} does not work with {type(self._strategy).__name__}, which takes its "
-                    "steps itself and does not show its gradients first: leave it out; in fp16 it skips such steps "
-                    "itself."
+                    f"nonfinite={nonfinite!r} does not work with {type(self._strategy).__name__}, whose gradients are "
+                    "not seen before a step: leave it out."
                 )
         # Whether several processes have outputs for the same samples, so that some of them do not count.
         self._outputs_repeat = len(set(self._strategy.data_shares())) < self.num_processes

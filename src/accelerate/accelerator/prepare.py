@@ -14,6 +14,7 @@ from accelerate.bundle import Bundle, Entry
 from accelerate.compilation import has_compiled_regions, is_compiled_module
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.environment import parse_flag_from_env
+from accelerate.devices import Device
 from accelerate.errors import warn
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision.stepping import FiniteStepper, Stepper
@@ -152,7 +153,7 @@ class Preparing(AcceleratorBase):
         wanted = self.device_placement if entry.placement is None else entry.placement
         entry.placed = wanted and not spread and not _is_quantized(model)
         if entry.placed and (entry.evaluation or not self._strategy.places_models):
-            entry.value = _moved(model, self.device)
+            entry.value = _moved(model, self.state.device_kind, self.device)
 
     def _finish_model(self, model: torch.nn.Module) -> torch.nn.Module:
         model = self._compile(model)
@@ -336,9 +337,9 @@ def _warn_of_list(items: list[Any] | tuple[Any, ...]) -> None:
         )
 
 
-def _moved(model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+def _moved(model: torch.nn.Module, kind: Device, device: torch.device) -> torch.nn.Module:
     try:
-        return model.to(device)
+        return kind.place(model, device)
     except NotImplementedError:
         # torch advises `to_empty` here, after which whatever was in memory would be trained.
         parameters = list(model.parameters())

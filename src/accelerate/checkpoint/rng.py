@@ -14,10 +14,6 @@ from accelerate.devices import Device
 _PYTHON, _NUMPY, _TORCH = "random_state", "numpy_random_seed", "torch_manual_seed"
 
 
-def _device_key(device: Device) -> str:
-    return f"torch_{device.name}_manual_seed"
-
-
 def capture(device: Device | None = None) -> dict[str, Any]:
     """The states of python, numpy, torch and, where it has its own, the device."""
     states: dict[str, Any] = {
@@ -26,9 +22,7 @@ def capture(device: Device | None = None) -> dict[str, Any]:
         _TORCH: torch.get_rng_state(),
     }
     if device is not None and device.name != "cpu":
-        # A list, one for each device that this process sees: so it is in files of older releases.
-        everyone = getattr(device.module, "get_rng_state_all", None)
-        states[_device_key(device)] = everyone() if everyone is not None else device.rng_state()
+        states[device.rng_key] = device.stored_rng()
     return states
 
 
@@ -49,14 +43,8 @@ def _restore_into(states: dict[str, Any], python: Any, numpy: Any, generator: to
 
 def restore(states: dict[str, Any], device: Device | None = None) -> None:
     _restore_into(states, random, np.random, torch.default_generator)
-    if device is not None and _device_key(device) in states:
-        saved = states[_device_key(device)]
-        if not isinstance(saved, (list, tuple)):
-            device.set_rng_state(saved.cpu())
-        elif len(saved) == device.count():
-            device.module.set_rng_state_all([state.cpu() for state in saved])
-        elif saved:
-            device.set_rng_state(saved[0].cpu())
+    if device is not None and device.rng_key in states:
+        device.restore_rng(states[device.rng_key])
 
 
 def derive(states: dict[str, Any], last: dict[str, Any], rank: int, device: Device | None = None) -> None:

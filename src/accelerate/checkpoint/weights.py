@@ -24,7 +24,7 @@ from accelerate.constants import (
     WEIGHTS_PATTERN_NAME,
 )
 from accelerate.errors import Unfit
-from accelerate.files import each_once, view_of
+from accelerate.files import address_of, each_once, view_of
 from accelerate.text import convert_file_size_to_int
 
 
@@ -55,7 +55,7 @@ def split(weights: dict[str, Any], limit: int, alone: bool = False) -> list[dict
 def _storage(value: Any) -> tuple[Any, ...] | None:
     if not isinstance(value, torch.Tensor) or value.is_meta or value.numel() == 0:
         return None
-    return value.device, value.untyped_storage().data_ptr()
+    return value.device, address_of(value)
 
 
 # Gives the values of some of a model's weights, if they shall be kept here. Called on all processes.

@@ -21,6 +21,7 @@ from accelerate.checkpoint.reading import CPU, Place, Places, Reader
 from accelerate.checkpoint.sparse import unpacked
 from accelerate.checkpoint.state import Run, fill, in_words, named_parameters, plain
 from accelerate.checkpoint.weights import with_tied
+from accelerate.devices import Device
 from accelerate.errors import CheckpointError
 from accelerate.files import each_once
 from accelerate.torch_internals.modules import has_post_load_hooks, has_pre_load_hooks, load_state, loads_by_code_of
@@ -29,13 +30,14 @@ from accelerate.torch_internals.optimizers import has_load_hooks
 
 def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> Iterator[File]:
     """main: whether this process writes what is the same on all of them."""
+    storable = run.device.storable
     if main:
-        for number, state in enumerate(weights):
+        for number, state in enumerate(map(storable, weights)):
             yield File(layout.model(number, safe), each_once(state) if safe else state, safe)
         for number, optimizer in enumerate(run.optimizers):
-            yield File(layout.optimizer(number), optimizer.state_dict(), together=True)
+            yield File(layout.optimizer(number), storable(optimizer.state_dict()), together=True)
     if run.gradients is not None:
-        yield File(layout.gradients(run.rank), run.gradients, True)
+        yield File(layout.gradients(run.rank), storable(run.gradients), True)
 
 
 def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
@@ -53,7 +55,7 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
     models = [(m := plain(model), before_own or _has_own_code(m)) for model in run.without_hooks]
     puts = []
     for number, (model, own) in enumerate(models):
-        weights = _read_model(model, reader, number, in_place=not (assign or own))
+        weights = _read_model(model, run.device, reader, number, in_place=not (assign or own))
         weights = _fitting(model, weights, folder, strict)
         expanded = [] if assign or _has_own_code(model) else list(_expanded(model, weights, folder))
         into = model.load_state_dict if _has_own_code(model) else partial(load_state, model)
@@ -67,7 +69,7 @@ def load(run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any)
             state = (
                 read_torch(reader.path(name), **torch_load)
                 if torch_load
-                else reader.content(name, _places_in(optimizer))
+                else reader.content(name, _places_in(optimizer, run.device))
             )
         state = numbered(state, names_of(run.models, optimizer))  # as engines save that hold pieces
         _check_groups(optimizer, state, folder / name)
@@ -116,13 +118,15 @@ def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _read_model(model: torch.nn.Module, reader: Reader, number: int, in_place: bool) -> dict[str, Any]:
+def _read_model(model: torch.nn.Module, device: Device, reader: Reader, number: int, in_place: bool) -> dict[str, Any]:
     if reader.has(layout.model_shards(number)):
         return _put_together(reader.folder / layout.model_shards(number))
     names = [layout.model(number, True), layout.gathered_model(number), layout.model(number, False)]
     name = next(filter(reader.has, names), names[0])
     places: dict[str, Place] = {
-        key: value.device for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)
+        key: value.device if device.addressable else CPU
+        for key, value in model.state_dict().items()
+        if isinstance(value, torch.Tensor)
     }
     if in_place:
         own = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
@@ -130,7 +134,7 @@ def _read_model(model: torch.nn.Module, reader: Reader, number: int, in_place: b
     return reader.weights(name, places)
 
 
-def _places_in(optimizer: Any) -> Places:
+def _places_in(optimizer: Any, device: Device) -> Places:
     """Where the state of each parameter goes when an optimizer loads it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     inner = _inner(optimizer)
@@ -144,7 +148,7 @@ def _places_in(optimizer: Any) -> Places:
             return CPU
         parameter: torch.Tensor = parameters[keys[1]]
         if parameter.device.type not in ("cpu", "meta"):
-            return parameter.device
+            return parameter.device if device.addressable else CPU
         state = inner.state.get(parameter) if keeps else None
         there = state.get(keys[2]) if isinstance(state, dict) else None
         return there if isinstance(there, torch.Tensor) and there.device == CPU else CPU

@@ -15,6 +15,7 @@ from accelerate.devices.cuda import CUDA
 from accelerate.devices.mps import MPS
 from accelerate.devices.transfer import BlockingTransfer, Transfer
 from accelerate.devices.vendors import VENDORS
+from accelerate.devices.xla import XLA
 from accelerate.errors import Unfit
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "DEVICES",
     "MPS",
     "VENDORS",
+    "XLA",
     "Choice",
     "Device",
     "Memory",
@@ -33,7 +35,7 @@ __all__ = [
 ]
 
 # In the order of preference; the processor is last because it is always available.
-DEVICES: tuple[Device, ...] = (MPS(), CUDA(), *VENDORS, CPU())
+DEVICES: tuple[Device, ...] = (XLA(), MPS(), CUDA(), *VENDORS, CPU())
 
 
 class Choice(NamedTuple):

@@ -26,6 +26,9 @@ class Device:
     label: what `distributed_type` reports when several processes use it. tested: whether it is part of our tests.
     """
 
+    # Whether the memory of its tensors can be seen as bytes: files are then read into it, and written from it.
+    addressable = True
+
     def __init__(
         self,
         name: str,
@@ -83,6 +86,10 @@ class Device:
         """The device of a single process."""
         return torch.device(self.name)
 
+    def place(self, model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+        """A model on `device`, one of this kind, with the parameters that it had, and that optimizers have."""
+        return model.to(device)
+
     def seed(self, seed: int) -> None:
         self.module.manual_seed_all(seed)
 
@@ -93,8 +100,30 @@ class Device:
     def set_rng_state(self, state: torch.Tensor) -> None:
         self.module.set_rng_state(state)
 
+    @property
+    def rng_key(self) -> str:
+        """The name of its random state in checkpoints."""
+        return f"torch_{self.name}_manual_seed"
+
+    def stored_rng(self) -> Any:
+        """Its random state for a checkpoint; in most cases a list, one for each device that this process sees."""
+        everyone = getattr(self.module, "get_rng_state_all", None)
+        return everyone() if everyone is not None else self.rng_state()
+
+    def restore_rng(self, saved: Any) -> None:
+        """Take up a state of `stored_rng`, also of a process that saw another number of devices."""
+        if not isinstance(saved, (list, tuple)):
+            self.set_rng_state(saved.cpu())
+        elif len(saved) == self.count():
+            self.module.set_rng_state_all([state.cpu() for state in saved])
+        elif saved:
+            self.set_rng_state(saved[0].cpu())
+
     def synchronize(self) -> None:
         self.module.synchronize()
+
+    def close_step(self) -> None:
+        """Run what a step has collected, without waiting for it; most devices run everything at once."""
 
     def empty_cache(self) -> None:
         """Give memory that torch keeps for later back to the device, where torch keeps any."""
@@ -114,6 +143,10 @@ class Device:
     def lacks_fp8(self) -> str | None:
         """What is missing here for matrix products in fp8; None where nothing is."""
         return f"it takes an NVIDIA GPU of compute capability 8.9 or more, and this device is {self.name!r}"
+
+    def storable(self, content: Any) -> Any:
+        """Nested content for a file; tensors whose memory is not `addressable` are on the host, each of them once."""
+        return content
 
     # --- what goes to the device, and between processes ---------------------------------------------------------
 

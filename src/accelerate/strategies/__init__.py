@@ -42,6 +42,7 @@ def _tensor_parallel(state: AcceleratorState) -> bool:
 
 # The first that matches is taken: what was asked for, else DDP where a process group exists, else nothing at all.
 STRATEGIES: list[Row] = [
+    Row("accelerate.strategies.xla", "XLA", lambda state: state.device.type == "xla"),
     Row("accelerate.strategies.deepspeed", "DeepSpeed", lambda state: state.deepspeed_plugins is not None),
     Row("accelerate.strategies.fsdp1", "FSDP1", _fsdp(1)),
     Row("accelerate.strategies.fsdp2", "FSDP2", _fsdp(2)),

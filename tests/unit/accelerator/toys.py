@@ -79,7 +79,7 @@ def optimizer_values(optimizer: torch.optim.Optimizer) -> torch.Tensor:
         for value in values.values():
             if isinstance(value, torch.Tensor):
                 cut = _in_flat_pieces() and value.ndim == 1
-                found.append((torch.cat(everywhere(value)) if cut else whole(value)).flatten().float())
+                found.append((torch.cat(everywhere(value)) if cut else whole(value)).flatten().float().cpu())
     return torch.cat(found) if found else torch.zeros(1)
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import types
+
 import pytest
 import torch
 
 from accelerate import Accelerator
 from accelerate.config.enums import DistributedType
-from accelerate.devices import CPU, DEVICES, Device, by_name, choose
+from accelerate.devices import CPU, DEVICES, XLA, Device, by_name, choose
+from accelerate.environments import World
+from accelerate.errors import Unfit
 from accelerate.state import PartialState
 from tests.harness import run_world
 
@@ -36,9 +41,9 @@ def test_the_first_available_one_is_taken() -> None:
 
 def test_the_cpu_is_last_and_vendors_are_marked_untested() -> None:
     names = [device.name for device in DEVICES]
-    assert names[:2] == ["mps", "cuda"] and names[-1] == "cpu" and len(set(names)) == len(names)
-    assert [device.name for device in DEVICES if device.tested] == ["mps", "cuda", "cpu"]
-    assert set(names[2:-1]) == {"xpu", "npu", "hpu", "mlu", "musa", "sdaa", "neuron"}
+    assert names[:3] == ["xla", "mps", "cuda"] and names[-1] == "cpu" and len(set(names)) == len(names)
+    assert [device.name for device in DEVICES if device.tested] == ["xla", "mps", "cuda", "cpu"]
+    assert set(names[3:-1]) == {"xpu", "npu", "hpu", "mlu", "musa", "sdaa", "neuron"}
     for device in DEVICES:
         assert isinstance(device.available(), bool)  # a missing vendor's module is an answer, not an error
         assert device.label != DistributedType.NO
@@ -114,5 +119,31 @@ def test_variables_that_cannot_be_read_are_named_on_the_cpu_too(cpu: bool) -> No
     with pytest.raises(ValueError, match="ACCELERATE_USE_CPU cannot be read: 'perhaps'"):
         choose({"ACCELERATE_USE_CPU": "perhaps"}, cpu)
     for more in ({}, {"ACCELERATE_USE_CPU": "yes"}):
-        with pytest.raises(ValueError, match=r"ACCELERATE_TORCH_DEVICE is 'foo:9': .* with one of mps, cuda"):
+        with pytest.raises(ValueError, match=r"ACCELERATE_TORCH_DEVICE is 'foo:9': .* with one of xla, mps, cuda"):
             choose({"ACCELERATE_TORCH_DEVICE": "foo:9", **more}, cpu)
+
+
+def test_torch_xla_is_used_where_somebody_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in for torch_xla, which finds no TPU and then chooses the CPU itself, by a variable."""
+    stand_in = types.SimpleNamespace(runtime=types.SimpleNamespace(device_type=_chooses_the_cpu))
+    monkeypatch.setattr("accelerate.devices.xla.is_torch_xla_available", lambda: True)
+    monkeypatch.setattr(XLA, "module", stand_in)
+    monkeypatch.delenv("PJRT_DEVICE", raising=False)
+    assert not XLA().available() and "PJRT_DEVICE" not in os.environ
+    monkeypatch.setenv("PJRT_DEVICE", "CPU")
+    assert XLA().available()
+    monkeypatch.delenv("PJRT_DEVICE")
+    stand_in.runtime.device_type = lambda: "TPU"
+    assert XLA().available()
+
+
+def _chooses_the_cpu() -> str:
+    os.environ["PJRT_DEVICE"] = "CPU"
+    return "CPU"
+
+
+def test_several_processes_on_xla_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = types.SimpleNamespace(world_size=lambda: 4)
+    monkeypatch.setattr(XLA, "module", types.SimpleNamespace(runtime=runtime))
+    with pytest.raises(Unfit, match="one of 4 processes"):
+        XLA().join(World(), {})

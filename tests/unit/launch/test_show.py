@@ -69,7 +69,7 @@ def test_secrets_are_not_shown(tmp_path: Path) -> None:
 def test_what_cannot_be_started_is_shown_with_a_note(tmp_path: Path) -> None:
     lines = shown(tmp_path, "--tpu", "--num_processes", "8", "--mixed_precision", "bf16", "x.py")
     assert "  XLA_USE_BF16=1" in lines
-    assert lines[-1].startswith("Note: starting a run on a TPU is not part of this version:")
+    assert lines[-1].startswith("Note: starting a run on several chips of a TPU is not part of this version:")
 
 
 def test_a_launch_by_deepspeed(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
-"""TPUs. Their settings are read and carried; starting them is not part of this version."""
+"""TPUs: one process on one chip. Several chips are planned and shown; starting them is not part of this version."""
 
 from __future__ import annotations
+
+from importlib.util import find_spec
 
 from accelerate.launch.engines import single
 from accelerate.launch.plan import Engine, LaunchPlan
@@ -16,12 +18,13 @@ def variables(mixed_precision: str, downcast_bf16: bool) -> dict[str, str]:
 
 def _plan(settings: Settings) -> LaunchPlan:
     env = {**single.environment(settings), **variables(settings.mixed_precision, bool(settings.downcast_bf16))}
-    return LaunchPlan(
-        "a TPU",
-        single.command(settings),
-        env,
-        refused=("starting a run on a TPU", "start the script with the tools of torch_xla."),
-    )
+    command = single.command(settings)
+    if settings.num_processes > 1 or settings.num_machines > 1 or settings.tpu_use_cluster:
+        remedy = "pass `--num_processes 1` for one chip, or start the script with the tools of torch_xla."
+        return LaunchPlan("a TPU", command, env, refused=("starting a run on several chips of a TPU", remedy))
+    missing = "" if find_spec("torch_xla") else "`--tpu` needs torch_xla: install the release of your torch's number."
+    # Without a TPU the script then says so, instead of training on the CPU.
+    return LaunchPlan("a TPU", command, {**env, "ACCELERATE_TORCH_DEVICE": "xla"}, missing=missing)
 
 
 ENGINE = Engine(matches=lambda settings: bool(settings.tpu), plan=_plan)

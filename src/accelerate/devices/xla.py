@@ -1,0 +1,160 @@
+"""TPUs, and whatever else torch_xla compiles for.
+
+Operations are collected, and run as one graph when it is closed: at the next batch, after an optimizer's step, or where
+somebody asks for a value. A graph that looks like an earlier one is not compiled again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+import torch
+
+from accelerate.available import is_torch_xla_available
+from accelerate.comm import Communicator, torch_dist
+from accelerate.comm.tree import recursively_apply, send_to_device
+from accelerate.config.enums import DistributedType
+from accelerate.devices.base import Device, Memory
+from accelerate.devices.cpu import CPU
+from accelerate.devices.transfer import Transfer
+from accelerate.environments import World
+from accelerate.errors import Unfit
+from accelerate.torch_internals.xla import tensor_id
+
+_PJRT_DEVICE = "PJRT_DEVICE"  # what torch_xla compiles for: TPU, CPU, ...
+
+
+class XLA(Device):
+    addressable = False
+
+    def __init__(self) -> None:
+        super().__init__("xla", backend="xla", label=DistributedType.XLA)
+
+    @property
+    def module(self) -> Any:
+        return importlib.import_module("torch_xla")
+
+    @property
+    def _model(self) -> Any:
+        return importlib.import_module("torch_xla.core.xla_model")
+
+    def available(self) -> bool:
+        """Whether there is a TPU, or the environment names another device for torch_xla.
+
+        That torch_xla is merely installed is not enough: without a TPU it would compute on the CPU, beside a GPU too.
+        """
+        if not is_torch_xla_available():
+            return False
+        if _PJRT_DEVICE in os.environ:
+            return True
+        found = self.module.runtime.device_type()
+        if found != "TPU":
+            os.environ.pop(_PJRT_DEVICE, None)  # torch_xla's own choice, which is nobody's wish
+        return bool(found == "TPU")
+
+    def count(self) -> int:
+        return int(self.module.device_count())
+
+    def select(self, index: int) -> torch.device:
+        return self.default()
+
+    def pin(self, index: int) -> torch.device:
+        device: torch.device = self.module.device(index)
+        return device
+
+    def default(self) -> torch.device:
+        device: torch.device = self.module.device()
+        return device
+
+    def seed(self, seed: int) -> None:
+        self._model.set_rng_state(seed)
+
+    @property
+    def rng_key(self) -> str:
+        return "xm_seed"
+
+    def stored_rng(self) -> int:
+        return int(self._model.get_rng_state())
+
+    def restore_rng(self, saved: int) -> None:
+        self._model.set_rng_state(saved)
+
+    def rng_state(self) -> torch.Tensor:
+        return torch.tensor([self._model.get_rng_state()], dtype=torch.uint64)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self._model.set_rng_state(int(state[0]))
+
+    def synchronize(self) -> None:
+        self.module.sync(wait=True)
+
+    def close_step(self) -> None:
+        self.module.sync()
+
+    def empty_cache(self) -> None:
+        """There is none."""
+
+    def memory(self, index: int = 0) -> Memory:
+        try:
+            used = self._model.get_memory_info(self.pin(index))
+        except RuntimeError:  # it cannot tell for the CPU
+            return CPU().memory()
+        return Memory(used["bytes_limit"] - used["bytes_used"], used["bytes_limit"])
+
+    def supports(self, mode: str) -> bool:
+        return mode in ("no", "bf16")
+
+    def place(self, model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+        # Otherwise a parameter would become another object on its way: tied ones would become several, and an optimizer
+        # that was made before would keep those on the host.
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        try:
+            return super().place(model, device)
+        finally:
+            torch.__future__.set_swap_module_params_on_conversion(swaps)
+
+    def storable(self, content: Any) -> Any:
+        copies: dict[int, torch.Tensor] = {}
+
+        def on_host(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.device.type != self.name:
+                return tensor
+            number = tensor_id(tensor)
+            if number not in copies:
+                copies[number] = tensor.detach().cpu()
+            return copies[number]
+
+        return recursively_apply(on_host, content)
+
+    def transfer(self, device: torch.device, non_blocking: bool) -> Transfer:
+        return XLATransfer(self, device)
+
+    def join(self, world: World, options: dict[str, Any], attempt: int = 0) -> torch_dist.Joined | None:
+        size = max(world.size, int(self.module.runtime.world_size()))
+        if size > 1:
+            raise Unfit(
+                f"This is one of {size} processes, and torch_xla is used by one process only in this version: start "
+                "the script once, on one chip, or use the CPU (`--cpu`) or GPUs for several processes."
+            )
+        return torch_dist.Joined(world, self.backend)
+
+    def communicator(self, device: torch.device) -> Communicator:
+        return Communicator()
+
+
+class XLATransfer(Transfer):
+    """Batches are on their way one ahead of the loop, and each begins a graph of its own."""
+
+    def __init__(self, kind: XLA, device: torch.device) -> None:
+        self.device = device
+        self._close_step = kind.close_step
+
+    def start(self, batch: Any, late: bool = False) -> Any:
+        return send_to_device(batch, self.device)
+
+    def finish(self, batch: Any) -> Any:
+        self._close_step()
+        return batch
