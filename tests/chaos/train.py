@@ -51,7 +51,11 @@ def main() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 32), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1))
     values = torch.arange(2.0 * SAMPLES).reshape(SAMPLES, 2) / SAMPLES
     data = TensorDataset(torch.arange(SAMPLES), values)
-    parts: list[Any] = [net, torch.optim.AdamW(net.parameters(), lr=0.01), DataLoader(data, batch_size=BATCH, shuffle=True)]
+    parts: list[Any] = [
+        net,
+        torch.optim.AdamW(net.parameters(), lr=0.01),
+        DataLoader(data, batch_size=BATCH, shuffle=True),
+    ]
     model, optimizer, loader = accelerator.prepare(*parts)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
