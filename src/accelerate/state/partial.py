@@ -30,6 +30,7 @@ class PartialState(ProcessControl):
     _shared_state: Any = ThreadLocalSharedDict()
 
     device: torch.device
+    device_kind: devices.Device
     distributed_type: DistributedType
     backend: str | None
     debug: bool
@@ -170,7 +171,7 @@ class PartialState(ProcessControl):
         self._fork_launched = fork_launched
         self._group_options = kwargs
         self.world = world
-        self.device_kind: devices.Device = choice.device
+        self.device_kind = choice.device
         self.device_reason: str = choice.reason
         self._talk_through(communicator)
         _share_the_cores(choice.device, world)
