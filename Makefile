@@ -53,7 +53,7 @@ help:
 	@echo "make clients      transformers, peft, diffusers and trl as released, on this package"
 	@echo "make deepspeed    ZeRO with the real DeepSpeed, on CPU"
 	@echo "make ray          a training in the workers of the real Ray"
-	@echo "make torch-oldest the tests on the oldest release of torch that is supported"
+	@echo "make torch-oldest the tests on the oldest release of torch that is supported (QUICK=1: most of them)"
 	@echo "make torch-middle the tests on a release of torch between the oldest and the current one"
 	@echo "make editors      what jedi, mypy and basedpyright know of every public name"
 	@echo "make wheel        a wheel of this package, in dist/"
@@ -232,20 +232,19 @@ ray: $(RAY)/.ready
 SAME_ON_ALL := $(addprefix tests/unit/,commands config environments launch runs tracking) \
 	$(addprefix tests/world/,test_notebook.py test_local_runs.py test_test_utils_scripts.py \
 	test_checkpoint_crash.py test_checkpoint_disk.py test_accelerate_test.py)
-ON_OLDER := tests/world tests/contract tests/unit $(addprefix --ignore=,$(SAME_ON_ALL))
-
-torch-oldest: $(TORCH_OLDEST)/.ready
-	$(TORCH_OLDEST)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER))
-
-# What starts, watches and ends processes, and what counts samples and losses, is tried at both ends, on the oldest release
-# and on the current one. What is left: unit tests, the contract, collectives, engines and their checkpoints.
-AT_THE_ENDS := $(addprefix tests/world/,test_launch.py test_launchers_direct.py test_preemption.py test_hang.py \
+ON_OLDER = tests/world tests/contract tests/unit $(addprefix --ignore=,$(SAME_ON_ALL) $(if $(QUICK),$(SLOW)))
+# QUICK=1 leaves out what starts, watches and ends processes, and what counts samples and losses. What is left: unit tests,
+# the contract, collectives, engines and their checkpoints.
+SLOW := $(addprefix tests/world/,test_launch.py test_launchers_direct.py test_preemption.py test_hang.py \
 	test_out_of_memory.py test_scaling.py test_quickstart.py test_checkpoint_draws.py test_checkpoint_alone.py \
 	test_dispatcher.py test_gather_for_metrics.py test_num_items.py test_uneven.py test_nonfinite.py test_debug_mode.py \
 	test_local_sgd.py test_indexed_shuffle.py test_state.py)
 
+torch-oldest: $(TORCH_OLDEST)/.ready
+	$(TORCH_OLDEST)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER))
+
 torch-middle: $(TORCH_MIDDLE)/.ready
-	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER) $(addprefix --ignore=,$(AT_THE_ENDS)))
+	$(TORCH_MIDDLE)/bin/python $(PYTEST) $(or $(ARGS),$(ON_OLDER))
 
 # The packages that a checker sees are those of the tests; the environment of its own has the checker alone.
 editors: $(VENV)/.ready-test $(EDITORS)/.ready

@@ -19,8 +19,8 @@ def pack_(packed: torch.Tensor, tensors: list[torch.Tensor]) -> None:
     """Put the elements of these tensors one behind the other into a flat one, which has room for just them."""
     if _alike(tensors):
         torch.cat(tensors, out=packed.view(-1, *tensors[0].shape[1:]))
-    else:
-        copy_all_(split_like(packed, tensors), tensors)
+    elif full := _not_empty(tensors):
+        copy_all_(split_like(packed, full), full)
 
 
 def unpack_(tensors: list[torch.Tensor], packed: torch.Tensor) -> None:
@@ -28,8 +28,13 @@ def unpack_(tensors: list[torch.Tensor], packed: torch.Tensor) -> None:
     if _alike(tensors):
         rows, *rest = tensors[0].shape
         torch.split_with_sizes_copy(packed.view(-1, *rest), [rows] * len(tensors), out=tensors)
-    else:
-        copy_all_(tensors, split_like(packed, tensors))
+    elif full := _not_empty(tensors):
+        copy_all_(full, split_like(packed, full))
+
+
+def _not_empty(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """torch 2.6 forgets the shape of those without elements."""
+    return [tensor for tensor in tensors if tensor.numel()]
 
 
 def _alike(tensors: list[torch.Tensor]) -> bool:
