@@ -17,8 +17,9 @@ BIN := $(VENV)/bin
 WHEELS := dist
 # Modules are compiled when they are first imported: of the large libraries, only a few ever are.
 PIP := -m pip --disable-pip-version-check install --quiet --no-compile
-# Half of the time a test waits, mostly for processes to start: so two workers. All of a file is run by one of them.
-PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=5
+# Much of the time a test waits, mostly for processes to start: so three workers for two cores. All of a file is run by one
+# of them.
+PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=5
 
 # Debian keeps the pip that `venv` copies in a package of its own; without it, the system's pip installs one.
 make_venv = $(PYTHON) -m venv $(1) || \

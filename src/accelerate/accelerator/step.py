@@ -17,7 +17,6 @@ from accelerate.available import is_lomo_available
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.errors import warn
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.parallel.context import sharded_sequences
 from accelerate.strategies import sync_in_backward
 from accelerate.torch_internals.grad_scaler import has_scaled, unscale_once
 
@@ -199,6 +198,8 @@ class Stepping(AcceleratorBase):
         if config is None or not config.cp_enabled:
             yield
             return
+        from accelerate.parallel.context import sharded_sequences
+
         with sharded_sequences(config, self.torch_device_mesh, buffers, buffer_seq_dims, no_restore_buffers):
             yield
 

@@ -21,7 +21,6 @@ from accelerate.devices.cpu import CPU
 from accelerate.devices.transfer import Transfer
 from accelerate.environments import World
 from accelerate.errors import Unfit
-from accelerate.torch_internals.xla import tensor_id
 
 _PJRT_DEVICE = "PJRT_DEVICE"  # what torch_xla compiles for: TPU, CPU, ...
 
@@ -117,6 +116,8 @@ class XLA(Device):
             torch.__future__.set_swap_module_params_on_conversion(swaps)
 
     def storable(self, content: Any) -> Any:
+        from accelerate.torch_internals.xla import tensor_id
+
         copies: dict[int, torch.Tensor] = {}
 
         def on_host(tensor: torch.Tensor) -> torch.Tensor:
