@@ -17,9 +17,8 @@ BIN := $(VENV)/bin
 WHEELS := dist
 # Modules are compiled when they are first imported: of the large libraries, only a few ever are.
 PIP := -m pip --disable-pip-version-check install --quiet --no-compile
-# Much of the time a test waits, mostly for processes to start: so three workers for two cores. All of a file is run by one
-# of them.
-PYTEST := -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=5
+# Half of the time a test waits, mostly for processes to start: so two workers. All of a file is run by one of them.
+PYTEST := -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 --durations-min=5
 
 # Debian keeps the pip that `venv` copies in a package of its own; without it, the system's pip installs one.
 make_venv = $(PYTHON) -m venv $(1) || \
@@ -41,7 +40,7 @@ put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released
 help:
 	@echo "make quickstart   train a small model on two processes"
 	@echo "make test         lint, then all tests"
-	@echo "make clusters     trainings by a real Slurm, and on two machines in network namespaces"
+	@echo "make clusters     Slurm, two machines in network namespaces, job files, preemption"
 	@echo "make trackers     the trackers, against their real libraries"
 	@echo "make peer-checkpoints  this package and the released one load each other's checkpoints"
 	@echo "make peer-launch  this package and the released one tell launched processes the same"
@@ -186,7 +185,7 @@ format: $(VENV)/.ready-test
 test: lint
 	$(BIN)/python $(PYTEST) $(ARGS)
 
-# Slurm with two nodes on this machine, and two machines in network namespaces. Needs root.
+# Slurm with two nodes on this machine, two machines in network namespaces, job files, preemption. Most of it needs root.
 clusters: $(VENV)/.ready-test
 	$(BIN)/python $(PYTEST) tests/clusters $(ARGS)
 
@@ -236,7 +235,7 @@ SAME_ON_ALL := $(addprefix tests/unit/,commands config environments launch runs 
 ON_OLDER = tests/world tests/contract tests/unit $(addprefix --ignore=,$(SAME_ON_ALL) $(if $(QUICK),$(SLOW)))
 # QUICK=1 leaves out what starts, watches and ends processes, and what counts samples and losses. What is left: unit tests,
 # the contract, collectives, engines and their checkpoints.
-SLOW := $(addprefix tests/world/,test_launch.py test_launchers_direct.py test_preemption.py test_hang.py \
+SLOW := $(addprefix tests/world/,test_launch.py test_launchers_direct.py test_hang.py \
 	test_out_of_memory.py test_scaling.py test_quickstart.py test_checkpoint_draws.py test_checkpoint_alone.py \
 	test_dispatcher.py test_gather_for_metrics.py test_num_items.py test_uneven.py test_nonfinite.py test_debug_mode.py \
 	test_local_sgd.py test_indexed_shuffle.py test_state.py)

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests.examples.running import EXAMPLES, assert_learned
-from tests.examples.test_jobs import as_a_worker_of_ray
+from tests.clusters.test_jobs import as_a_worker_of_ray
 from tests.harness import world_outcomes
 
 
