@@ -9,8 +9,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-from tests.examples.running import EXAMPLES, assert_learned
 from tests.clusters.test_jobs import as_a_worker_of_ray
+from tests.examples.running import EXAMPLES, assert_learned
 from tests.harness import world_outcomes
 
 
