@@ -232,7 +232,7 @@ ray: $(RAY)/.ready
 SAME_ON_ALL := $(addprefix tests/unit/,commands config environments launch runs tracking) \
 	$(addprefix tests/world/,test_notebook.py test_local_runs.py test_test_utils_scripts.py \
 	test_checkpoint_crash.py test_checkpoint_disk.py test_accelerate_test.py)
-ON_OLDER = tests/world tests/contract tests/unit $(addprefix --ignore=,$(SAME_ON_ALL) $(if $(QUICK),$(SLOW)))
+ON_OLDER = tests/world tests/contract tests/unit $(if $(QUICK),,tests/clusters/test_preemption.py) $(addprefix --ignore=,$(SAME_ON_ALL) $(if $(QUICK),$(SLOW)))
 # QUICK=1 leaves out what starts, watches and ends processes, and what counts samples and losses. What is left: unit tests,
 # the contract, collectives, engines and their checkpoints.
 SLOW := $(addprefix tests/world/,test_launch.py test_launchers_direct.py test_hang.py \

@@ -13,7 +13,7 @@ from torch import nn
 from accelerate.big_modeling.tensors import resolve_dtype
 from accelerate.big_modeling.walk import TENSORS, Modules, Table, all_modules, own_tensors
 from accelerate.config.enums import CustomDtype
-from accelerate.torch_internals import xla
+from accelerate.files import address_of
 from accelerate.torch_internals.modules import buffers_of
 
 _CUSTOM_SIZES = {CustomDtype.FP8: 1, CustomDtype.INT4: 1 / 2, CustomDtype.INT2: 1 / 4}
@@ -38,10 +38,7 @@ def dtype_byte_size(dtype: Dtype) -> int | float:
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     """Returns what tells the memory of a tensor from that of others: device, address, bytes."""
-    if tensor.device.type == "xla":
-        return tensor.device, xla.tensor_id(tensor), tensor.untyped_storage().nbytes()
-    storage = tensor.untyped_storage()
-    return tensor.device, storage.data_ptr(), storage.nbytes()
+    return tensor.device, address_of(tensor), tensor.untyped_storage().nbytes()
 
 
 class _Sizes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -122,8 +123,10 @@ class Device:
     def synchronize(self) -> None:
         self.module.synchronize()
 
-    def close_step(self) -> None:
-        """Run what a step has collected, without waiting for it; most devices run everything at once."""
+    @property
+    def close_step(self) -> Callable[[], Any]:
+        """Runs what a step has collected, without waiting for it; most devices run everything at once."""
+        return lambda: None
 
     def empty_cache(self) -> None:
         """Give memory that torch keeps for later back to the device, where torch keeps any."""

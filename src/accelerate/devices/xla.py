@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -89,8 +90,10 @@ class XLA(Device):
     def synchronize(self) -> None:
         self.module.sync(wait=True)
 
-    def close_step(self) -> None:
-        self.module.sync()
+    @property
+    def close_step(self) -> Callable[[], Any]:
+        sync: Callable[[], Any] = self.module.sync
+        return sync
 
     def empty_cache(self) -> None:
         """There is none."""
@@ -137,7 +140,7 @@ class XLA(Device):
         size = max(world.size, int(self.module.runtime.world_size()))
         if size > 1:
             raise Unfit(
-                f"This is one of {size} processes, and torch_xla is used by one process only in this version: start "
+                f"This is one of {size} processes, but this version supports torch_xla in a single process only: run "
                 "the script once, on one chip, or use the CPU (`--cpu`) or GPUs for several processes."
             )
         return torch_dist.Joined(world, self.backend)

@@ -22,8 +22,8 @@ class XLA(Strategy):
         super().__init__(state, ddp)
         for plugin, name in ((state.deepspeed_plugins, "DeepSpeed"), (getattr(state, "fsdp_plugin", None), "FSDP")):
             if plugin is not None:
-                raise Unfit(f"{name} does not run on an XLA device in this version: leave its plugin out.")
-        self._close_step: Callable[[], None] = state.device_kind.close_step
+                raise Unfit(f"{name} does not run on an XLA device in this version: remove its plugin.")
+        self._close_step = state.device_kind.close_step
 
     def state_dict(self, model: torch.nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """On the host, where the names of one parameter share its memory."""
@@ -35,7 +35,7 @@ class XLA(Strategy):
 
 
 class ClosingStepper(Stepper):
-    def __init__(self, optimizer: Any, close_step: Callable[[], None]) -> None:
+    def __init__(self, optimizer: Any, close_step: Callable[[], Any]) -> None:
         super().__init__(optimizer)
         self._close_step = close_step
 

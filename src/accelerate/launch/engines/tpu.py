@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
+from accelerate.available import is_torch_xla_available
 from accelerate.launch.engines import single
 from accelerate.launch.plan import Engine, LaunchPlan
 from accelerate.launch.settings import Settings
@@ -22,7 +21,9 @@ def _plan(settings: Settings) -> LaunchPlan:
     if settings.num_processes > 1 or settings.num_machines > 1 or settings.tpu_use_cluster:
         remedy = "pass `--num_processes 1` for one chip, or start the script with the tools of torch_xla."
         return LaunchPlan("a TPU", command, env, refused=("starting a run on several chips of a TPU", remedy))
-    missing = "" if find_spec("torch_xla") else "`--tpu` needs torch_xla: install the release of your torch's number."
+    missing = (
+        "" if is_torch_xla_available() else "`--tpu` needs torch_xla: install the release that matches your torch."
+    )
     # Without a TPU the script then says so, instead of training on the CPU.
     return LaunchPlan("a TPU", command, {**env, "ACCELERATE_TORCH_DEVICE": "xla"}, missing=missing)
 
