@@ -10,6 +10,7 @@ CLIENTS := .venv-clients
 EDITORS := .venv-editors
 SITE := .venv-site
 DEEPSPEED := .venv-deepspeed
+MEGATRON := .venv-megatron
 RAY := .venv-ray
 TORCH_OLDEST := .venv-torch-2.6
 TORCH_MIDDLE := .venv-torch-2.9
@@ -32,7 +33,7 @@ layer = $(PYTHON) -m venv --without-pip $(1) && \
 put_released = $(1)/bin/python $(PIP) --no-deps --upgrade --target $(1)/released \
 	$$(grep ^accelerate benchmarks/peer-requirements.txt)
 
-.PHONY: help large-environments quickstart test clusters trackers peer-checkpoints peer-models peer-names peer-behaviour quantization fp8 xla clients deepspeed ray torch-oldest torch-middle peer-launch soak chaos \
+.PHONY: help large-environments quickstart test clusters trackers peer-checkpoints peer-models peer-names peer-behaviour quantization fp8 xla clients deepspeed megatron ray torch-oldest torch-middle peer-launch soak chaos \
 	editors wheel wheel-test docs docs-serve site-test plots screenshot \
 	lint format file-map bench bench-deepspeed bench-scale
 .DEFAULT_GOAL := help
@@ -52,6 +53,7 @@ help:
 	@echo "make xla          training on an XLA device with the real torch_xla, compiled for the CPU"
 	@echo "make clients      transformers, peft, diffusers and trl as released, on this package"
 	@echo "make deepspeed    ZeRO with the real DeepSpeed, on CPU"
+	@echo "make megatron     Megatron-LM with the real megatron-core, on CPU with stand-ins for CUDA"
 	@echo "make ray          a training in the workers of the real Ray"
 	@echo "make torch-oldest the tests on the oldest release of torch that is supported (QUICK=1: most of them)"
 	@echo "make torch-middle the tests on a release of torch between the oldest and the current one"
@@ -130,13 +132,22 @@ $(SITE)/.ready: tests/site/requirements.txt
 	@touch $@
 
 # DeepSpeed's own build would fetch another torch, and it compiles what it needs at its first use: both are done here.
-$(DEEPSPEED)/.ready: tests/deepspeed/requirements.txt tests/deepspeed/build_ops.py $(VENV)/.ready-test
+# trl, which trains with it too, is found in the environment of the clients.
+$(DEEPSPEED)/.ready: tests/deepspeed/requirements.txt tests/deepspeed/build_ops.py benchmarks/peer-requirements.txt $(CLIENTS)/.ready
 	@echo "installing DeepSpeed into $(DEEPSPEED)"
 	$(call layer,$(DEEPSPEED))
+	echo "$(abspath $(CLIENTS))/lib/$$(ls $(CLIENTS)/lib)/site-packages" > $(DEEPSPEED)/lib/$$(ls $(DEEPSPEED)/lib)/site-packages/clients.pth
 	$(DEEPSPEED)/bin/python $(PIP) -c constraints.txt wheel setuptools torch -e .
 	DS_BUILD_OPS=0 DS_ACCELERATOR=cpu $(DEEPSPEED)/bin/python $(PIP) --no-build-isolation -c constraints.txt -r tests/deepspeed/requirements.txt
+	$(call put_released,$(DEEPSPEED))
 	DS_ACCELERATOR=cpu TORCH_EXTENSIONS_DIR=$(abspath $(DEEPSPEED))/torch_extensions PATH=$(abspath $(DEEPSPEED))/bin:$$PATH \
 		$(DEEPSPEED)/bin/python tests/deepspeed/build_ops.py
+	@touch $@
+
+$(MEGATRON)/.ready: tests/megatron/requirements.txt $(VENV)/.ready-test
+	@echo "installing megatron-core into $(MEGATRON)"
+	$(call layer,$(MEGATRON))
+	$(MEGATRON)/bin/python $(PIP) --no-deps -r tests/megatron/requirements.txt -e .
 	@touch $@
 
 $(RAY)/.ready: tests/ray/requirements.txt $(VENV)/.ready-test
@@ -162,7 +173,7 @@ $(XLA)/.ready: tests/xla/requirements.txt $(TORCH_MIDDLE)/.ready
 	$(XLA)/bin/python $(PIP) --no-deps -r tests/xla/requirements.txt -e .
 	@touch $@
 
-large-environments: $(CLIENTS)/.ready $(DEEPSPEED)/.ready $(RAY)/.ready $(TORCH_OLDEST)/.ready $(TORCH_MIDDLE)/.ready $(XLA)/.ready
+large-environments: $(CLIENTS)/.ready $(DEEPSPEED)/.ready $(MEGATRON)/.ready $(RAY)/.ready $(TORCH_OLDEST)/.ready $(TORCH_MIDDLE)/.ready $(XLA)/.ready
 
 # On CPU even where there is a GPU: two processes cannot share one.
 quickstart: $(VENV)/.ready-examples
@@ -223,6 +234,9 @@ clients: $(CLIENTS)/.ready
 
 deepspeed: $(DEEPSPEED)/.ready
 	$(DEEPSPEED)/bin/python $(PYTEST) tests/deepspeed $(ARGS)
+
+megatron: $(MEGATRON)/.ready
+	$(MEGATRON)/bin/python $(PYTEST) tests/megatron $(ARGS)
 
 ray: $(RAY)/.ready
 	$(RAY)/bin/python -m pytest tests/ray $(ARGS)

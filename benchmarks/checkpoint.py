@@ -71,15 +71,17 @@ class Stages:
     """Where the time of our save or load goes: seconds of all threads together, by what they did."""
 
     def __init__(self) -> None:
-        from accelerate.checkpoint import disk, host, stream
+        from accelerate.devices import cuda_lane
+        from accelerate.io import blocks, disk, host_memory
 
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
         self._plain: list[tuple[Any, str, Any]] = []
         for owner, name, what in (
-            (stream._Lanes, "copy", "copies to or from the device"),
-            (stream, "_sum", "checksums"),
-            (host, "copy", "copies in host memory"),
+            (blocks.BlockCopies, "copy", "copies from the device"),
+            (cuda_lane.CudaLane, "send", "sending to the device"),
+            (blocks, "_sum", "checksums"),
+            (host_memory, "copy", "copies in host memory"),
             (disk, "bring_in", "mapping"),
             (disk, "get_pages", "memory from the system"),
             (disk, "write", "writing"),

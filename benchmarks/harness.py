@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import shutil
@@ -324,9 +325,7 @@ def judge(figure: Figure, samples: dict[str, list[float]], beside: dict[str, lis
     ours = samples["ours"]
     value: float | None
 
-    def ratio_to(values: list[float]) -> float:
-        return statistics.median([a / b for a, b in zip(ours, values, strict=True)])
-
+    ratios: list[float] = []
     if figure.judge == "added":
         # Less than nothing is noise, and so is a peer that adds nothing: no share can be told then.
         value = max(0.0, added["ours"]) / added["peer"] if added["peer"] > 0 else None
@@ -334,7 +333,9 @@ def judge(figure: Figure, samples: dict[str, list[float]], beside: dict[str, lis
         compared = f"adds {microseconds(added['ours'])} / {microseconds(added['peer'])} = {share}"
     else:
         against = figure.baseline if figure.judge == "baseline" else "peer"
-        value = ratio_to(beside["ours"] if figure.judge == "baseline" else samples["peer"])
+        others = beside["ours"] if figure.judge == "baseline" else samples["peer"]
+        ratios = [a / b for a, b in zip(ours, others, strict=True)]
+        value = statistics.median(ratios)
         compared = f"{value:.3f} x {against}"
     cells = {figure.baseline: duration(median[figure.baseline])}
     for name in figure.subjects[1:]:
@@ -350,6 +351,7 @@ def judge(figure: Figure, samples: dict[str, list[float]], beside: dict[str, lis
         "median_seconds_per_step": median,
         "median_added_seconds_per_step": added,
         "quartiles_added_seconds_per_step": {name: quartiles(v) for name, v in differences.items()},
+        "ratio_is_within": median_is_within(ratios),
     }
     met = None if figure.target is None or value is None else value <= figure.target
     return Row(figure.name, cells, compared, target_text(figure), met, raw)
@@ -357,6 +359,13 @@ def judge(figure: Figure, samples: dict[str, list[float]], beside: dict[str, lis
 
 def quartiles(values: Sequence[float]) -> list[float]:
     return statistics.quantiles(values, n=4) if len(values) > 1 else list(values)
+
+
+def median_is_within(values: Sequence[float]) -> list[float]:
+    """Between which two of the values the true median is, in 95 of 100 such measurements."""
+    ordered, reach = sorted(values), math.ceil(0.98 * math.sqrt(len(values)))
+    middle = (len(ordered) - 1) // 2
+    return [ordered[max(0, middle - reach)], ordered[min(len(ordered) - 1, middle + reach)]] if ordered else []
 
 
 def target_text(figure: Figure) -> str:

@@ -28,7 +28,7 @@ import torch
 
 from accelerate import devices
 from accelerate.accelerator import first_backward
-from accelerate.checkpoint import callers, layout, save
+from accelerate.checkpoint import layout, save, save_rendezvous
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.comm import torch_dist
 from accelerate.devices import CPU, Choice
@@ -40,8 +40,8 @@ from accelerate.strategies import STRATEGIES, Row
 from accelerate.tracking import local
 
 # Where a store is asked for by name.
-ASKS_FOR_STORE = (callers, first_backward, lost, local)
-ASKS_FOR_CONNECTION = ((callers, "kept_connection"), (watch, "own_connection"), (stopping, "own_connection"))
+ASKS_FOR_STORE = (save_rendezvous, first_backward, lost, local)
+ASKS_FOR_CONNECTION = ((save_rendezvous, "kept_connection"), (watch, "own_connection"), (stopping, "own_connection"))
 STORE = ("set", "get", "add", "check", "wait", "compare_set")
 
 
@@ -212,9 +212,9 @@ class CountedDist:
         def counted(group: Any) -> Any:
             gather = make(group)
 
-            def call(out: torch.Tensor, tensor: torch.Tensor) -> None:
+            def call(out: torch.Tensor, tensor: torch.Tensor) -> Any:
                 self._ledger().note("all_gather", out.nbytes)
-                gather(out, tensor)
+                return gather(out, tensor)
 
             return call
 
@@ -228,6 +228,10 @@ class CountedDist:
         return call
 
 
+class _Group:
+    """The group of all, as one of its ranks has it."""
+
+
 class FakeDist:
     """What the communicator calls of torch.distributed, between threads."""
 
@@ -235,6 +239,11 @@ class FakeDist:
 
     def __init__(self, world: Simulated) -> None:
         self._world = world
+        self._groups: dict[int, _Group] = {}
+
+    @property
+    def group(self) -> SimpleNamespace:
+        return SimpleNamespace(WORLD=self._groups.setdefault(self.get_rank(), _Group()))
 
     def get_rank(self) -> int:
         return self._world.rank
@@ -277,7 +286,11 @@ class FakeDist:
         values[:] = pickle.loads(self._exchange(mine)[src])
 
     def all_gather_on(self, group: Any) -> Any:
-        return self.all_gather
+        def gather(out: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
+            self.all_gather(out, tensor)
+            return lambda: None
+
+        return gather
 
     def all_gather(self, out: torch.Tensor, tensor: torch.Tensor, group: Any = None) -> None:
         joined = self._exchange(bytes(tensor.numpy()), b"".join)

@@ -42,7 +42,9 @@ def figures(device: str, seconds: float) -> list[Figure]:
         args = {"stage": stage, "precision": precision, "accumulation": accumulation}
         args |= {"width": 256, "batch": 32} if cpu else {"width": 1024, "batch": 64}
         subjects = ("plain", "ours") if cpu else ("plain", "peer", "ours")
-        sizes = {"processes": 2 if cpu else 1, "steps": 8, "warmup": 8, "rounds": 60, "seconds": seconds, "restarts": 1}
+        # Many short blocks in turn: what disturbs a machine for a while then disturbs both loops alike.
+        sizes = {"steps": 20, "warmup": 20, "rounds": 1000, "seconds": seconds, "restarts": 1}
+        sizes["processes"] = 2 if cpu else 1
         found.append(Figure(name, "zero", "baseline", 1.02, args, **sizes, subjects=subjects, beside=True))
     return found
 
@@ -64,7 +66,8 @@ def network(width: int) -> nn.Module:
 
 def loader(width: int, batch: int) -> DataLoader[Any]:
     torch.manual_seed(1)
-    data = TensorDataset(torch.randn(64 * batch, width), torch.randint(0, 16, (64 * batch,)))
+    samples = 256 * batch
+    data = TensorDataset(torch.randn(samples, width), torch.randint(0, 16, (samples,)))
     return DataLoader(data, batch_size=batch, pin_memory=torch.cuda.is_available())
 
 
@@ -179,6 +182,10 @@ def main() -> int:
             for world in worlds.values():
                 world.kill()
     report.show(rows, _machine(about, options.device))
+    for row in rows:
+        if within := row.raw.get("ratio_is_within"):
+            rounds, (low, high) = row.raw["rounds"], within
+            print(f"{row.name}: {row.compared} in {rounds} rounds, surely between {low:.3f} and {high:.3f}")
     return 1 if any(row.compared == "failed" for row in rows) else 0
 
 

@@ -183,6 +183,7 @@ class ItemWindows:
                 raise ValueError(
                     "num_items is 0 on all ranks for a whole window: there is nothing to take the mean over."
                 )
+            self._strategy.complete_gradients(group)
             wanted = self._strategy.averaged_ranks() / items
             if window.scale is None:  # its items are all on other ranks
                 window.scale = self.factor

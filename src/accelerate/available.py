@@ -23,7 +23,7 @@ USE_TORCH_XLA = parse_flag_from_env("USE_TORCH_XLA", default=True)
 
 @functools.cache
 def has_package(name: str) -> bool:
-    """Says whether a package can be imported; a mere folder of that name, as `wandb/` with logs, is none."""
+    """Tell whether a package can be imported; a mere folder of that name, as `wandb/` with logs, is none."""
     try:
         spec = importlib.util.find_spec(name)
     except (ModuleNotFoundError, ValueError):
@@ -70,18 +70,18 @@ is_wandb_available: Callable[[], bool] = _package("wandb")
 
 
 def is_tensorboard_available() -> bool:
-    """Says whether `tensorboard` or `tensorboardX` is installed."""
+    """Tell whether `tensorboard` or `tensorboardX` is installed."""
     return has_package("tensorboard") or has_package("tensorboardX")
 
 
 def is_rich_available() -> bool:
-    """Says whether `rich` is installed and its use was asked for with `ACCELERATE_ENABLE_RICH`."""
+    """Tell whether `rich` is installed and enabled by `ACCELERATE_ENABLE_RICH`."""
     return has_package("rich") and parse_flag_from_env("ACCELERATE_ENABLE_RICH")
 
 
 def is_megatron_lm_available() -> bool:
-    """Says whether Megatron-LM is installed and its use was asked for with `ACCELERATE_USE_MEGATRON_LM`."""
-    return parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM") and has_package("megatron.training")
+    """Tell whether Megatron-LM is installed and enabled by `ACCELERATE_USE_MEGATRON_LM`."""
+    return parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM") and has_package("megatron.core")
 
 
 @functools.cache
@@ -93,12 +93,16 @@ def _has_version(name: str, operation: str, version: str) -> bool:
 
 
 def is_aim_available() -> bool:
-    """Says whether an `aim` below version 4 is installed."""
+    """Tell whether an `aim` below version 4 is installed."""
     return _has_version("aim", "<", "4.0.0")
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Says whether `numpy` of at least that version is installed."""
+    """Tell whether `numpy` is installed.
+
+    Args:
+        min_version: the oldest version that counts.
+    """
     return _has_version("numpy", ">=", min_version)
 
 
@@ -107,35 +111,39 @@ TORCHAO_RELEASE = "0.9"
 
 
 def is_torchao_available() -> bool:
-    """Says whether a `torchao` of at least 0.6.1 is installed."""
+    """Tell whether a `torchao` of at least 0.6.1 is installed."""
     return _has_version("torchao", ">=", "0.6.1")
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
-    """Says whether `torchdata` is installed and new enough for its StatefulDataLoader."""
+    """Tell whether `torchdata` is installed and new enough for its StatefulDataLoader."""
     return _has_version("torchdata", ">=", "0.8.0")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Says whether `bitsandbytes` (of at least that version) is installed."""
+    """Tell whether `bitsandbytes` is installed.
+
+    Args:
+        min_version: the oldest version that counts.
+    """
     if min_version is None:
         return has_package("bitsandbytes")
     return _has_version("bitsandbytes", ">=", min_version)
 
 
 def is_8bit_bnb_available() -> bool:
-    """Says whether `bitsandbytes` with 8-bit layers is installed."""
+    """Tell whether `bitsandbytes` with 8-bit layers is installed."""
     return is_bnb_available(min_version="0.37.2")
 
 
 def is_4bit_bnb_available() -> bool:
-    """Says whether `bitsandbytes` with 4-bit layers is installed."""
+    """Tell whether `bitsandbytes` with 4-bit layers is installed."""
     return is_bnb_available(min_version="0.39.0")
 
 
 @functools.cache
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Says whether `bitsandbytes` runs on more than NVIDIA GPUs."""
+    """Tell whether `bitsandbytes` runs on more than NVIDIA GPUs."""
     if not is_bnb_available():
         return False
     return "multi_backend" in getattr(importlib.import_module("bitsandbytes"), "features", set())
@@ -145,25 +153,25 @@ def is_bitsandbytes_multi_backend_available() -> bool:
 
 
 def is_torch_distributed_available() -> bool:
-    """Says whether torch was built with `torch.distributed`."""
+    """Tell whether torch was built with `torch.distributed`."""
     import torch
 
     return torch.distributed.is_available()
 
 
 def is_pippy_available() -> bool:
-    """Says whether torch has pipeline parallelism."""
+    """Tell whether torch has pipeline parallelism."""
     return is_torch_version(">=", "2.4.0")
 
 
 def is_weights_only_available() -> bool:
-    """Says whether `torch.load(weights_only=True)` takes a list of allowed classes."""
+    """Tell whether `torch.load(weights_only=True)` takes a list of allowed classes."""
     return is_torch_version(">=", "2.4.0")
 
 
 @functools.cache
 def is_xccl_available() -> bool:
-    """Says whether torch can talk between Intel GPUs by itself."""
+    """Tell whether torch itself can communicate between Intel GPUs."""
     import torch
 
     probe = getattr(torch.distributed, "is_xccl_available", None)
@@ -172,7 +180,7 @@ def is_xccl_available() -> bool:
 
 @functools.cache
 def is_cuda_available() -> bool:
-    """Says whether there is a GPU for `torch.cuda`, without starting CUDA, so that fork still works."""
+    """Tell whether there is a GPU for `torch.cuda`, without starting CUDA, so that fork still works."""
     import torch
 
     with patch_environment(pytorch_nvml_based_cuda_check="1"):
@@ -180,14 +188,18 @@ def is_cuda_available() -> bool:
 
 
 def is_rocm_available() -> bool:
-    """Says whether that GPU is one of AMD."""
+    """Tell whether that GPU is from AMD."""
     import torch
 
     return is_cuda_available() and torch.version.hip is not None
 
 
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Says whether there is an Apple GPU and torch is new enough to use it."""
+    """Tell whether there is an Apple GPU that torch can use.
+
+    Args:
+        min_version: the oldest version of torch that counts.
+    """
     import torch
 
     return is_torch_version(">=", min_version) and torch.backends.mps.is_available()
@@ -226,7 +238,11 @@ is_xpu_available: Callable[..., bool] = _device("xpu", None)
 
 @functools.cache
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Says whether there is an Intel Gaudi; with `init_hccl`, also loads what its processes talk through."""
+    """Tell whether there is an Intel Gaudi.
+
+    Args:
+        init_hccl: also load the library by which its ranks communicate.
+    """
     if not has_package("habana_frameworks.torch"):
         return False
     importlib.import_module("habana_frameworks.torch")
@@ -238,7 +254,7 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 
 
 def is_habana_gaudi1() -> bool:
-    """Says whether that Gaudi is of the first generation, which has no fp16."""
+    """Tell whether that Gaudi is of the first generation, which has no fp16."""
     if not is_hpu_available():
         return False
     experimental = importlib.import_module("habana_frameworks.torch.utils.experimental")
@@ -247,7 +263,12 @@ def is_habana_gaudi1() -> bool:
 
 @functools.cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Says whether `torch_xla` is installed (and runs on a TPU, or on a GPU)."""
+    """Tell whether `torch_xla` is installed.
+
+    Args:
+        check_is_tpu: and runs on a TPU.
+        check_is_gpu: and runs on a GPU.
+    """
     if check_is_tpu and check_is_gpu:
         raise AssertionError("Ask for a TPU (`check_is_tpu`) or for a GPU (`check_is_gpu`), not for both at once.")
     if not USE_TORCH_XLA or not has_package("torch_xla"):
@@ -262,7 +283,11 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Says whether the device of this machine computes in bf16."""
+    """Tell whether the device of this machine computes in bf16.
+
+    Args:
+        ignore_tpu: do not count a TPU.
+    """
     import torch
 
     if is_torch_xla_available(check_is_tpu=True):
@@ -280,12 +305,12 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Says whether the device of this machine computes in fp16."""
+    """Tell whether the device of this machine computes in fp16."""
     return not is_habana_gaudi1()
 
 
 def is_fp8_available() -> bool:
-    """Says whether a package that computes in fp8 is installed."""
+    """Tell whether a package that computes in fp8 is installed."""
     return is_msamp_available() or is_transformer_engine_available() or is_torchao_available()
 
 
@@ -305,7 +330,7 @@ def lacks_fp8_package(backend: str | None = None) -> str | None:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Says whether the GPU of this process computes in fp8."""
+    """Tell whether the GPU of this process computes in fp8."""
     import torch
 
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
@@ -313,7 +338,7 @@ def check_cuda_fp8_capability() -> bool:
 
 @functools.cache
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Says whether the GPU computes in the block-scaled fp8 of Transformer Engine."""
+    """Tell whether the GPU computes in the block-scaled fp8 of Transformer Engine."""
     if not is_transformer_engine_available():
         return False
     return bool(importlib.import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
@@ -323,7 +348,11 @@ def is_transformer_engine_mxfp8_available() -> bool:
 
 
 def deepspeed_required(func: F) -> F:
-    """Lets a function be called only while the `Accelerator` runs on DeepSpeed."""
+    """Decorate a function that can be called only while the `Accelerator` uses DeepSpeed.
+
+    Args:
+        func: the function.
+    """
 
     @functools.wraps(func)
     def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -341,7 +370,11 @@ def deepspeed_required(func: F) -> F:
 
 
 def torchao_required(func: F) -> F:
-    """Lets a function be called only when `torchao` is installed."""
+    """Decorate a function that can be called only if `torchao` is installed.
+
+    Args:
+        func: the function.
+    """
 
     @functools.wraps(func)
     def guarded(*args: Any, **kwargs: Any) -> Any:

@@ -6,5 +6,5 @@ from accelerate.state import PartialState
 
 
 def wait_for_everyone() -> None:
-    """Returns when every process has called it."""
+    """Wait until every rank has called this."""
     PartialState().wait_for_everyone()

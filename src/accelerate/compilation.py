@@ -12,30 +12,52 @@ from accelerate.torch_internals.modules import children_of, with_own_children
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Says whether a module is what `torch.compile` returned."""
+    """Tell whether a module was returned by `torch.compile`.
+
+    Args:
+        module: any module.
+    """
     return is_compiled(module)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Says whether a module or a part of it is compiled."""
+    """Tell whether a module or one of its submodules is compiled.
+
+    Args:
+        module: any module.
+    """
     return any(is_compiled_module(part) for part in module.modules())
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Says whether a module is a list of blocks of one class."""
+    """Tell whether a module is a list of blocks of one class.
+
+    Args:
+        module: any module.
+    """
     return isinstance(module, nn.ModuleList) and len(module) > 0 and len({type(block) for block in module}) == 1
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Says whether a module or a part of it is such a list."""
+    """Tell whether a module is, or contains, a list of blocks of one class.
+
+    Args:
+        module: any module.
+    """
     return any(is_repeated_blocks(part) for part in module.modules())
 
 
 def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compiles each repeated block, and each other part, by itself; equal blocks share one compilation.
+    """Compile each repeated block, and each other submodule, on its own; equal blocks share one compilation.
 
-    A model without repeated blocks is compiled as a whole. Otherwise the answer is a module of the same class
-    that shares all but its children with the given one, which stays as it was and is kept as `_orig_mod`.
+    A model without repeated blocks is compiled as a whole.
+
+    Args:
+        module: the model. It stays as it is, and is kept as `_orig_mod` of the result.
+        compile_kwargs: arguments for `torch.compile`.
+
+    Returns:
+        A module of the same class with compiled children, which shares everything else with the original.
     """
     compiled = _compile(module, compile_kwargs, {})
     if not is_compiled_module(compiled):
@@ -45,9 +67,16 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compiles each repeated block in place, so that the hooks of a sharded model stay where they are.
+    """Compile each repeated block in place, so that the hooks of a sharded model stay where they are.
 
     A model without repeated blocks is compiled as a whole, in place.
+
+    Args:
+        module: the model.
+        compile_kwargs: arguments for `torch.compile`.
+
+    Returns:
+        The model.
     """
     blocks = [block for part in module.modules() if is_repeated_blocks(part) for block in part.children()]
     for block in blocks or [module]:
@@ -56,7 +85,14 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compiles each repeated block, and each other part, in place: an engine of DeepSpeed holds on to the modules."""
+    """Compile each repeated block, and each other submodule, in place.
+
+    An engine of DeepSpeed holds on to the modules, so they cannot be replaced.
+
+    Args:
+        module: the model.
+        compile_kwargs: arguments for `torch.compile`.
+    """
     if is_repeated_blocks(module):
         for block in module.children():
             block.compile(**compile_kwargs)

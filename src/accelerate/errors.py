@@ -8,62 +8,86 @@ import warnings
 
 
 class DistributedOperationException(Exception):
-    """The ranks disagree about a collective: its kind, its shapes or its dtypes. Raised alike on every rank."""
+    """Raised on every rank when ranks disagree about a collective: its kind, its shapes or its dtypes."""
+
+    # Its message says where each rank is, so one of their tracebacks is enough (see launch/worker.py).
+    is_of_all_ranks = True
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor was given where padding was asked for; it is returned as it came."""
+    """Warns that a nested tensor cannot be padded, and is returned as it is."""
 
 
 class NotYetSupported(NotImplementedError):
-    """A feature of the public surface whose engine is not part of this version."""
+    """Raised for a feature whose engine is not part of this version.
+
+    Args:
+        feature: the feature.
+        instead: what to do instead.
+    """
 
     def __init__(self, feature: str, instead: str) -> None:
         super().__init__(f"{feature} is not part of this version of accelerate: {instead}")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written, or cannot be loaded. Nothing was lost, nor half-loaded unless it says so."""
+    """Raised when a checkpoint cannot be saved or loaded. Nothing is lost, nor loaded in part unless it says so."""
 
 
 class WrongFolder(CheckpointError, ValueError):
-    """The folder of a checkpoint that was asked for cannot be, or none was given. All ranks say the same of it."""
+    """Raised on every rank when the folder for a checkpoint cannot be used, or none is given."""
 
 
 class MissingFile(CheckpointError, FileNotFoundError):
-    """A file of a checkpoint is not there."""
+    """Raised when a file of a checkpoint is missing."""
 
 
 class Unfit(ValueError, RuntimeError):
-    """What was given does not fit what torch has here: a device that it lacks, weights without values or of other
-    shapes. It is a RuntimeError, too, since that is what torch itself raises."""
+    """Raised when something does not fit: a device that is not here, weights without values or with other shapes.
+
+    It is also a RuntimeError, since that is what torch itself raises.
+    """
 
 
 class UnknownName(ValueError, KeyError):
-    """A name that is none of those to choose from. It is a KeyError, too, as if it had been looked up."""
+    """Raised for a name that is not one of those to choose from. It is also a KeyError."""
 
     __str__ = Exception.__str__  # that of a KeyError would put it in quotes
 
 
 class WrongHandler(ValueError, AssertionError):
-    """Something in `kwargs_handlers` that is no handler."""
+    """Raised for something in `kwargs_handlers` that is not a handler."""
 
 
 class CannotPickle(pickle.PicklingError, TypeError):
-    """Something that only means anything in this process."""
+    """Raised for an object that has a meaning only in this process."""
 
 
 class CommandFailed(RuntimeError):
-    """A command cannot do what it was asked to. Its message is for the person who typed it."""
+    """Raised when a command cannot do what it was asked to. Its message is for the person who typed it."""
 
 
 class NotInstalled(CommandFailed, ImportError):
-    """A command needs a package or a program that is not here."""
+    """Raised when a command needs a package or a program that is not installed."""
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn about the line outside of this package, and of torch, that led here."""
+    """Warn about the line outside of this package, and of torch, that led here.
+
+    Args:
+        message: the sentence.
+        category: the class of the warning.
+    """
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("accelerate", "torch"):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def in_words(error: Exception) -> str:
+    """Return an error of other code in one line, to be part of a sentence.
+
+    Args:
+        error: the error.
+    """
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -28,9 +28,16 @@ def generate_device_map(
     no_split_module_classes: list[str] | None = None,
     max_memory: dict[int | str, int | str] | None = None,
 ) -> dict[str, Any]:
-    """Returns which process has which part of a model, in the order of the parts.
+    """Plan which rank gets which part of a model, in the order of the parts.
 
-    max_memory: by process, how much it may have; by default all have about the same.
+    Args:
+        model: the model.
+        num_processes: the number of ranks.
+        no_split_module_classes: names of classes that are never split.
+        max_memory: how much memory each rank may use. By default all get about the same share.
+
+    Returns:
+        The rank of each module.
     """
     if num_processes == 1 or max_memory is not None:
         return dict(
@@ -83,7 +90,12 @@ def _even_shares(weights: list[int], shares: int) -> list[int]:
 
 
 def find_pippy_batch_size(args: Any, kwargs: Any) -> int | None:
-    """Returns the length of the first tensor in the arguments of a call, or None if there is none."""
+    """Return the length of the first tensor in the arguments of a call, or None if there is none.
+
+    Args:
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+    """
     for values in (args, kwargs):
         for value in values.values() if isinstance(values, dict) else values or ():
             found = ignorant_find_batch_size(value)
@@ -93,9 +105,17 @@ def find_pippy_batch_size(args: Any, kwargs: Any) -> int | None:
 
 
 def build_pipeline(model: nn.Module, split_points: list[str], args: Any, kwargs: Any, num_chunks: int) -> Any:
-    """Trace a model, cut it before each of the modules named, and return the schedule of this process's stage.
+    """Trace a model, split it before the named modules, and return the schedule of this rank's stage.
 
-    args, kwargs: an example of one piece of a batch. num_chunks: in how many pieces a batch goes through.
+    Args:
+        model: the model.
+        split_points: names of the modules before which it is split.
+        args: positional arguments of an example call, with one chunk of a batch.
+        kwargs: keyword arguments of that call.
+        num_chunks: the number of chunks a batch is split into.
+
+    Returns:
+        The schedule, of `torch.distributed.pipelining`.
     """
     return _schedule(_traced(model, split_points, args, kwargs), num_chunks)
 
@@ -108,8 +128,8 @@ def _traced(model: nn.Module, split_points: list[str], args: Any, kwargs: Any) -
         if point not in modules:
             close = difflib.get_close_matches(point, modules, n=5, cutoff=0) or ["none"]
             raise ValueError(
-                f"The split point {point!r} is no module of this {type(model).__name__}: give the name of one, such as "
-                f"{', '.join(close)}."
+                f"The split point {point!r} is not a module of this {type(model).__name__}: give the name of one, such "
+                f"as {', '.join(close)}."
             )
     state = PartialState()
     pipe = pipeline(
@@ -157,10 +177,19 @@ def _hand_on_in_one_piece(stage: Any, receives: bool) -> None:
 
 
 def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any) -> Any:
-    """Send a batch through the stages: the first process puts it in, the last one has the output.
+    """Send a batch through the stages: the first rank feeds it in, the last one has the output.
 
-    forward: the `step` of the schedule. The batch is filled up until it can be cut into `num_chunks` pieces, and the
-    output cut again. gather_output: give the output to all processes.
+    The batch is padded until it can be split into chunks, and the padding is removed from the output.
+
+    Args:
+        forward: the `step` of the schedule.
+        num_chunks: the number of chunks a batch is split into.
+        gather_output: give the output to all ranks.
+        args: positional arguments of the model.
+        kwargs: keyword arguments of the model.
+
+    Returns:
+        The output, on the ranks that get it; None on the others.
     """
     state = PartialState()
     size = find_pippy_batch_size(args, kwargs)
@@ -209,12 +238,20 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool | None = False,
 ) -> nn.Module:
-    """Spread a model over the processes, a stage each, for inference. Call it on every process with the same inputs.
+    """Split a model into one stage per rank, for inference. Call it, and the model, on every rank with the same inputs.
 
-    split_points: the modules before which it is cut, or "auto". example_args, example_kwargs: a batch like those to
-    come; batches of another size are sent in several rounds, or filled up. num_chunks: in how many pieces a batch goes
-    through, so that all stages have work; by default one for each process. gather_output: give the output to all
-    processes, not only to the last one.
+    Args:
+        model: the model.
+        split_points: names of the modules before which it is split, or "auto".
+        no_split_module_classes: names of classes that "auto" never splits.
+        example_args: positional arguments of a call like those to come. Batches of another size are padded, or sent in
+            several rounds.
+        example_kwargs: keyword arguments of that call.
+        num_chunks: how many chunks a batch is split into, so that all stages have work. By default one per rank.
+        gather_output: give the output to all ranks, not only to the last one.
+
+    Returns:
+        The model of this rank's stage, which is called like the original.
     """
     state = PartialState()
     args, kwargs = tuple(example_args or ()), dict(example_kwargs or {})
@@ -279,7 +316,7 @@ def _output_structure(model: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _refuse_late_inputs(model: nn.Module, pipe: Any) -> None:
-    """Raises where a stage would have to be given something that is not computed by the one before it."""
+    """Raise an error if a stage needs something that the previous one does not compute."""
     stages = [node for node in pipe.split_gm.graph.nodes if node.op == "call_module"]
     for number, stage in enumerate(stages):
         # What is neither an input nor computed by a stage is left out of all of them by torch.
@@ -294,7 +331,7 @@ def _refuse_late_inputs(model: nn.Module, pipe: Any) -> None:
 
 
 def _refuse_several_tensors(model: nn.Module, pipe: Any) -> None:
-    """Raises where processes on the CPU would wait for ever, for want of a newer torch."""
+    """Raise an error if ranks on the CPU would wait forever, because torch is too old."""
     if PartialState().device.type != "cpu" or waits_for_every_tensor():
         return
     for number in range(1, pipe.num_stages):

@@ -13,6 +13,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -21,15 +22,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from accelerate.available import has_package, is_cuda_available
 from accelerate.config.enums import DistributedType, PrecisionType
 from accelerate.config.environment import parse_flag_from_env, patch_environment
-from accelerate.devices import CUDA, cuda_start
+from accelerate.devices import CUDA, XLA, cuda_start
 from accelerate.launch.meeting import meeting_point
+from accelerate.launch.tpu import chips
 from accelerate.machine import get_free_port
 from accelerate.state import AcceleratorState, GradientState, PartialState, lost
 
 ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
 
-# These two report the failure of a worker with its traceback, which is then raised here anyway.
-_ECHOES = ("torch.distributed.elastic.multiprocessing.api", "torch.multiprocessing.spawn")
+# These report how workers ended, with tracebacks, which is then raised here anyway.
+_ECHOES = (
+    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.agent.server.api",
+    "torch.multiprocessing.spawn",
+)
 
 # What tells the state that a run of one process has made in this notebook from one that the notebook has made itself.
 _trial: Any = None
@@ -41,7 +47,7 @@ class LaunchFailed(ChildFailedError):
     """A process of `notebook_launcher` failed; the message ends with its traceback."""
 
     def get_first_failure(self) -> tuple[int, ProcessFailure]:
-        """The rank whose failure came first: others may have been written down in the same second."""
+        """Return the rank that failed first, and its failure."""
         return min(self.failures.items(), key=lambda item: _order(item[1]))
 
     def format_msg(self, *args: Any, **kwargs: Any) -> str:
@@ -53,10 +59,12 @@ class LaunchFailed(ChildFailedError):
 
 
 class PrepareForLaunch:
-    """Makes a function one that `torch.multiprocessing.start_processes` can start: called with the local rank first.
+    """A function that `torch.multiprocessing.start_processes` can start: it is called with the local rank first.
 
-    launcher: the function. distributed_type: kept for those who read it.
-    debug: whether the processes are those of `debug_launcher`.
+    Args:
+        launcher: the function to run.
+        distributed_type: stored for code that reads it.
+        debug: whether the processes are those of `debug_launcher`.
     """
 
     def __init__(self, launcher: Callable[..., Any], distributed_type: str = "NO", debug: bool = False) -> None:
@@ -84,8 +92,11 @@ class _Entry:
         if self.forked:
             _forget_parent()
         sys.stdout, sys.stderr = _Lines(sys.stdout), _Lines(sys.stderr)
+        signal.signal(signal.SIGINT, _interrupted)
         try:
             return self.function(*args)
+        except KeyboardInterrupt:
+            sys.exit(128 + signal.SIGINT)  # without a traceback: the cell of the notebook has one
         except Exception as error:
             lost.told(error, error.__traceback__)  # torch catches it before any hook could
             raise
@@ -99,6 +110,12 @@ class _Entry:
         import cloudpickle
 
         return _unpacked, (cloudpickle.dumps(self.function), self.forked)
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """SIGINT in a process of a notebook: it comes from the notebook and from torch elastic, and once is enough."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 class _Lines:
@@ -150,22 +167,30 @@ def notebook_launcher(
     log_line_prefix_template: str | None = None,
     start_method: str | None = None,
 ) -> None:
-    """Run a training function on several processes of this machine (and of others), from a notebook.
+    """Run a training function on several processes of this machine, and of others, from a notebook.
 
-    function, args: what to call on each process. The function makes the `Accelerator`, and whatever touches a GPU.
-    num_processes: on this machine; by default one per GPU, or one.
-    mixed_precision: "no", "fp16", "bf16" or "fp8", for the `Accelerator` in the function.
-    use_port, master_addr: where the processes meet. On one machine a free port is taken where this one is in use.
-    node_rank, num_nodes: which machine this is, of how many; call it on each of them.
-    rdzv_backend, rdzv_endpoint, rdzv_conf, rdzv_id: torch elastic's rendezvous.
-    max_restarts: how often all processes are started again after one has failed.
-    monitor_interval: seconds between two looks at the processes.
-    log_line_prefix_template: what torch elastic puts before each line of output that it forwards.
-    start_method: "fork" (by default), or "spawn", which also works when CUDA is in use here already; it sends the
-        function to new processes, for which one that is defined in the notebook needs `cloudpickle`.
+    Args:
+        function: what to call on each process. It creates the `Accelerator`, and everything that touches a GPU.
+        args: its arguments.
+        num_processes: the number of processes on this machine. By default one per GPU, or per chip of a TPU, or one.
+        mixed_precision: "no", "fp16", "bf16" or "fp8", for the `Accelerator` in the function.
+        use_port: the port where the processes meet. On one machine, a free one is used if it is taken.
+        master_addr: the address of the first machine.
+        node_rank: which machine this is.
+        num_nodes: the number of machines. Call it on each of them.
+        rdzv_backend: the rendezvous backend of torch elastic.
+        rdzv_endpoint: the rendezvous endpoint of torch elastic.
+        rdzv_conf: further settings of the rendezvous.
+        rdzv_id: the id of the rendezvous.
+        max_restarts: how often all processes are restarted after one has failed.
+        monitor_interval: seconds between two checks of the processes.
+        log_line_prefix_template: the prefix of each line of output that torch elastic forwards.
+        start_method: "fork" (the default), or "spawn", which also works if CUDA is already in use. It sends the
+            function to new processes; one that is defined in the notebook needs `cloudpickle` for that.
     """
+    on_tpu = _on_tpu()
     if num_processes is None:
-        num_processes = _gpus() or 1
+        num_processes = (chips() if on_tpu else _gpus()) or 1
     _check_arguments(function, args, num_processes=num_processes, node_rank=node_rank, num_nodes=num_nodes)
     _check(num_processes, mixed_precision, node_rank, num_nodes, start_method)
     if num_processes * num_nodes == 1:
@@ -176,6 +201,8 @@ def notebook_launcher(
 
     start_method = start_method or ("fork" if hasattr(os, "fork") else "spawn")
     _check_ready(function, start_method)
+    if on_tpu:
+        _check_chips(num_processes, start_method)
     if 0 < _gpus() < num_processes:
         warnings.warn(f"{num_processes} processes will share {_gpus()} GPU(s), which NCCL refuses.", stacklevel=2)
     if rdzv_backend == "static":
@@ -216,10 +243,12 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
-    """Run a function on several CPU processes of this machine, to test it; a failure in one is raised here.
+    """Run a function on several CPU processes of this machine, to test it. A failure in one of them is raised here.
 
-    function, args: what to call on each process.
-    num_processes: how many.
+    Args:
+        function: what to call on each process.
+        args: its arguments.
+        num_processes: the number of processes.
     """
     from torch.multiprocessing.spawn import start_processes
 
@@ -237,7 +266,7 @@ def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_p
 
 
 def test_launch() -> None:
-    """Does nothing but join the others: a function to try a launcher with."""
+    """Join the other ranks and do nothing else, to try out a launcher."""
     PartialState()
 
 
@@ -320,6 +349,21 @@ def _check_ready(function: Callable[..., Any], start_method: str) -> None:
         )
 
 
+def _check_chips(num_processes: int, start_method: str) -> None:
+    from accelerate.torch_internals.xla import has_started
+
+    if chips() not in (0, num_processes):
+        raise ValueError(
+            f"num_processes is {num_processes}, and this TPU has {chips()} chips: pass 1, or leave it out to have one "
+            "for each chip."
+        )
+    if start_method == "fork" and has_started():
+        raise RuntimeError(
+            "The TPU is in use by this notebook, and forked processes could not use it: restart the kernel and touch "
+            "its devices inside the function only, or pass start_method='spawn'."
+        )
+
+
 def _is_of_notebook(function: Callable[..., Any]) -> bool:
     """Whether a new process could not import it: it was typed in, not read from a file."""
     return function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
@@ -336,6 +380,12 @@ def _endpoint(given: str, backend: str, address: str, port: int, node_rank: int,
         # On one machine nobody else needs to know the port, so a free one will do.
         with meeting_point(port, num_nodes == 1, "`use_port`") as taken:
             yield f"{address}:{taken}"
+
+
+def _on_tpu() -> bool:
+    """Whether the function will find an XLA device."""
+    wanted = os.environ.get("ACCELERATE_TORCH_DEVICE", "xla").partition(":")[0]
+    return wanted in ("", "xla") and not parse_flag_from_env("ACCELERATE_USE_CPU") and XLA().available()
 
 
 def _gpus() -> int:

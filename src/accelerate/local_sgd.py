@@ -12,9 +12,15 @@ from accelerate.comm import current
 
 
 class LocalSGD:
-    """Inside the block gradients stay local; parameters are averaged over the processes every `local_sgd_steps` steps.
+    """Train without synchronizing gradients inside the block, and average parameters over the ranks now and then.
 
-    Call `step()` after each optimizer step. enabled: False makes it do nothing.
+    Call `step()` after each optimizer step.
+
+    Args:
+        accelerator: the Accelerator.
+        model: the prepared model.
+        local_sgd_steps: the number of steps between two averages.
+        enabled: False does nothing.
     """
 
     def __init__(self, accelerator: Any, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:

@@ -10,14 +10,21 @@ from typing import Any
 
 
 class MultiProcessAdapter(logging.LoggerAdapter):
-    """A logger that speaks on the main process alone, unless told otherwise.
+    """A logger that logs on the main process only, unless told otherwise.
 
-    Each call takes two more arguments: `main_process_only=False` lets every process speak,
-    and `in_order=True` then lets them do so by rank.
+    Each call takes two more arguments: `main_process_only=False` logs on every rank, and `in_order=True` then makes the
+    ranks take turns.
     """
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Writes a message, on the processes that are to speak."""
+        """Log a message, on the ranks that should.
+
+        Args:
+            level: the level of the message.
+            msg: the message.
+            args: its arguments.
+            kwargs: those of `logging.Logger.log`, and `main_process_only` and `in_order`.
+        """
         from accelerate.state import PartialState
 
         if not PartialState._shared_state:
@@ -40,7 +47,15 @@ class MultiProcessAdapter(logging.LoggerAdapter):
             state.wait_for_everyone()
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Puts the rank in front of a message."""
+        """Put the rank in front of a message.
+
+        Args:
+            msg: the message.
+            kwargs: the keyword arguments of the call.
+
+        Returns:
+            Both, as they are logged.
+        """
         from accelerate.state import PartialState
 
         msg, kwargs = super().process(msg, kwargs)
@@ -48,12 +63,22 @@ class MultiProcessAdapter(logging.LoggerAdapter):
 
     @functools.lru_cache(None)  # noqa: B019  (loggers live as long as the program)
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Warns, unless exactly this warning was given before."""
+        """Warn, unless exactly this warning was given before.
+
+        Args:
+            *args: positional arguments of `warning`.
+            **kwargs: keyword arguments of `warning`.
+        """
         self.warning(*args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 2) + 1})
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Returns a logger; its level is `log_level`, else that of `ACCELERATE_LOG_LEVEL`, else unchanged."""
+    """Return a logger that knows about ranks.
+
+    Args:
+        name: the name of the logger.
+        log_level: its level. By default that of `ACCELERATE_LOG_LEVEL`, or unchanged.
+    """
     logger = logging.getLogger(name)
     level = os.environ.get("ACCELERATE_LOG_LEVEL") if log_level is None else log_level
     if level is not None:

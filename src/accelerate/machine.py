@@ -15,20 +15,24 @@ _OLDEST_KERNEL = (5, 5, 0)
 
 
 def is_port_in_use(port: int | None = None) -> bool:
-    """Says whether something listens on a port of this machine; by default on torch's, 29500."""
+    """Tell whether a port of this machine is in use.
+
+    Args:
+        port: the port. By default that of torch, 29500.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         return probe.connect_ex(("localhost", 29500 if port is None else port)) == 0
 
 
 def get_free_port() -> int:
-    """Returns a port of this machine that was free a moment ago."""
+    """Return a port of this machine that was free a moment ago."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def check_os_kernel() -> None:
-    """Warns about a Linux kernel that is known to make multi-process runs hang."""
+    """Warn about a Linux kernel that is known to make multi-process runs hang."""
     if platform.system() != "Linux":
         return
     match = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?", platform.release())
@@ -40,7 +44,11 @@ def check_os_kernel() -> None:
 
 
 def install_xla(upgrade: bool = False) -> None:
-    """In a notebook of Google Colab, installs the torch_xla of this torch. upgrade: the newest torch first."""
+    """Install the torch_xla that fits torch, in a Google Colab notebook.
+
+    Args:
+        upgrade: upgrade torch first.
+    """
     if "google.colab" not in sys.modules:
         raise RuntimeError("`install_xla` is for notebooks of Google Colab: elsewhere, `pip install torch_xla[tpu]`.")
     install = [sys.executable, "-m", "pip", "install"]

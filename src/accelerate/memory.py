@@ -16,7 +16,11 @@ from accelerate.state import PartialState, attempts
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Gives memory that torch keeps for later back to the device, after a garbage collection if asked for."""
+    """Return the memory that torch has cached to the device.
+
+    Args:
+        garbage_collection: collect garbage first.
+    """
     if garbage_collection:
         gc.collect()
     for device in DEVICES:
@@ -25,7 +29,14 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Drops objects and frees their memory: `a, b = release_memory(a, b)`."""
+    """Drop objects and free their memory.
+
+    Args:
+        objects: the objects.
+
+    Returns:
+        One None per object, to overwrite the variables with: `a, b = release_memory(a, b)`.
+    """
     dropped: list[None] = [None] * len(objects)
     del objects
     clear_device_cache(garbage_collection=True)
@@ -33,7 +44,11 @@ def release_memory(*objects: Any) -> list[None]:
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
-    """Says whether an exception means that memory ran out."""
+    """Tell whether an exception means that memory ran out.
+
+    Args:
+        exception: the exception.
+    """
     if isinstance(exception, torch.OutOfMemoryError):
         return True
     if not isinstance(exception, RuntimeError) or len(exception.args) != 1:
@@ -47,18 +62,29 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Calls a function with ever smaller batch sizes, each 0.9 of the one before, until it fits into memory.
+    """Call a function with ever smaller batch sizes, each 0.9 of the one before, until it fits into memory.
 
-    The batch size is the function's first argument and is left out by the caller:
+    The batch size is the first argument of the function, and callers leave it out. Prepare models inside the function.
 
+    Ranks continue together: if memory runs out on one of them, all try again with the smallest size. If others wait for
+    that rank in a collective of NCCL, the run ends with a sentence that says so, and starts with the smaller size if
+    its launcher restarts it on one machine.
+
+    Args:
+        function: the function. Without it, a decorator is returned.
+        starting_batch_size: the first batch size.
+        reduce_batch_size_fn: a function without arguments that returns the next batch size.
+
+    Returns:
+        The decorated function.
+
+    Example:
+        ```python
         @find_executable_batch_size(starting_batch_size=256)
         def train(batch_size, model): ...
 
         train(model)
-
-    Several processes go on together: if memory runs out on one of them, all try again with the smallest size. Models
-    are to be prepared inside the function. Where others wait for that one in a collective of NCCL, the run ends with a
-    sentence that says so, and starts with the smaller size if its launcher starts it again, on one machine.
+        ```
     """
     if function is None:
         return functools.partial(

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from accelerate.available import is_peft_available
+from accelerate.torch_internals.modules import has_post_load_hooks, has_pre_load_hooks, loads_by_code_of
 from accelerate.unwrap import extract_model_from_parallel
 
 
 def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -> list[Any]:
-    """Returns all modules, children before their parents; with `return_fqns`, as pairs with their names."""
+    """List all modules of a model, children before their parents.
+
+    Args:
+        model: the model.
+        return_fqns: return pairs of a module and its name.
+    """
     found: list[tuple[str, nn.Module]] = []
 
     def visit(name: str, module: nn.Module) -> None:
@@ -26,26 +33,68 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Returns the class of that name among a module and its parts; None if there is none."""
+    """Return the class with a name among a module and its submodules, or None.
+
+    Args:
+        module: the module.
+        name: the name of the class.
+    """
     return next((type(part) for part in module.modules() if type(part).__name__ == name), None)
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Says whether a parameter of the model is spread over a device mesh."""
+    """Tell whether a parameter of a model is a DTensor.
+
+    Args:
+        model: the model.
+    """
     # Where nobody has imported them there are none, and importing them takes a second.
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: Any) -> int | None:
-    """Returns over how many devices the model says its tensors are split; None if it says nothing."""
+    """Return the tensor-parallel size that a model declares, or None.
+
+    Args:
+        model: the model.
+    """
     size = getattr(model, "tp_size", None)
     return size if size is not None else getattr(model, "_tp_size", None)
 
 
 def is_peft_model(model: Any) -> bool:
-    """Says whether a model, under its wrappers, is one of `peft`."""
+    """Tell whether a model, under its wrappers, is one of `peft`.
+
+    Args:
+        model: the model.
+    """
     if not is_peft_available():
         return False
     peft = importlib.import_module("peft")
     return isinstance(extract_model_from_parallel(model), peft.PeftModel)
+
+
+def overrides_load(model: nn.Module) -> bool:
+    """Tell whether a model overrides `load_state_dict`."""
+    return type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model)
+
+
+def loads_by_own_code(model: nn.Module, names_fit: bool = True, except_for: Callable[..., Any] | None = None) -> bool:
+    """Tell whether a model has code for loading that may change what it is given, or object to it.
+
+    Hooks (but `except_for`), extra state and methods are such code. names_fit: where the names of a checkpoint are
+    those of the model, what torch's own modules have is not needed: they only know older names.
+    """
+    own = nn.Module.set_extra_state
+    return overrides_load(model) or any(
+        has_post_load_hooks(part)
+        or has_pre_load_hooks(part, except_for)
+        or type(part).set_extra_state is not own
+        or not _loads_as_torch(loads_by_code_of(part), names_fit)
+        for part in model.modules()
+    )
+
+
+def _loads_as_torch(code: str, names_fit: bool) -> bool:
+    return code == nn.Module.__module__ or (names_fit and code.startswith("torch.nn.modules."))

@@ -18,16 +18,31 @@ __all__ = ["AcceleratedOptimizer", "move_to_device", "patch_optimizer_step"]
 
 
 def move_to_device(state: Any, device: torch.device) -> Any:
-    """The tensors of an optimizer's (nested) state on `device`."""
+    """Move the tensors of nested optimizer state to a device.
+
+    Args:
+        state: the state.
+        device: the device.
+
+    Returns:
+        The same structure on the device.
+    """
     return recursively_apply(lambda tensor: tensor.to(device), state)
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """A wrapper around a torch optimizer that
+    """Wrap a torch optimizer for `Accelerator`, which creates this in `prepare`.
 
-    - does nothing in `step` and `zero_grad` while gradients are being accumulated,
-    - steps as precision and engine do (through the gradient scaler under fp16) and knows whether a step was skipped,
-    - moves existing optimizer state to the device.
+    - `step` and `zero_grad` do nothing while gradients are being accumulated.
+    - Steps follow precision and engine (through the gradient scaler under fp16), and it is known whether one was
+    skipped.
+    - Existing optimizer state is moved to the device.
+
+    Args:
+        optimizer: the optimizer.
+        device_placement: move existing state to the device.
+        scaler: the gradient scaler of fp16.
+        stepper: how an engine steps it. By default as torch does.
     """
 
     def __init__(
@@ -152,7 +167,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return switch() if callable(switch) else None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear the gradients, unless they are still being accumulated."""
+        """Clear the gradients, unless they are still being accumulated.
+
+        Args:
+            set_to_none: set them to None instead of zero. By default as torch does.
+        """
         sync = self.gradient_state.sync_gradients
         if sync or self.every_micro_batch:
             self._stepper.zero_grad(set_to_none, last=sync)
@@ -160,7 +179,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 self.on_sync()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step, unless gradients are still being accumulated."""
+        """Take a step, unless gradients are still being accumulated.
+
+        Args:
+            closure: reevaluates the model and returns the loss, for optimizers that need it.
+
+        Returns:
+            What the wrapped optimizer returns.
+        """
         gradient_state = self.gradient_state
         if not gradient_state.sync_gradients:
             return self._stepper.step(closure, last=False) if self.every_micro_batch else None

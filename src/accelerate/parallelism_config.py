@@ -31,12 +31,26 @@ _HANDLERS = {
 
 @dataclass
 class ParallelismConfig:
-    """The axes of a device mesh; an axis of size 1 is not there. What is not given is read from the
-    `PARALLELISM_CONFIG_*` variables.
+    """Choose how a run is parallelized: the axes of its device mesh.
 
-    dp_replicate_size: copies of the model. dp_shard_size: processes that share one copy (FSDP).
-    tp_size: processes that share each layer. cp_size, sp_size: processes that share each sequence.
-    cp_backend, sp_backend: "torch", "deepspeed". tp_handler, cp_handler, sp_handler: finer settings of an axis.
+    An axis of size 1 is left out. Settings that are not given are read from the `PARALLELISM_CONFIG_*` variables.
+
+    Args:
+        dp_replicate_size: the number of replicas of the model.
+        dp_shard_size: the number of ranks that share one replica (FSDP).
+        tp_size: the number of ranks that share each layer.
+        cp_size: the number of ranks that share each sequence (context parallelism).
+        cp_backend: "torch".
+        sp_size: the number of ranks that share each sequence (DeepSpeed's sequence parallelism).
+        sp_backend: "deepspeed".
+        tp_handler: more settings of tensor parallelism.
+        cp_handler: more settings of context parallelism.
+        sp_handler: more settings of sequence parallelism.
+
+    Example:
+        ```python
+        accelerator = Accelerator(parallelism_config=ParallelismConfig(dp_shard_size=4, tp_size=2))
+        ```
     """
 
     dp_replicate_size: int | None = None
@@ -151,22 +165,27 @@ class ParallelismConfig:
 
     @property
     def dp_replicate_enabled(self) -> bool:
+        """Whether there are several replicas of the model."""
         return self._sizes["dp_replicate"] > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
+        """Whether replicas are sharded (FSDP)."""
         return self._sizes["dp_shard"] > 1
 
     @property
     def tp_enabled(self) -> bool:
+        """Whether layers are split (tensor parallelism)."""
         return self._sizes["tp"] > 1
 
     @property
     def cp_enabled(self) -> bool:
+        """Whether sequences are split (context parallelism)."""
         return self._sizes["cp"] > 1
 
     @property
     def sp_enabled(self) -> bool:
+        """Whether sequences are split (DeepSpeed's sequence parallelism)."""
         return self._sizes["sp"] > 1
 
     # --- the mesh -----------------------------------------------------------------------------------------------
@@ -177,7 +196,14 @@ class ParallelismConfig:
         return (tuple(axes), tuple(self._sizes[axis] for axis in axes)) if axes else ()
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """A mesh of these axes, with the joined ones (`dp`, `dp_shard_cp`, `dp_cp`) in it; None where there is none."""
+        """Build the device mesh of these axes, with the combined ones (`dp`, `dp_shard_cp`, `dp_cp`).
+
+        Args:
+            device_type: the type of the device, such as "cuda".
+
+        Returns:
+            The mesh, or None if all axes have size 1.
+        """
         axes_and_sizes = self._get_mesh()
         if not axes_and_sizes:
             return None
@@ -194,7 +220,11 @@ class ParallelismConfig:
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh, built on the first call, which needs to know the kind of device."""
+        """Return the device mesh, which the first call builds.
+
+        Args:
+            device_type: the type of the device; required by the first call.
+        """
         if self.device_mesh is None:
             if device_type is None:
                 raise ValueError("The device mesh is not built yet: pass the kind of device, as in 'cuda' or 'cpu'.")
@@ -202,7 +232,7 @@ class ParallelismConfig:
         return self.device_mesh
 
     def to_json(self) -> Any:
-        """The settings as plain data."""
+        """Return the settings as plain data."""
         handlers = {name: getattr(self, name) for name in _HANDLERS}
         return {
             **{f"{axis}_size": size for axis, size in self._sizes.items()},

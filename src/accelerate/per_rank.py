@@ -63,7 +63,11 @@ def on_this_rank(function: Callable[[], None]) -> Callable[[], None]:
 
 
 class ThreadLocalSharedDict:
-    """A class attribute that hands out one dict to all instances on a rank: per process, or per thread."""
+    """Share one dict between all instances of a class: per process, or per thread.
+
+    Args:
+        thread_local: one dict for each thread. By default only if ranks are threads.
+    """
 
     def __init__(self, thread_local: bool = False) -> None:
         self._storage: PerRank[dict[str, Any]] = PerRank(dict, thread_local)

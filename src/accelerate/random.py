@@ -15,10 +15,12 @@ from accelerate.state import PartialState
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed Python, numpy, torch and the device.
+    """Seed Python, NumPy, torch and the device.
 
-    device_specific: a different seed (`seed` + rank) on each process. deterministic: have torch use deterministic
-    algorithms only.
+    Args:
+        seed: the seed.
+        device_specific: use a different seed on each rank: `seed` plus the rank.
+        deterministic: make torch use deterministic algorithms only.
     """
     state = PartialState()
     if device_specific:
@@ -32,9 +34,11 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torch.Generator | None = None) -> None:
-    """Give the random state called `rng_type` the value it has on rank 0.
+    """Set a random state to that of rank 0.
 
-    generator: the generator to synchronise when `rng_type` is "generator".
+    Args:
+        rng_type: which one: "torch", "cuda", "xla", "generator", ...
+        generator: the generator, if `rng_type` is "generator".
     """
     communicator = current()
     kind = RNGType(rng_type) if rng_type is not None else None
@@ -52,7 +56,12 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
 
 
 def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None) -> None:
-    """Give each of these random states the value it has on rank 0. Where there is no generator, none is asked for."""
+    """Set several random states to those of rank 0.
+
+    Args:
+        rng_types: which ones; see `synchronize_rng_state`.
+        generator: the generator for "generator". Without one, that entry is ignored.
+    """
     for rng_type in rng_types:
         if RNGType(rng_type) == RNGType.GENERATOR and generator is None:
             continue

@@ -15,7 +15,11 @@ _HORIZONS = ("total_steps", "T_max")
 
 
 def horizon(scheduler: Any) -> int | None:
-    """After how many of its steps a schedule has run its course, where that can be known."""
+    """Return after how many of its steps a schedule ends, or None if that is not known.
+
+    Args:
+        scheduler: the scheduler.
+    """
     for name in _HORIZONS:
         value = getattr(scheduler, name, None)
         if isinstance(value, int):
@@ -31,10 +35,16 @@ def horizon(scheduler: Any) -> int | None:
 
 
 class AcceleratedScheduler:
-    """A wrapper around a scheduler that steps only when its optimizers did.
+    """A scheduler that steps only when its optimizers did.
 
-    Unless batches are split, each optimizer step consumes as many batches as there are processes, so the schedule
-    moves on by that many steps: write it for one process and it fits any number.
+    Unless batches are split, each optimizer step consumes as many batches as there are ranks, so the schedule advances
+    by that many steps: write it for one process, and it fits any number.
+
+    Args:
+        scheduler: the scheduler.
+        optimizers: the optimizers it belongs to.
+        step_with_optimizer: step only when the optimizers did, once per rank; otherwise at every call.
+        split_batches: whether the loaders split batches among the ranks, so that the schedule advances by one.
     """
 
     _accelerate_kind = "schedulers"
@@ -61,6 +71,12 @@ class AcceleratedScheduler:
         self._optimizer_steps = 0
 
     def step(self, *args: Any, **kwargs: Any) -> None:
+        """Advance the schedule, if the optimizers have stepped.
+
+        Args:
+            args: positional arguments for the scheduler.
+            kwargs: keyword arguments for the scheduler.
+        """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
@@ -99,24 +115,39 @@ class AcceleratedScheduler:
     def _say_it_has_ended(steps: int, each: int) -> None:
         warn(
             f"The learning-rate schedule of {steps} steps ended after {steps // each} optimizer steps, "
-            f"and training goes on: a prepared scheduler moves {each} steps (one per process) each time; give it the "
-            "number of steps of a single process, or pass `step_scheduler_with_optimizer=False` to the Accelerator."
+            f"and training goes on: a prepared scheduler moves {each} steps (one per process) each time. If it should "
+            "last longer, give it the number of steps of a single process, or pass "
+            "`step_scheduler_with_optimizer=False` to the Accelerator."
         )
 
     def get_last_lr(self) -> Any:
+        """Return the last learning rate of each parameter group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the wrapped scheduler."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state of the wrapped scheduler.
+
+        Args:
+            state_dict: the state.
+        """
         self.scheduler.load_state_dict(state_dict)
 
     def get_lr(self) -> Any:
+        """Compute the learning rates as the wrapped scheduler does."""
         return self.scheduler.get_lr()
 
     def print_lr(self, *args: Any, **kwargs: Any) -> Any:
+        """Print the learning rates as the wrapped scheduler does.
+
+        Args:
+            args: positional arguments for the scheduler.
+            kwargs: keyword arguments for the scheduler.
+        """
         return self.scheduler.print_lr(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

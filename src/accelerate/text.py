@@ -11,7 +11,11 @@ _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MI
 
 
 def convert_bytes(size: float) -> str:
-    """Writes a number of bytes for people: `1.46 KB`."""
+    """Format a number of bytes for people, such as `1.46 KB`.
+
+    Args:
+        size: the number of bytes.
+    """
     for unit in ("bytes", "KB", "MB", "GB", "TB"):
         if size < 1024.0:
             return f"{round(size, 2)} {unit}"
@@ -20,7 +24,11 @@ def convert_bytes(size: float) -> str:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Returns the bytes of `"10GB"` and its likes (GB: a thousand millions, GiB: 1024 to the third, Gb: bits)."""
+    """Convert a size such as "10GB" to a number of bytes.
+
+    Args:
+        size: a number, or a string with a unit: GB is 10^9 bytes, GiB is 2^30 bytes, Gb is 10^9 bits.
+    """
     if isinstance(size, int) and size >= 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([A-Za-z]+)\s*", str(size))
@@ -43,13 +51,25 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Returns the name of a class or function, or of the class of anything else."""
+    """Return the name of a class or function, or of the class of any other object.
+
+    Args:
+        obj: the object.
+    """
     named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
     return str(getattr(named, "__qualname__", None) or named.__name__)
 
 
 def merge_dicts(source: MutableMapping[Any, Any], destination: MutableMapping[Any, Any]) -> Any:
-    """Puts the entries of one nested dictionary into another, which is returned."""
+    """Merge one nested dict into another.
+
+    Args:
+        source: the dict whose entries are added.
+        destination: the dict that is changed.
+
+    Returns:
+        `destination`.
+    """
     for key, value in source.items():
         if isinstance(value, MutableMapping):
             merge_dicts(value, destination.setdefault(key, {}))
@@ -59,5 +79,10 @@ def merge_dicts(source: MutableMapping[Any, Any], destination: MutableMapping[An
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Follows a dotted path of attributes."""
+    """Follow a dotted path of attributes.
+
+    Args:
+        obj: the object to start from.
+        attr: the path, such as "layer.weight".
+    """
     return reduce(getattr, attr.split("."), obj)

@@ -6,7 +6,13 @@ from typing import Any
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Makes a `tqdm.auto` progress bar, on the first process of each machine only unless told otherwise."""
+    """Create a `tqdm.auto` progress bar that is shown once per machine.
+
+    Args:
+        args: positional arguments of `tqdm`.
+        main_process_only: show it on the first rank of each machine only.
+        kwargs: keyword arguments of `tqdm`.
+    """
     from accelerate.available import is_tqdm_available  # here, since `accelerate.utils` imports this file at once
 
     if not is_tqdm_available():

@@ -14,13 +14,16 @@ from accelerate.torch_internals.compile import ORIGINAL, compiled_like, original
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """Takes the wrappers off a model: of parallel training, and if asked for of precision and compilation.
+    """Remove the wrappers of parallel training from a model, and on request those of precision and compilation.
 
     Args:
         model: what `prepare` returned.
-        keep_fp32_wrapper: whether `forward` goes on to run in mixed precision and to return fp32.
-        keep_torch_compile: whether the model stays compiled.
-        recursive: whether parts of the model are unwrapped too, in place.
+        keep_fp32_wrapper: keep a `forward` that runs in mixed precision and returns fp32.
+        keep_torch_compile: keep the model compiled.
+        recursive: unwrap submodules as well, in place.
+
+    Returns:
+        The model.
     """
     wrappers = _wrapper_classes()
     while True:

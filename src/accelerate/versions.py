@@ -12,7 +12,13 @@ if TYPE_CHECKING:
 
 
 def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Compares the version of an installed package (given by name), or a parsed version, with another one."""
+    """Compare the version of an installed package with another version.
+
+    Args:
+        library_or_version: the name of the package, or a parsed version.
+        operation: the operator: "<", "<=", "==", "!=", ">=" or ">".
+        requirement_version: the version to compare with.
+    """
     from packaging.version import parse
 
     if operation not in STR_OPERATION_TO_FUNC:
@@ -23,7 +29,12 @@ def compare_versions(library_or_version: Any, operation: str, requirement_versio
 
 
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compares the version of the installed torch."""
+    """Compare the version of the installed torch with another version.
+
+    Args:
+        operation: the operator: "<", "<=", "==", "!=", ">=" or ">".
+        version: the version to compare with.
+    """
     return compare_versions("torch", operation, version)
 
 

@@ -26,6 +26,8 @@ from tests.harness.netns import Machine
 
 EPOCHS, STEPS, PROCESSES = 10, 300, 4
 PORT = 29400  # in namespaces of their own, every port is free
+# Steps that the training may be ahead of the next fault.
+AHEAD = 6
 # From a fault to the first step after it, on a busy machine.
 LIMIT = 200.0
 
@@ -81,7 +83,16 @@ def _disturbed(
     words = ["--cpu", "--num_machines=2", f"--num_processes={PROCESSES}", f"--main_process_ip={machines[0].address}"]
     words += [f"--main_process_port={PORT}", "--max_restarts=1000", "--preemption=save", "--resume=auto"]
     words += ["--rdzv_conf=keep_alive_interval=1,read_timeout=15", "--hang_timeout=5"]
-    words += [str(TRAIN), str(project), str(log), "--pause=0.04", "--patience=8"]
+    leash = folder / "leash"
+    words += [str(TRAIN), str(project), str(log), "--pause=0.04", "--patience=8", f"--leash={leash}"]
+
+    def let_run_to(step: int) -> None:
+        """Otherwise a fast training is through before the last fault."""
+        draft = folder / "leash-draft"
+        draft.write_text(str(step))
+        draft.replace(leash)
+
+    let_run_to(AHEAD)
     # A rank that is stopped does not hear that it is to end.
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = "5"
     hosts = [Host(machine, words, folder) for machine in machines]
@@ -98,16 +109,22 @@ def _disturbed(
         for host in hosts:
             host.start()
         for number, fault in enumerate(faults):
-            _reach(run, 5 + number * (STEPS - 20) // len(faults))
+            due = max(5 + number * (STEPS - 20) // len(faults), history.newest_step(log))
+            let_run_to(due + AHEAD)
+            _reach(run, due)
             if run.draw.random() < 0.2:
-                run.pause(run.draw.uniform(0, 6))  # wherever it is then
+                run.pause(run.draw.uniform(0, 2))  # wherever it is then
             step, began = history.newest_step(log), time.monotonic()
+            assert step < STEPS, f"the training was through before fault {number + 1}"
             said = fault(run)
             print(f"{number + 1}/{len(faults)} at step {step}: {fault.__name__}: {said}", flush=True)
             # A few steps further than what may still have been on its way.
-            _reach(run, min(history.newest_step(log) + 4, STEPS - 10))
+            reached = history.newest_step(log)
+            let_run_to(reached + AHEAD)
+            _reach(run, min(reached + 4, STEPS - 10))
             starts = history.read(log).starts
             print(f"      {time.monotonic() - began:.0f} s; start {len(starts)} was at {starts[-1][0]}", flush=True)
+        let_run_to(STEPS + 1)
         _until(run, "both machines have ended well", lambda: all(host.done for host in hosts))
         wait_for("no process is left", 20, hosts, lambda: not running(folder))
         _check(run, machines, folder, undisturbed)

@@ -39,6 +39,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--until", type=Path, help="end after the epoch in which this file appears")
     parser.add_argument("--pause", type=float, default=0.0, help="seconds after each step")
+    parser.add_argument("--leash", type=Path, help="a file with the number of the step after which to wait")
     parser.add_argument("--patience", type=float, default=10.0, help="seconds that a collective may take")
     arguments = parser.parse_args()
     accelerator = Accelerator(
@@ -80,6 +81,8 @@ def main() -> None:
             if progress.step % 10 == 0:
                 accelerator.save_state()
             time.sleep(arguments.pause)
+            while arguments.leash is not None and progress.step >= int(arguments.leash.read_text()):
+                time.sleep(0.05)
         # Rank 0 decides: the others may see the file at another moment.
         if arguments.until is not None and broadcast_object_list([arguments.until.exists()])[0]:
             break

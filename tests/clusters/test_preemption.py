@@ -92,7 +92,9 @@ def test_settings_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not Accelerator(cpu=True, project_config=project).resume()  # an empty project
 
 
-def test_a_script_that_does_not_resume_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_that_does_not_resume_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def accelerator() -> Accelerator:
         return Accelerator(
             cpu=True, project_config=ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
@@ -109,6 +111,8 @@ def test_a_script_that_does_not_resume_is_told_once(tmp_path: Path, monkeypatch:
     for load in (Accelerator.resume, Accelerator.load_state):  # a script may load by itself
         load(loaded := accelerator())
         loaded.end_training()
+    newest = tmp_path / "checkpoints" / "checkpoint_1"
+    assert capsys.readouterr().err == f"--resume auto: this run continues from {newest}.\n"
 
 
 def launch(

@@ -57,6 +57,13 @@ def _all_reduce(communicator: Any) -> None:
         assert result is tensor and tensor.item() == expected
 
 
+def _average(communicator: Any) -> None:
+    size = communicator.size
+    tensors = [torch.tensor([float(communicator.rank)]), torch.full((2, 2), 2.0 * communicator.rank)]
+    communicator.average(tensors)
+    assert tensors[0].tolist() == [(size - 1) / 2] and tensors[1].tolist() == [[size - 1.0] * 2] * 2
+
+
 def _broadcast(communicator: Any) -> None:
     source = communicator.size - 1
     tensor = torch.arange(6).view(2, 3).t() + 10 * communicator.rank
@@ -79,7 +86,7 @@ def _objects(communicator: Any) -> None:
     communicator.verify("gather", {"a": torch.ones(communicator.rank, 2)})
 
 
-PROMISES = [_place, _gather, _all_reduce, _broadcast, _scatter, _objects]
+PROMISES = [_place, _gather, _all_reduce, _average, _broadcast, _scatter, _objects]
 
 
 def _keep(kind: str, promise: Callable[[Any], None]) -> None:

@@ -16,12 +16,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate.bundle import Bundle
-from accelerate.checkpoint.files import read_torch
-from accelerate.checkpoint.parts import File, Part, Put
-from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.state import Run
+from accelerate.checkpoint.parts import File, Part, StagedLoad
+from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.checkpoint.run_state import Run
 from accelerate.comm import current
 from accelerate.comm.tree import convert_to_fp32
+from accelerate.io.safe_load import read_torch
 from accelerate.precision.stepping import Stepper
 from accelerate.strategies import Outputs, Strategy
 
@@ -232,7 +232,7 @@ class Toy(Strategy):
         }
         yield File(f"toy_state_{run.rank}.bin", content)
 
-    def load(self, run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
+    def load(self, run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kwargs: Any) -> StagedLoad:
         content = read_torch(reader.path(f"toy_state_{run.rank}.bin"), **torch_load)
 
         def rest() -> None:
@@ -243,4 +243,4 @@ class Toy(Strategy):
             for optimizer, window in zip(run.optimizers, content["windows"], strict=True):
                 self.engines[id(optimizer.optimizer)].load_window(window)
 
-        return Put(rest)
+        return StagedLoad(rest)

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin
 
 
-def model(seed: int = 0) -> nn.Module:
+def model(seed: int = 0, width: int = 24) -> nn.Module:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 24), nn.GELU(), nn.LayerNorm(24), nn.Linear(24, 3))
+    return nn.Sequential(nn.Linear(6, width), nn.GELU(), nn.LayerNorm(width), nn.Linear(width, 3))
 
 
 def data(samples: int = 96) -> TensorDataset:

@@ -20,6 +20,7 @@ DOCUMENTS = [
 NEEDS = {
     "docs/deepspeed.md": ("deepspeed", "make deepspeed"),
     "docs/migration/deepspeed.md": ("deepspeed", "make deepspeed"),
+    "docs/megatron.md": ("megatron", "make megatron"),
     "docs/tpu.md": ("torch_xla", "make xla"),
     "docs/migration/fabric.md": ("lightning_fabric", "pip install lightning-fabric"),
 }

@@ -166,17 +166,20 @@ def losses_are_those_of_the_released_package() -> None:
     for key, expected in said["losses"].items():
         precision, stage = key.split()
         _close(_trained(precision, _config(int(stage))), expected, CLOSE[precision], key)
+    for stage, expected in said["trainer"].items():
+        _close(_trainer_losses(int(stage)), expected, CLOSE["no"], f"the Trainer in stage {stage}")
 
 
 def print_losses() -> None:
-    """Those of every stage, as JSON: with whatever package is called accelerate."""
+    """Those of every stage, and of transformers' Trainer, as JSON: with whatever package is called accelerate."""
     from accelerate import __version__
 
     # Not without ZeRO: there DeepSpeed by itself takes a first step without gradients, and forgets to scale losses.
     losses = {
         f"{precision} {stage}": _trained(precision, _config(stage)) for precision in DTYPES for stage in STAGES[1:]
     }
-    print("\n" + json.dumps({"version": __version__, "losses": losses}), flush=True)
+    trainer = {stage: _trainer_losses(stage) for stage in (2, 3)}
+    print("\n" + json.dumps({"version": __version__, "losses": losses, "trainer": trainer}), flush=True)
 
 
 @check
@@ -265,8 +268,8 @@ def whole_weights_of_pieces() -> None:
         _end(accelerator)
 
 
-@check
-def trains_models_of_transformers() -> None:
+def _trainer_losses(stage: int | None) -> list[float]:
+    """Those of transformers' Trainer. stage: None for no DeepSpeed."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
     class Lines(torch.utils.data.Dataset[Any]):
@@ -279,37 +282,38 @@ def trains_models_of_transformers() -> None:
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape = LlamaConfig(vocab_size=64, max_position_embeddings=8, pad_token_id=0, **sizes)
-
-    def losses(stage: int | None) -> list[float]:
-        zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
-        automatic = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size")
-        config = {"zero_optimization": zero, **dict.fromkeys((*automatic, "train_micro_batch_size_per_gpu"), "auto")}
-        with tempfile.TemporaryDirectory() as folder:
-            arguments = TrainingArguments(
-                folder,
-                report_to=[],
-                deepspeed=None if stage is None else config,
-                max_steps=6,
-                per_device_train_batch_size=4,
-                gradient_accumulation_steps=2,
-                learning_rate=1e-2,
-                adam_epsilon=1e-2,
-                logging_steps=1,
-                save_strategy="no",
-                disable_tqdm=True,
-            )
-            set_seed(0)
-            trainer = Trainer(LlamaForCausalLM(shape), arguments, train_dataset=Lines())
-            trainer.train()
-            trainer.save_model(folder)
-            assert Path(folder, "model.safetensors").exists()
-        _end(trainer.accelerator)
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
+    zero = {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True}
+    automatic = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size")
+    config = {"zero_optimization": zero, **dict.fromkeys((*automatic, "train_micro_batch_size_per_gpu"), "auto")}
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-    expected = losses(None)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            report_to=[],
+            deepspeed=None if stage is None else config,
+            max_steps=6,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            adam_epsilon=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        set_seed(0)
+        trainer = Trainer(LlamaForCausalLM(shape), arguments, train_dataset=Lines())
+        trainer.train()
+        trainer.save_model(folder)
+        assert Path(folder, "model.safetensors").exists()
+    _end(trainer.accelerator)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@check
+def trains_models_of_transformers() -> None:
+    expected = _trainer_losses(None)
     for stage in (2, 3):
-        _close(losses(stage), expected, 2e-3, f"stage {stage}")
+        _close(_trainer_losses(stage), expected, 2e-3, f"stage {stage}")
 
 
 @check

@@ -45,17 +45,17 @@ def equal(found: nn.Module, model: nn.Module, dtype: torch.dtype | None = None) 
 @check
 def loads_straight_to_the_gpu() -> None:
     from accelerate import init_empty_weights, load_checkpoint_and_dispatch, load_checkpoint_in_model
-    from accelerate.big_modeling import reading
+    from accelerate.io import read_tensors
     from accelerate.utils import load_state_dict
 
     model = network()
-    plain_piece = reading.PIECE
+    plain_piece = read_tensors.PIECE
     for safe in (True, False):
         with tempfile.TemporaryDirectory() as name:
             folder = saved(model, Path(name), safe=safe)
             # Pieces that cut tensors apart, and those that hold all of one.
             for piece in (4096 + 8, plain_piece):
-                reading.PIECE = piece
+                read_tensors.PIECE = piece
                 try:
                     for dtype in (None, torch.bfloat16, torch.float64):
                         with init_empty_weights():
@@ -72,7 +72,7 @@ def loads_straight_to_the_gpu() -> None:
                     assert before == [parameter.data_ptr() for parameter in found.parameters()]
                     equal(found, model)
                 finally:
-                    reading.PIECE = plain_piece
+                    read_tensors.PIECE = plain_piece
             weights = load_state_dict(next(folder.glob("part-0*")), {"": "cuda"})
             assert all(value.device == GPU for value in weights.values())
             with init_empty_weights():

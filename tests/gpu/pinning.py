@@ -12,8 +12,8 @@ from tests.gpu.checks import check
 
 @check
 def a_refusal_to_pin_is_not_raised_by_the_next_kernel() -> None:
-    from accelerate.checkpoint.host import HostMemory
     from accelerate.devices import page_lock
+    from accelerate.io.host_memory import HostMemory
 
     real, refusals = page_lock.lock, []
 
@@ -34,7 +34,7 @@ def a_refusal_to_pin_is_not_raised_by_the_next_kernel() -> None:
 @check
 def memory_beside_pinned_copies_can_be_copied() -> None:
     """CUDA refuses to copy what is pinned in part."""
-    from accelerate.checkpoint.host import HostMemory
+    from accelerate.io.host_memory import HostMemory
 
     others, memories = [], []
     for turn, size in enumerate((100, 3000, 5000, 70_000, 200_000) * 4):

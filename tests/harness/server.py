@@ -38,6 +38,7 @@ PRELOAD_IF_THERE = (
     "accelerate.strategies.fsdp2",
     "accelerate.strategies.tensor",
     "accelerate.strategies.deepspeed",
+    "accelerate.strategies.megatron",
 )
 POLL_SECONDS = 0.005
 STACK_DUMP_SECONDS = 1.0

@@ -16,7 +16,7 @@ ROOT = Path(accelerate.__file__).parent
 
 # A part may import only what stands in an earlier row.
 LEVELS: tuple[tuple[str, ...], ...] = (
-    ("errors", "constants", "text", "lazy", "arrays", "bounded", "per_rank", "bundle"),
+    ("errors", "constants", "text", "lazy", "per_rank", "bundle"),
     ("doors",),
     ("torch_internals",),
     ("versions",),
@@ -31,11 +31,13 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("launch_commands",),
     ("barrier", "logging", "memory", "random", "tqdm", "compilation"),
     ("unwrap", "memory_utils"),
-    ("modules", "files"),
+    ("modules", "io"),
     ("parallel", "runs"),
     ("precision", "data_loader", "tracking"),
     ("step_timer",),
     ("checkpoint",),
+    ("offload",),
+    ("hooks",),
     ("big_modeling",),
     ("estimate",),
     ("quantization",),
@@ -53,8 +55,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {part: number for number, row in enumerate(LEVELS) for part in row}
 
-# One part under two public names: each needs the other.
-SAME = {"hooks": "big_modeling"}
 
 # Imports inside a function that point up, each with its reason.
 UPWARD_IN_FUNCTIONS = {
@@ -98,9 +98,7 @@ MOST_AT_THE_START = 80  # of our own
 
 
 def part_of(path: Path) -> str:
-    relative = path.relative_to(ROOT)
-    name = relative.parts[0].removesuffix(".py")
-    return SAME.get(name, name)
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
 def imports(path: Path) -> Iterator[tuple[str, bool]]:
@@ -123,7 +121,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
         for name in names:
             parts = name.split(".")
             if parts[0] == "accelerate" and len(parts) > 1:
-                yield SAME.get(parts[1], parts[1]), id(node) not in inside_functions
+                yield parts[1], id(node) not in inside_functions
 
 
 FILES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")

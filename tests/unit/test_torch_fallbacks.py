@@ -185,9 +185,9 @@ def test_storages_in_a_file() -> None:
 
 
 def test_what_files_may_have() -> None:
-    from accelerate.checkpoint import torchfile
+    from accelerate.io import torch_format
 
-    pickled = torchfile._pickled({"a": torch.ones(2), "b": copy.copy})[0]
+    pickled = torch_format._pickled({"a": torch.ones(2), "b": copy.copy})[0]
     for name in ("nothing", "_internal"):
         with pytest.raises(Exception, match=r"copy\.copy"):
             without(name, "serialization").try_weights_only(pickled)
@@ -257,12 +257,19 @@ def test_policies() -> None:
         hidden.chosen_by(custom, model, [])
 
 
-def test_gathering_without_a_method_of_the_group() -> None:
+def test_gathering_without_a_method_of_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
     class Group:
         """Without a method, as none may have one of that name any more."""
 
-    gather: Any = process_groups.all_gather_on(Group())
-    assert gather.func is torch.distributed.all_gather_into_tensor and isinstance(gather.keywords["group"], Group)
+    asked: list[Any] = []
+
+    def gather(*tensors: torch.Tensor, **options: Any) -> None:
+        asked.append((tensors, options))
+
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+    group, out, tensor = Group(), torch.zeros(2), torch.zeros(1)
+    process_groups.all_gather_on(group)(out, tensor)()
+    assert asked == [((out, tensor), {"group": group, "async_op": True})]
 
 
 def test_exchange_of_context() -> None:

@@ -37,7 +37,7 @@ OF_OTHERS = {
     "mlflow": "_active_run_stack _last_active_run_id",
     "swanlab": "_handle_atexit _is_main_thread",
     "Habana": "_get_device_type",
-    "DeepSpeed": "_SEQUENCE_DATA_PARALLEL_GROUP _SEQUENCE_PARALLEL_GROUP "
+    "DeepSpeed": "_SEQUENCE_DATA_PARALLEL_GROUP _SEQUENCE_PARALLEL_GROUP _swappable_optimizer_subgroup "
     "_config _consolidated_16bit_state_dict _get_all_ckpt_names _get_ckpt_name _get_norm_groups "
     "_get_sequence_parallel_group _get_zero_ckpt_name _get_zero_param_shapes _hp_mapping _param_slice_mappings",
     "transformers": "_attn_implementation _no_split_modules _tie_weights _tp_plan _tp_size",
@@ -49,17 +49,18 @@ OURS = {name for path in OUTSIDE for name in defined_in(tree_of(path))}
 OF_TORCH = set(hidden_names())
 
 # Engines that have an environment of their own: their files cannot be imported in this one.
-OPTIONAL = {"deepspeed"}
+OPTIONAL = {"deepspeed", "megatron"}
 
 # Who may talk to other processes by torch's own functions, and why.
 DISTRIBUTED = {
     "comm": "the communicator",
     "parallel": "groups of a device mesh",
     "strategies": "engines exchange what they spread",
+    "engines/megatron": "the groups of Megatron-LM",
     "state": "begins and ends with the process group",
     "available.py": "asks whether torch has it",
     "launch/meeting.py": "the port where the processes of a launch meet",
-    "checkpoint/shards.py": "runs torch.distributed.checkpoint, with a group or without",
+    "checkpoint/sharded_state.py": "runs torch.distributed.checkpoint, with a group or without",
     "test_utils/scripts": "scripts as users write them",
 }
 
@@ -67,8 +68,7 @@ DISTRIBUTED = {
 CUDA = {
     "devices": "the devices",
     "available.py": "asks whether there is one",
-    "big_modeling/cuda_copier.py": "copies weights on a stream of their own",
-    "checkpoint/stream.py": "copies what it writes on a stream of its own",
+    "offload/cuda_copier.py": "copies weights on a stream of their own",
     "config/environment.py": "finds the processors near a GPU; stands below the devices",
     "test_utils/backend.py": "says how to measure memory, for tests of other projects",
     "test_utils/scripts": "scripts as users write them",

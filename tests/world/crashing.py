@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import disk
 from accelerate.checkpoint.background import Background
 from accelerate.comm import Communicator
 from accelerate.comm.base import set_current
+from accelerate.io import disk
 from accelerate.state import AcceleratorState, PartialState
 
 # What a save changes on the disk, one by one. (For who is killed after a flush all is as it was before it.)

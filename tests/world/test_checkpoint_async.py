@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.checkpoint import disk
 from accelerate.checkpointing import verify_checkpoint
 from accelerate.errors import CheckpointError
+from accelerate.io import disk
 from tests.harness import run_world
 from tests.unit.checkpoint.test_save_load import Training
 from tests.world.test_checkpoint_crash import Version

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.checkpoint import disk
 from accelerate.comm import current
+from accelerate.io import disk
 from accelerate.utils import ProjectConfiguration
 from tests.harness import run_world, world_outcomes
 from tests.unit.accelerator.toys import ALONE, Net

@@ -290,9 +290,9 @@ def _taken_away(folder: str) -> str:
     run.set(1)
     write = Manifest.write
 
-    def asleep(manifest: Manifest, staging: Path) -> None:
-        write(manifest, staging)
-        commit._discard(staging)
+    def asleep(manifest: Manifest, path: Path) -> None:
+        write(manifest, path)
+        commit._discard(path.parent)
 
     Manifest.write = asleep  # type: ignore[method-assign]
     with pytest.raises(CheckpointError) as caught:
@@ -395,4 +395,4 @@ def _wrong_folders(folder: str) -> list[str]:
 def test_all_ranks_say_the_same_of_a_wrong_folder(tmp_path: Path) -> None:
     first, second = run_world(_wrong_folders, 2, str(tmp_path))
     assert first == second
-    assert first[0] == f"{tmp_path / 'nowhere'} is no folder: give that of a checkpoint to load."
+    assert first[0] == f"{tmp_path / 'nowhere'} is not a folder: give that of a checkpoint to load."

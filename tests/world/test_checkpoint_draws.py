@@ -235,7 +235,7 @@ def noted(kind: str) -> Any:
     batches = iter(loader)
     for _ in range(5):
         next(batches)
-    return loader.position.state_dict(loader)["drawn"]
+    return loader.position.snapshot(loader).drawn
 
 
 @pytest.mark.parametrize("kind", ["here, without draws", "workers, without draws"])

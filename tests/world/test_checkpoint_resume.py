@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import random
@@ -443,13 +444,13 @@ def test_new_processes_have_random_states_of_their_own_where_all_had(tmp_path: P
 
 
 def test_where_it_cannot_be_exact_it_says_so() -> None:
-    from accelerate.data_loader.position import change
+    from accelerate.data_loader.snapshot import change
 
     def text(loader: Any, **options: Any) -> str:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
         prepared = accelerator.prepare(loader)
-        state = prepared.position.state_dict(prepared) | {"batch": 4, "processes": 2} | options
-        return change(state, prepared) or ""
+        saved = dataclasses.replace(prepared.position.snapshot(prepared), batch=4, processes=2, **options)
+        return change(saved, prepared) or ""
 
     sampler = OwnDistributed(Numbers(SAMPLES), 1, 0)
     told = text(DataLoader(Numbers(SAMPLES), 2, sampler=sampler))
@@ -495,10 +496,10 @@ def test_what_was_seen_is_not_fetched(tmp_path: Path) -> None:
         accelerator = Accelerator(cpu=True, dataloader_config=config)
         loader = accelerator.prepare(DataLoader(numbers, 4, shuffle=True))
         if exact:
-            place = loader.position.begin(loader)
-            place.batches = 99_990
+            iteration = loader.position.begin(loader)
+            iteration.batches = 99_990
             accelerator.save_state(tmp_path)
-            loader.position.end(place)
+            loader.position.end(iteration)
         accelerator.load_state(tmp_path)
         rest = read(accelerator.skip_first_batches(loader, 99_990) if not exact else loader)
         assert len(rest) == 10 and numbers.fetched == 40

@@ -13,6 +13,7 @@ import torch
 from accelerate.comm import current, ops
 from accelerate.errors import CannotPadNestedTensorWarning, DistributedOperationException
 from accelerate.state import PartialState
+from accelerate.torch_internals.process_groups import collectives_begun
 from tests.harness import run_world
 
 DTYPES = [
@@ -159,15 +160,59 @@ def test_gather_of_more_tensors_than_one_message_describes() -> None:
     run_world(_gather_many, 2)
 
 
-@pytest.mark.parametrize("width", [1919, 1920, 1921])
-def test_gather_at_the_edge_of_the_first_message(width: int) -> None:
-    for result in run_world(_gather_width, 2, width):
-        assert torch.equal(result, torch.cat([torch.full((width,), 0.0), torch.full((width,), 1.0)]))
+def _gather_widths() -> None:
+    rank = PartialState().process_index
+    # What the first message, and the largest, have room for, and what they have not.
+    for width in (2047, 2048, 2049, 131_071, 131_072, 131_073):
+        for _ in range(3):
+            result = ops.gather(torch.full((width,), float(rank)))
+            assert torch.equal(result, torch.cat([torch.full((width,), 0.0), torch.full((width,), 1.0)])), width
 
 
-def _gather_width(width: int) -> torch.Tensor:
-    result: torch.Tensor = ops.gather(torch.full((width,), float(PartialState().process_index)))
-    return result
+def test_gather_at_the_edge_of_a_message() -> None:
+    run_world(_gather_widths, 2)
+
+
+def _count_collectives() -> None:
+    rank = PartialState().process_index
+    number, logits, text = torch.tensor(rank), torch.full((100, 300), float(rank)), ["x" * 3000 * (rank + 1)]
+    uneven = torch.full((4000 * (rank + 1),), rank)
+
+    def taken(*calls: Any) -> list[int]:
+        """How many collectives each takes, when all were made twice before."""
+        for _ in range(3):
+            counts = []
+            for call, data in calls:
+                before = collectives_begun()
+                call(data)
+                counts.append(collectives_begun() - before)
+        return counts
+
+    gather, objects = ops.gather, ops.gather_object
+    assert taken((gather, logits)) == [1] and taken((gather, uneven)) == [1] and taken((objects, text)) == [1]
+    assert taken((gather, number), (gather, logits), (objects, text), (gather, uneven)) == [1, 1, 1, 1]
+    assert taken((gather, torch.ones(10_000_000 // 4))) == [2]
+
+
+def test_what_is_gathered_again_takes_one_collective() -> None:
+    run_world(_count_collectives, 2)
+
+
+def _one_rank_starts_over() -> None:
+    state = PartialState()
+    ranks = range(state.num_processes)
+    for _ in range(3):
+        for count in (SMALL, LARGE, 1):
+            result = ops.gather(rows(state.process_index, count))
+            assert same(result, torch.cat([rows(rank, count) for rank in ranks]))
+        if state.process_index == 1:
+            PartialState._reset_state()
+            state = PartialState()
+
+
+def test_one_rank_may_reset_its_state_between_gathers_while_the_group_lives_on() -> None:
+    """What ranks expect of each other belongs to their group."""
+    run_world(_one_rank_starts_over, 2)
 
 
 def _disagree(kind: str) -> str:

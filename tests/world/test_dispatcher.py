@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.comm import current
-from accelerate.data_loader import DataLoaderDispatcher, dispatch, prepare_data_loader
+from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, scatter_protocol
 from accelerate.state import PartialState
 from accelerate.utils import set_seed
 from tests.harness import run_world, world_outcomes
@@ -266,7 +266,7 @@ def contents_on_their_own() -> None:
     """As between GPUs, where the contents of a batch follow its header over the devices' links."""
     Accelerator()
     current().fast_device = torch.device("cpu")
-    dispatch._LARGE = 1
+    scatter_protocol._LARGE = 1
     anything_may_change_between_batches()
     padded_to_different_lengths()
     staying_in_step()

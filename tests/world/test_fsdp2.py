@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,9 @@ def _holds_its_part() -> None:
     assert os.environ["ACCELERATE_USE_FSDP"] == "true"
     plain = Tower()
     total = sum(p.numel() for p in plain.parameters())
-    model = accelerator.prepare(plain)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # of a function of torch that we should no longer call
+        model = accelerator.prepare(plain)
     assert model is plain and isinstance(model, Tower) and isinstance(model, FSDPModule)
     assert isinstance(model.blocks[0], FSDPModule) and not isinstance(model.blocks[0].up, FSDPModule)
     assert model.head.weight is model.embed.weight
@@ -468,11 +471,12 @@ def test_compiled(way: str) -> None:
 
 def _older_torch() -> None:
     accelerator = Accelerator(cpu=True, fsdp_plugin=_plugin())
-    reduce = dist.reduce_scatter_tensor
-    dist.reduce_scatter_tensor = lambda out, given, op: reduce(out, given)  # a sum, whatever was asked for
+    name = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+    reduce = getattr(dist, name)
+    setattr(dist, name, lambda out, given, op: reduce(out, given))  # a sum, whatever was asked for
     with pytest.raises(RuntimeError, match=r"FSDP version 2 does not run on CPUs with torch .*: update torch, or use"):
         accelerator.prepare(Tower())
-    dist.reduce_scatter_tensor = reduce
+    setattr(dist, name, reduce)
     fsdp2.fully_shard = lambda module, *, mesh: module  # type: ignore[assignment]
     accelerator.state.fsdp_plugin.ignored_modules = "head"
     with pytest.raises(RuntimeError, match=r"leaves parameters whole .* since torch 2\.7, and this is"):

@@ -152,7 +152,7 @@ def _outputs() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             prepare_pippy(Several(kind), "layers.1", example_args=batch(4))
-    with pytest.raises(ValueError, match=r"'layer\.1' is no module of this Net: .* such as layers\.1, "):
+    with pytest.raises(ValueError, match=r"'layer\.1' is not a module of this Net: .* such as layers\.1, "):
         prepare_pippy(Net(), "layer.1", example_args=batch(4))
     with pytest.raises(ValueError, match=r"has 1 parts that can be separated \(0\) and there are 2 processes: start"):
         prepare_pippy(nn.Sequential(nn.Linear(4, 4)), example_args=batch(4)[:1])

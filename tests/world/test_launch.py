@@ -199,6 +199,8 @@ def test_control_c_ends_everything_also_what_does_not_want_to(tmp_path: Path, co
     try:
         numbers = wait_for(*(tmp_path / f"{rank}.pid" for rank in range(count)))
         terminal.send(CONTROL_C)
+        if count > 1:
+            terminal.wait_for("The run was ended by SIGINT: it was interrupted.")
         code = terminal.process.wait(timeout=60)
     finally:
         terminal.close()
@@ -255,6 +257,24 @@ sys.exit(3 if attempt < 2 else 0)
     failed = launch(tmp_path, "--cpu", *words[:4], "--max_restarts", "1", script(tmp_path, killed))
     assert failed.returncode == 137 and failed.stdout.count("attempt") == 2
     assert "accelerate: attempt 2 of 2, after rank 0 was killed by SIGKILL" in failed.stderr
+
+
+def test_a_restart_names_the_rank_that_failed_and_not_the_one_that_was_ended(tmp_path: Path) -> None:
+    train = script(
+        tmp_path,
+        """
+if rank == 1:
+    raise ValueError("a broken sample\\n  sample: 7\\nskip it")
+time.sleep(100)
+""",
+    )
+    done = launch(tmp_path, *TWO, "--max_restarts", "1", "--log_dir", str(tmp_path / "logs"), train)
+    assert done.returncode == 1
+    assert "accelerate: attempt 2 of 2, after rank 1 failed with ValueError: a broken sample\n" in done.stderr
+    # All lines of the message are repeated at the end, indented ones as well.
+    end = done.stderr.split("as shown above:\n")[-1]
+    assert end == "ValueError: a broken sample\n  sample: 7\nskip it\n"
+    assert not [path for path in (tmp_path / "logs").rglob("*") if "said" in path.name]
 
 
 @pytest.mark.parametrize(("backend", "asked"), [("static", False), ("c10d", False), ("static", True)])
@@ -431,6 +451,26 @@ def test_what_all_ranks_say_is_on_the_screen_once(tmp_path: Path) -> None:
     assert sorted(done.stdout.splitlines()) == ["0 None", "1 ERROR"]
     # A warning comes as often as one rank gives it.
     assert [done.stderr.count(f"Warning: {text}") for text in ("heard by all", "from 0", "from 1")] == [2, 1, 1]
+
+
+def test_an_error_that_all_ranks_raise_is_one_however_deep_in_the_package_each_met_it(tmp_path: Path) -> None:
+    """Rank 0 alone looks at the folder of a checkpoint, and all refuse to save. In debug mode they are at two lines."""
+    text = """
+from accelerate.errors import CheckpointError, DistributedOperationException
+import accelerate.text as package
+open(f"{rank}-there", "w").close()
+while not os.path.exists(f"{1 - rank}-there"): pass
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+code = "def refuse(deep):\\n    if deep: refuse(False)\\n    raise CheckpointError('no folder')"
+exec(compile(code, package.__file__, "exec"))
+"""
+    disagree = "if rank: raise DistributedOperationException('two')\nraise DistributedOperationException('two')"
+    for way in ("refuse(rank == 0)", disagree):
+        done = launch(tmp_path, *TWO, script(tmp_path, text + way))
+        assert done.stderr.count("Traceback") == 1, done.stderr
+        assert done.stderr.splitlines()[-2].startswith("Ranks 0, 1 on "), done.stderr
+        for path in tmp_path.glob("*-there"):
+            path.unlink()
 
 
 SECOND = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "1"]

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +66,34 @@ def test_a_notebook(tmp_path: Path) -> None:
     assert failed["error"].rstrip().endswith("ValueError: the second one is ill")
     assert "raise ValueError('the second one is ill')" in failed["error"]
     assert "has already been made in this notebook" in late["error"]
+
+
+def test_an_interrupted_cell_ends_as_one_that_ran_here(tmp_path: Path) -> None:
+    """A kernel is interrupted together with its processes, which torch elastic then interrupts once more."""
+    script = tmp_path / "cell.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "from accelerate import PartialState, notebook_launcher\n"
+        "def train(folder):\n"
+        "    rank = PartialState().process_index\n"
+        "    open(f'{folder}/{rank}-{os.getpid()}', 'w').close()\n"
+        "    time.sleep(100)\n"
+        "notebook_launcher(train, (sys.argv[1],), num_processes=2, use_port='0')\n"
+    )
+    (tmp_path / "ready").mkdir()
+    cell = subprocess.Popen(
+        [sys.executable, str(script), str(tmp_path / "ready")],
+        stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+    )  # fmt: skip
+    while len(ready := os.listdir(tmp_path / "ready")) < 2:
+        assert cell.poll() is None
+        time.sleep(0.05)
+    os.killpg(cell.pid, signal.SIGINT)
+    for _ in range(20):
+        for name in ready:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(name.split("-")[1]), signal.SIGINT)
+        time.sleep(0.001)
+    _, said = cell.communicate(timeout=60)
+    assert said.rstrip().endswith("KeyboardInterrupt"), said
+    assert said.count("Traceback") == 1 and "elastic" not in said, said

@@ -206,7 +206,7 @@ BROKEN = {
     ),
     "shards that are merged in the wrong order": (
         "test_merge_weights.py",
-        "from accelerate.checkpoint import merge\nimport safetensors.torch as files\nreal = files.load_file\n"
+        "from accelerate.checkpoint import sharded_state\nimport safetensors.torch as files\nreal = files.load_file\n"
         "files.load_file = lambda path: {name: value.flip(0) for name, value in real(path).items()}",
         "is different",
     ),

@@ -11,7 +11,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from accelerate.comm.tree import send_to_device
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from tests.contract.test_training import CHECKS
-from tests.xla.worlds import on_xla
+from tests.xla.worlds import on_several, on_xla
 
 # These compare with what the host computes, in other places and with other rounding; see test_training.py.
 OTHERWISE = ("unwraps", "leaves_evaluation_models_alone", "autocasts_outside_the_model")
@@ -37,3 +37,12 @@ def passes(precision: str) -> None:
 def test_the_checks_of_every_strategy(precision: str) -> None:
     assert set(OTHERWISE) < CHECKS.keys()
     on_xla(passes, precision)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_the_checks_on_several_devices(precision: str) -> None:
+    on_several(passes, precision)
+
+
+def test_the_checks_on_sharded_models() -> None:
+    on_xla(passes, "bf16", CPU_NUM_DEVICES="4", ACCELERATE_USE_FSDP="true", FSDP_VERSION="2")

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DistributedType
-from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from tests.xla.worlds import on_host, on_xla
 
 
@@ -204,16 +204,28 @@ def test_host_and_device_load_each_others_states(tmp_path: Path, behind: bool) -
         assert (tmp_path / f"{number}-model" / "model.safetensors").exists()
 
 
+def downcasts() -> None:
+    accelerator = Accelerator(mixed_precision="bf16")
+    assert accelerator.state.downcast_bfloat
+    parts = _parts(accelerator)
+    model = parts[0]
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert model.head.weight is model.embed.weight
+    losses = _train(accelerator, parts, epochs=3)
+    assert losses[-1] < losses[0] / 2
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    precise = accelerator.prepare(nn.Linear(2, 2, dtype=torch.float64))
+    assert precise.weight.dtype is torch.float32
+
+
+def test_parameters_in_bf16() -> None:
+    on_xla(downcasts, ACCELERATE_DOWNCAST_BF16="true")
+
+
 def refuses() -> None:
     with pytest.raises(ValueError, match="'fp16' does not run on this xla device"):
         Accelerator(mixed_precision="fp16")
 
 
-def refuses_sharding() -> None:
-    with pytest.raises(ValueError, match="FSDP does not run on an XLA device in this version"):
-        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin())
-
-
-@pytest.mark.parametrize("attempt", [refuses, refuses_sharding])
-def test_what_does_not_run_is_refused_in_a_sentence(attempt: Any) -> None:
-    on_xla(attempt)
+def test_what_does_not_run_is_refused_in_a_sentence() -> None:
+    on_xla(refuses)

@@ -66,5 +66,5 @@ class Accelerator(Preparing, Stepping, Collecting, Preempting):
         preemption: "save": save the run and end it, when a signal says that the machines are taken away.
         nonfinite: "skip" leaves out steps whose gradients are not finite; "stop" ends the run at the first one, and
             says from which rank, samples and module it came.
-        megatron_lm_plugin: an engine that is not part of this version; giving one is an error.
+        megatron_lm_plugin: train with Megatron-LM, which splits tensors and layers over processes.
     """

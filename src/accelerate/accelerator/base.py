@@ -118,6 +118,7 @@ class AcceleratorBase(ProcessControl):
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(project_dir)
         self._preemption, self._resume = preemption_settings(preemption, self.project_configuration)
+        self._loaded_from: Path | None = None  # the last checkpoint
         self._resume_is_due = self._resume is not None  # the launch says so, and the script has loaded nothing yet
         self._take_handlers(kwargs_handlers or [])
         if deepspeed_plugin is not None and deepspeed_plugins is not None:
@@ -315,7 +316,15 @@ class AcceleratorBase(ProcessControl):
         return self._strategy.engine_wrapped()
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """The loader that hands each process its part of a sequence, under the sequence axis of DeepSpeed."""
+        """Make a loader that gives each rank its part of every sequence, for DeepSpeed's sequence parallelism.
+
+        Args:
+            dl: the prepared loader.
+            model: the prepared model.
+
+        Returns:
+            The adapted loader.
+        """
         return self._strategy.cut_sequences(dl)
 
     @property

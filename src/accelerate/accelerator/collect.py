@@ -17,19 +17,38 @@ Nested = TypeVar("Nested")  # a tensor, or lists, tuples and dicts of them: what
 
 class Collecting(AcceleratorBase):
     def gather(self, tensor: Nested) -> Nested:
-        """Concatenate the tensors of nested data over all processes along the first dimension.
+        """Concatenate the tensors of nested data over all ranks along the first dimension.
 
-        Lengths may differ between processes; values without a dimension come back as one row per process.
+        Lengths may differ between ranks. Tensors without a dimension come back with one entry per rank.
+
+        Args:
+            tensor: a tensor, or nested lists, tuples and dicts of tensors. Call it on all ranks.
+
+        Returns:
+            The same structure with the gathered tensors. On one process, the object itself.
         """
         gathered: Nested = ops.gather(tensor)
         return gathered
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """`gather` for evaluation loops: exactly one value per sample, without the repeats that fill the last batch.
+        """Gather the results of an evaluation step, exactly one per sample.
 
-        Tensors (and lists of other objects) that hold one entry per sample of the batch at hand lose the repeats;
-        a value without a dimension comes back from every process. use_gather_object: gather lists of picklable
-        objects, whatever they hold.
+        Samples that were repeated to fill the last batch are dropped from tensors and lists that hold one entry per
+        sample. Tensors without a dimension come back with one entry per rank.
+
+        Args:
+            input_data: tensors, nested structures of them, or lists of picklable objects.
+            use_gather_object: gather by pickling, whatever `input_data` holds.
+
+        Returns:
+            The gathered data, the same on every rank.
+
+        Example:
+            ```python
+            for inputs, targets in eval_loader:
+                predictions, targets = accelerator.gather_for_metrics((model(inputs), targets))
+                metric.update(predictions, targets)
+            ```
         """
         loader = self.gradient_state.active_dataloader
         real = None if loader is None else loader.real_samples
@@ -53,14 +72,33 @@ class Collecting(AcceleratorBase):
         return ops.gather(input_data) if only_tensors else _gather_mixed(input_data)
 
     def reduce(self, tensor: Nested, reduction: str = "sum", scale: float = 1.0) -> Nested:
-        """The sum ("sum"), mean ("mean") or maximum ("max") over all processes of each tensor of nested data."""
+        """Reduce each tensor of nested data over all ranks.
+
+        Args:
+            tensor: a tensor, or nested lists, tuples and dicts of tensors. Call it on all ranks.
+            reduction: "sum", "mean", "max", or "none" to leave the tensors as they are.
+            scale: multiply the result by this number.
+
+        Returns:
+            The same structure with the reduced tensors, the same on every rank.
+        """
         reduced: Nested = ops.reduce(tensor, reduction, scale)
         return reduced
 
     def pad_across_processes(
         self, tensor: Nested, dim: int = 0, pad_index: float = 0, pad_first: bool = False
     ) -> Nested:
-        """Pad tensors along `dim` to the largest size over all processes, so that they can be gathered."""
+        """Pad tensors to the largest size over all ranks, so that they can be gathered.
+
+        Args:
+            tensor: a tensor, or nested lists, tuples and dicts of tensors. Call it on all ranks.
+            dim: the dimension to pad.
+            pad_index: the value to pad with.
+            pad_first: pad at the beginning instead of the end.
+
+        Returns:
+            The same structure with the padded tensors.
+        """
         padded: Nested = ops.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
         return padded
 
@@ -69,7 +107,7 @@ class Collecting(AcceleratorBase):
         self.flag_tensor = torch.tensor(1, device=self.device)
 
     def check_trigger(self) -> bool:
-        """Whether any process has called `set_trigger` since the last check. To be called by all of them."""
+        """Tell whether any rank has called `set_trigger` since the last check. Call it on all ranks."""
         flag = torch.tensor(0, device=self.device) if self.flag_tensor is None else self.flag_tensor
         self._communicator.verify("check_trigger", flag)
         raised = bool(self._communicator.all_reduce(flag.clone(), "max").item())

@@ -83,8 +83,9 @@ def _ends_unevenly(loader: Any) -> bool:
     return len(lengths) > 1
 
 
-def check_horizon(accelerator: AcceleratorBase, steps: int) -> None:
-    """A schedule for whole epochs of a sharded loader, but not of the loader itself, was divided already."""
+def says_horizon(accelerator: AcceleratorBase, steps: int) -> bool:
+    """Says when a schedule ends, if that is after whole epochs of a sharded loader, but not of the loader itself: most
+    likely it was divided already, though a script may mean it. Returns whether that is so."""
     accumulated, processes, divided = accelerator.gradient_accumulation_steps, accelerator.num_processes, 0
     for loader in accelerator._dataloaders:
         shard = getattr(loader, "batch_sampler", None)
@@ -94,14 +95,14 @@ def check_horizon(accelerator: AcceleratorBase, steps: int) -> None:
         # What an epoch comes to for scripts that count right: in steps, or in batches.
         right = (batches, math.ceil(batches / accumulated), rounds * processes)
         if any(epoch and steps % epoch == 0 for epoch in right):
-            return
+            return False
         if getattr(loader, "length_asked", False) and rounds > 1 and steps % rounds == 0:
             divided = rounds
     if divided and accelerator.is_main_process:
         warn(
-            f"This scheduler was built for {steps} steps, which is {steps // divided} times the length of "
-            f"the prepared loader ({divided} optimizer steps): a prepared scheduler moves {processes} "
-            f"steps (one per process) each time and will end after {steps // processes} "
-            "optimizer steps; compute its length from the loader as it was before `prepare`, or do not prepare "
-            "the scheduler."
+            f"This schedule of {steps} steps ends after {steps // processes} optimizer steps, or "
+            f"{round(steps / processes / divided, 2):g} epochs: a prepared scheduler moves {processes} steps (one per "
+            "process) each time. If it should last longer, compute its length from the loader as it was before "
+            "`prepare`, or do not prepare the scheduler."
         )
+    return bool(divided)

@@ -65,8 +65,9 @@ class Preempting(Saving):
         if there[0]:
             self.load_state()
         if self.is_main_process:
-            said = "the newest checkpoint was loaded" if there[0] else "there is no checkpoint yet to continue from"
-            print(f"--resume auto in {self.project_dir}: {said}.", file=sys.stderr, flush=True)
+            none = f"there is no checkpoint in {self.project_dir} yet, so this run starts from the beginning"
+            said = f"this run continues from {self._loaded_from}" if there[0] else none
+            print(f"--resume auto: {said}.", file=sys.stderr, flush=True)
         return there[0]
 
 

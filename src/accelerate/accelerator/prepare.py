@@ -58,10 +58,21 @@ class Preparing(AcceleratorBase):
     @overload
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any: ...
     def prepare(self, *args: Any, device_placement: list[bool | None] | None = None) -> Any:
-        """Make models, optimizers, loaders and schedulers ready for this process; in any order and number.
+        """Prepare models, optimizers, loaders and schedulers for this rank, in any order and number.
 
-        Anything else (None included) comes back as it is. device_placement: for each object, whether to put it on the
-        device; None leaves the choice to the Accelerator. Returns the objects in the order they came in.
+        Args:
+            args: the objects. Anything else, including None, is returned as it is.
+            device_placement: for each object, whether to move it to the device; None leaves the choice to the
+                Accelerator.
+
+        Returns:
+            The prepared objects in the order of the arguments; a single one is not put in a tuple. Use these in place
+            of the originals.
+
+        Example:
+            ```python
+            model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+            ```
         """
         if device_placement is None:
             device_placement = [None] * len(args)
@@ -128,9 +139,15 @@ class Preparing(AcceleratorBase):
             scheduler.value = self._wrap_scheduler(scheduler.value)
 
     def prepare_model(self, model: Model, device_placement: bool | None = None, evaluation_mode: bool = False) -> Model:
-        """Put a model on the device, in its precision, into the engine's wrapper.
+        """Prepare one model: move it to the device, apply mixed precision, and wrap it for the strategy in use.
 
-        evaluation_mode: leave the wrapper out, for a model that is never trained.
+        Args:
+            model: the model.
+            device_placement: whether to move it to the device. By default, what the Accelerator was created with.
+            evaluation_mode: do not wrap it for gradient synchronization, because it is never trained.
+
+        Returns:
+            The prepared model.
         """
         prepared: Model = self._prepare_alone(model, "models", device_placement, evaluation=evaluation_mode)
         return prepared
@@ -178,7 +195,16 @@ class Preparing(AcceleratorBase):
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> AcceleratedOptimizer:
-        """Wrap an optimizer so that it follows gradient accumulation and the gradient scaler."""
+        """Wrap an optimizer so that it follows gradient accumulation and the gradient scaler.
+
+        Args:
+            optimizer: the optimizer.
+            device_placement: whether to move its state to the device. By default, what the Accelerator was created
+                with.
+
+        Returns:
+            The wrapped optimizer.
+        """
         prepared: AcceleratedOptimizer = self._prepare_alone(optimizer, "optimizers", device_placement)
         return prepared
 
@@ -223,7 +249,14 @@ class Preparing(AcceleratorBase):
         return FiniteStepper(optimizer, self._strategy.nonfinite)
 
     def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Wrap a scheduler so that it steps when its optimizer does, once for each process."""
+        """Wrap a scheduler so that it steps when its optimizer does, once for each process.
+
+        Args:
+            scheduler: a scheduler of an optimizer that is, or will be, prepared.
+
+        Returns:
+            The wrapped scheduler.
+        """
         prepared: AcceleratedScheduler = self._prepare_alone(scheduler, "schedulers")
         return prepared
 
@@ -244,20 +277,21 @@ class Preparing(AcceleratorBase):
         if not self.split_batches:
             prepared._steps_each_time = self._strategy.batches_of_a_step()
         prepared.gradient_state = self.gradient_state
-        self._check_horizon(scheduler)
+        if self._says_horizon(scheduler):
+            prepared._horizon = None  # it is not said again when the schedule has ended
         mark(prepared)
         self._schedulers.append(prepared)
         return prepared
 
-    def _check_horizon(self, scheduler: Any) -> None:
-        """A schedule for whole epochs of a prepared loader was divided already, where the script asked that loader how
-        long it is and no other loader explains the number."""
+    def _says_horizon(self, scheduler: Any) -> bool:
+        """Whether it is said when a schedule ends: if it is for whole epochs of a prepared loader, where the script has
+        asked that loader how long it is and no other loader explains the number."""
         steps = horizon(scheduler)
         if not steps or self.num_processes == 1 or self.split_batches or not self.step_scheduler_with_optimizer:
-            return
+            return False
         from accelerate.accelerator import loaders
 
-        loaders.check_horizon(self, steps)
+        return loaders.says_horizon(self, steps)
 
     def prepare_data_loader(
         self,
@@ -265,9 +299,16 @@ class Preparing(AcceleratorBase):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> Loader:
-        """Give each process its share of a loader's data, on its device.
+        """Give this rank its share of a loader's data, and put its batches on the device.
 
-        slice_fn_for_dispatch: how to cut a batch that rank 0 hands out, in place of slicing every tensor.
+        Args:
+            data_loader: the loader.
+            device_placement: whether to move batches to the device. By default, what the Accelerator was created with.
+            slice_fn_for_dispatch: a function `(batch, slice, process_index, num_processes)` that cuts a batch which
+                rank 0 hands out. By default every tensor is sliced along its first dimension.
+
+        Returns:
+            The prepared loader.
         """
         from accelerate.accelerator import loaders
 
@@ -275,20 +316,44 @@ class Preparing(AcceleratorBase):
         return ready
 
     def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
-        """A loader for this epoch only, which starts after the first `num_batches` batches."""
+        """Return a loader for this epoch only that starts after the first batches.
+
+        Args:
+            dataloader: a prepared loader, or any other `DataLoader`.
+            num_batches: how many batches to skip. They are not fetched where the loader has a sampler.
+
+        Returns:
+            A loader over the remaining batches. Use the original loader again in the next epoch.
+        """
         from accelerate.data_loader import skip_first_batches
 
         rest: Loader = skip_first_batches(dataloader, num_batches=num_batches)
         return rest
 
     def verify_device_map(self, model: torch.nn.Module) -> bool:
-        """Whether a model was spread over several devices by a device map."""
+        """Tell whether a device map has spread a model over several devices.
+
+        Args:
+            model: any model.
+
+        Returns:
+            True if one of its modules has an `hf_device_map` with more than one device.
+        """
         return any(len(getattr(module, "hf_device_map", ())) > 1 for module in model.modules())
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Let go of everything that was prepared, and empty the device's cache.
+        """Release everything that was prepared, and empty the device's cache.
 
-        objects: variables to release too: `model, optimizer = accelerator.free_memory(model, optimizer)`.
+        Args:
+            objects: variables of the script that hold prepared objects.
+
+        Returns:
+            One None per object, to overwrite the variables with.
+
+        Example:
+            ```python
+            model, optimizer = accelerator.free_memory(model, optimizer)
+            ```
         """
         from accelerate.memory import release_memory
 
@@ -307,7 +372,14 @@ class Preparing(AcceleratorBase):
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[None]:
-        """The same as `free_memory`."""
+        """Release everything that was prepared: the same as `free_memory`.
+
+        Args:
+            objects: variables of the script that hold prepared objects.
+
+        Returns:
+            One None per object, to overwrite the variables with.
+        """
         return self.free_memory(*objects)
 
 
@@ -358,7 +430,7 @@ def _warn_of_offloaded(optimizer: torch.optim.Optimizer) -> None:
     empty = [value for group in groups for value in group["params"] if value.is_meta]
     if not empty:
         return
-    from accelerate.big_modeling.placeholder import OffloadedParameter
+    from accelerate.offload.placeholder import OffloadedParameter
 
     offloaded = sum(isinstance(value, OffloadedParameter) and value.requires_grad for value in empty)
     if offloaded:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from accelerate.accumulation import Accumulation, ItemWindow, ItemWindows
-from accelerate.checkpoint.sparse import packed
-from accelerate.checkpoint.state import named_parameters
+from accelerate.checkpoint.gradients import packed
+from accelerate.checkpoint.run_state import named_parameters
 
 
 def pending(accumulation: Accumulation, optimizers: list[Any]) -> bool:

@@ -35,11 +35,15 @@ class Reporting(AcceleratorBase):
         config: dict[str, Any] | None = None,
         init_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Start the trackers of `log_with`: on the main process, or on each one for trackers that ask for it.
+        """Start the trackers of `log_with`, on the main process or on every rank, as each tracker asks for.
 
-        project_name: the project (or run, or experiment) to log to. config: settings of the run, kept by the trackers.
-        init_kwargs: by the name of a tracker, what else its library is started with.
-        An error in starting a tracker is raised: training has not begun.
+        Args:
+            project_name: the project, run or experiment to log to.
+            config: settings of the run, which the trackers store.
+            init_kwargs: more arguments for the library of a tracker, by the name of the tracker.
+
+        Raises:
+            Exception: whatever a tracker raises when it starts; training has not begun yet.
         """
         from accelerate.tracking import GeneralTracker, known_trackers
         from accelerate.tracking.base import check_attributes
@@ -82,9 +86,14 @@ class Reporting(AcceleratorBase):
         self._running.all = trackers
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """The tracker of that name, or with `unwrap` the object of its library, for whatever `log` does not offer.
+        """Return a tracker by name.
 
-        On processes where it was not started, a tracker that does nothing.
+        Args:
+            name: the name, such as "tensorboard".
+            unwrap: return the object of the tracker's library instead, for what `log` does not offer.
+
+        Returns:
+            The tracker. On ranks where it was not started, a tracker that does nothing.
         """
         from accelerate.tracking import GeneralTracker
 
@@ -100,20 +109,24 @@ class Reporting(AcceleratorBase):
     def log(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Send values to every tracker. Neither an error in one nor a slow one stops training.
+        """Send values to every tracker. A tracker that fails or is slow does not stop training.
 
-        values: numbers, strings, tensors with one element, and what else the trackers take. step: of the training.
-        log_kwargs: by the name of a tracker, more arguments for its `log`.
+        Args:
+            values: numbers, strings, tensors with one element, and whatever else the trackers accept.
+            step: the training step.
+            log_kwargs: more arguments for the `log` of a tracker, by the name of the tracker.
         """
         self._send("log", log_kwargs, values, step=step)
 
     def log_images(
         self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Send images to every tracker that shows them.
+        """Send images to every tracker that can show them.
 
-        values: by name, what the tracker's `log_images` takes (mostly a batch or list of images).
-        log_kwargs: by the name of a tracker, more arguments for its `log_images`.
+        Args:
+            values: by name, what the `log_images` of the tracker takes, usually a batch or a list of images.
+            step: the training step.
+            log_kwargs: more arguments for the `log_images` of a tracker, by the name of the tracker.
         """
         self._send("log_images", log_kwargs, values, step=step)
 
@@ -126,7 +139,16 @@ class Reporting(AcceleratorBase):
         step: int | None = None,
         log_kwargs: dict[str, dict[str, Any]] | None = None,
     ) -> None:
-        """Send a table, as columns and rows or as a dataframe, to every tracker that shows tables."""
+        """Send a table to every tracker that can show tables, as columns and rows or as a dataframe.
+
+        Args:
+            table_name: the name of the table.
+            columns: the names of the columns.
+            data: the rows.
+            dataframe: a dataframe, in place of `columns` and `data`.
+            step: the training step.
+            log_kwargs: more arguments for the `log_table` of a tracker, by the name of the tracker.
+        """
         table = {"columns": columns, "data": data, "dataframe": dataframe}
         self._send("log_table", log_kwargs, table_name, **table, step=step)
 
@@ -162,9 +184,14 @@ class Reporting(AcceleratorBase):
 
     @contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """Run the block under torch's profiler, which it receives; call its `step()` after each step of a schedule.
+        """Run the block under torch's profiler.
 
-        With `output_trace_dir` each process writes `profile_<rank>.json`, which a browser's tracing page opens.
+        Args:
+            profile_handler: settings of the profiler. By default those among the `kwargs_handlers`, or torch's own.
+                With `output_trace_dir`, each rank writes `profile_<rank>.json`, which a browser's tracing page opens.
+
+        Yields:
+            The profiler. With a schedule, call its `step()` after each training step.
         """
         handler = profile_handler or self.profile_handler or ProfileKwargs()
         with handler.build() as profiler:
@@ -180,10 +207,16 @@ class Reporting(AcceleratorBase):
         self.wait_for_everyone()
 
     def step_timer(self, warmup: int = 1) -> StepTimer:
-        """A context around the training loop that finds out where the time of its steps goes, on every process.
+        """Measure where the time of training steps goes, on every rank.
 
-        At its end (on all processes together) the main process prints one table, and the trackers get the numbers.
-        Enter it after `prepare`. warmup: how many steps to leave out at the start.
+        Use it as a context around the training loop, after `prepare`. When the block ends, on all ranks together, the
+        main process prints a table and the trackers get the numbers.
+
+        Args:
+            warmup: how many steps at the beginning to leave out.
+
+        Returns:
+            The context manager.
         """
         from accelerate.step_timer import StepTimer
 

@@ -22,9 +22,15 @@ Model = TypeVar("Model", bound=torch.nn.Module)  # declared as what it was, also
 
 class Saving(Reporting):
     def unwrap_model(self, model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Model:
-        """The model as it was before `prepare`.
+        """Return the model as it was before `prepare`.
 
-        keep_fp32_wrapper: leave mixed precision in its forward. keep_torch_compile: leave it compiled.
+        Args:
+            model: the prepared model.
+            keep_fp32_wrapper: keep mixed precision in its forward.
+            keep_torch_compile: keep it compiled.
+
+        Returns:
+            The original model.
         """
         unwrapped: Model = self._strategy.unwrap(
             model, keep_fp32_wrapper=keep_fp32_wrapper, keep_torch_compile=keep_torch_compile
@@ -32,15 +38,26 @@ class Saving(Reporting):
         return unwrapped
 
     def get_state_dict(self, model: torch.nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state dict of a prepared model; unwrap: with the names it had before `prepare`."""
+        """Return the full state dict of a prepared model. Call it on all ranks.
+
+        Args:
+            model: the prepared model.
+            unwrap: use the names that parameters had before `prepare`.
+
+        Returns:
+            The state dict. For sharded models, only the main process gets the weights.
+        """
         return self._strategy.state_dict(model, unwrap=unwrap)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write an object to a file, once (or once per machine, if the project configuration says so).
+        """Write an object to a file once, or once per machine if the project configuration says so.
 
-        safe_serialization: write a dict of tensors as safetensors.
+        Args:
+            obj: the object.
+            f: the path of the file.
+            safe_serialization: write a dict of tensors as safetensors.
         """
-        from accelerate.files import save
+        from accelerate.io.objects import save
 
         save(
             obj,
@@ -56,16 +73,19 @@ class Saving(Reporting):
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the weights of a model, for others to load.
+        """Write the weights of a model, for inference or sharing. Call it on all ranks.
 
-        max_shard_size: weights that are larger are spread over several files, with an index beside them.
-        safe_serialization: safetensors, where a tensor with several names is stored once; otherwise torch files.
+        Args:
+            model: the model, prepared or not.
+            save_directory: the folder to write to.
+            max_shard_size: larger weights are split into several files with an index.
+            safe_serialization: write safetensors, which store a tied tensor once; otherwise torch files.
         """
         from accelerate.checkpoint.agreement import agree
-        from accelerate.checkpoint.weights import Coming, save_weights
+        from accelerate.checkpoint.model_weights import StreamedWeights, save_weights
 
-        described = self._strategy.coming(model) if safe_serialization else None
-        weights = self.get_state_dict(model) if described is None else Coming(*described, max_shard_size)
+        described = self._strategy.stream_weights(model) if safe_serialization else None
+        weights = self.get_state_dict(model) if described is None else StreamedWeights(*described, max_shard_size)
         everywhere = self.project_configuration.save_on_each_node
         failure: Exception | None = None
         if self.is_local_main_process if everywhere else self.is_main_process:
@@ -73,7 +93,7 @@ class Saving(Reporting):
                 save_weights(weights, Path(save_directory), max_shard_size, safe_serialization)
             except Exception as error:
                 failure = error
-        if isinstance(weights, Coming):
+        if isinstance(weights, StreamedWeights):
             weights.finish()
             agree(failure, self.process_index)
         else:  # nobody is asked: a script may call this on the main process alone
@@ -88,17 +108,22 @@ class Saving(Reporting):
         async_save: bool = False,
         **save_model_func_kwargs: Any,
     ) -> Path:
-        """Save everything that training needs to go on: models, optimizers, schedulers, loaders, random states.
+        """Save everything that training needs to continue: models, optimizers, schedulers, loaders, random states.
 
-        The checkpoint is complete or not there at all: whatever happens on the way, the one before stays as it was.
-        With `automatic_checkpoint_naming` it goes to `checkpoints/checkpoint_<n>` in the project's folder, and the
-        oldest ones beyond `total_limit` are deleted after that. Call it on all processes. Returns the folder.
+        A checkpoint is complete, or it does not exist: whatever happens during the save, the previous one stays as it
+        was. With `automatic_checkpoint_naming` it goes to `checkpoints/checkpoint_<n>` in the project's folder; then
+        the oldest checkpoints beyond `total_limit` are deleted. Call it on all ranks.
 
-        safe_serialization: weights as safetensors; otherwise as torch files.
-        async_save: return as soon as everything is copied to the host, and write behind the training. The checkpoint is
-        that of this moment, and is there when it is complete; what goes wrong is raised by the next save, by
-        `wait_for_checkpoint` or by `end_training`.
-        save_model_func_kwargs: for engines that have something to choose here; one device and DDP have not.
+        Args:
+            output_dir: the folder to save to.
+            safe_serialization: write weights as safetensors; otherwise as torch files.
+            async_save: return as soon as everything is copied to the host, and write in the background. The checkpoint
+                holds the state of this moment. An error is raised by the next save, `wait_for_checkpoint` or
+                `end_training`.
+            save_model_func_kwargs: arguments for the engine, where it takes any.
+
+        Returns:
+            The folder of the checkpoint.
         """
         from accelerate.accelerator import whole_run
 
@@ -128,8 +153,8 @@ class Saving(Reporting):
         self._resume_is_due = False
         if self.is_main_process:
             warn(
-                "The run was launched with `--resume auto`, but the script has loaded no checkpoint, so it began anew: "
-                "call `accelerator.resume()` when everything is prepared and registered."
+                "The run was launched with `--resume auto`, but the script has loaded no checkpoint, so it started "
+                "from the beginning: call `accelerator.resume()` when everything is prepared and registered."
             )
 
     def load_state(
@@ -138,26 +163,35 @@ class Saving(Reporting):
         load_kwargs: dict[str, Any] | None = None,
         **load_model_func_kwargs: Any,
     ) -> None:
-        """Go on from a checkpoint: call it after `prepare`, on all processes, with the objects that were saved.
+        """Restore a checkpoint. Call it on all ranks, after `prepare`, with the same objects that were saved.
 
-        Everything is read and checked before anything is changed, and nothing that is in a file is run.
-        Without a path, under `automatic_checkpoint_naming`, the newest complete checkpoint of the project is taken.
-        On another number of processes than it was saved on, new ones get random states derived from the first one's.
+        Everything is read and checked before anything is changed, and no code in the files is run. On another number of
+        ranks than it was saved on, new ranks get derived random states.
 
-        load_kwargs: for `torch.load`. load_model_func_kwargs: for the `load_state_dict` of models; `strict=False` takes
-        weights whose names do not all fit. `map_location` ("cpu", "on_device") may be among them: in the end everything
-        is where it was before.
+        Args:
+            input_dir: the folder of the checkpoint. Without it, under `automatic_checkpoint_naming`, the newest
+                complete checkpoint of the project is loaded.
+            load_kwargs: arguments for `torch.load`.
+            load_model_func_kwargs: arguments for the `load_state_dict` of models, such as `strict=False`.
+                `map_location` ("cpu", "on_device") is accepted; everything ends up where it was before.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, incomplete, damaged, or does not fit the prepared objects.
         """
         from accelerate.accelerator import whole_run
 
         self._resume_is_due = False
         self._communicator.verify("load_state", None)
         self.wait_for_checkpoint()
-        folder = whole_run.load_state(self, input_dir, load_kwargs, load_model_func_kwargs)
-        self._tell_trackers("loaded", str(folder.absolute()))
+        self._loaded_from = whole_run.load_state(self, input_dir, load_kwargs, load_model_func_kwargs)
+        self._tell_trackers("loaded", str(self._loaded_from.absolute()))
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load these objects too: anything with `state_dict` and `load_state_dict`, in this order."""
+        """Save and load more objects with the run.
+
+        Args:
+            objects: anything with `state_dict` and `load_state_dict`. They are matched by order.
+        """
         wrong = [
             type(item).__name__
             for item in objects
@@ -171,17 +205,25 @@ class Saving(Reporting):
         self._custom_objects.extend(objects)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Have `hook(models, weights, folder)` called in `save_state`, before anything else is written there.
+        """Have a hook called in `save_state`, before anything else is written.
 
-        What it takes out of `weights` is left to it. The folder becomes the checkpoint when all is written.
-        Returns a handle with `remove()`.
+        Args:
+            hook: called as `hook(models, weights, folder)`. State dicts that it removes from `weights` are left for it
+                to save. Files that it writes to `folder` become part of the checkpoint.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
         """
         return _added(self._save_model_state_pre_hook, hook)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Have `hook(models, folder)` called in `load_state`, before the models are loaded.
+        """Have a hook called in `load_state`, before the models are loaded.
 
-        What it takes out of `models` is left to it. Returns a handle with `remove()`.
+        Args:
+            hook: called as `hook(models, folder)`. Models that it removes from `models` are left for it to load.
+
+        Returns:
+            A handle whose `remove()` removes the hook.
         """
         return _added(self._load_model_state_pre_hook, hook)
 

@@ -25,11 +25,13 @@ class Stepping(AcceleratorBase):
     def backward(
         self, loss: torch.Tensor, *, num_items: int | float | torch.Tensor | None = None, **kwargs: Any
     ) -> None:
-        """`loss.backward()`, divided by the accumulation steps and scaled as precision and engine ask for.
+        """Compute gradients: `loss.backward()`, with the loss divided by the accumulation steps and scaled for fp16.
 
-        num_items: say that `loss` is a sum over that many items (tokens, samples). The gradients then become those of
-        the mean over all items of all micro-batches of the window and of all processes, however they are spread.
-        kwargs: passed on to `Tensor.backward`; but `learning_rate` makes it a `lomo_backward`.
+        Args:
+            loss: the loss of this micro-batch.
+            num_items: the number of items (tokens, samples) that `loss` is a sum over. Gradients then become those of
+                the mean over all items of the accumulation window on all ranks, however they are distributed.
+            kwargs: arguments for `Tensor.backward`; `learning_rate` calls `lomo_backward` instead.
         """
         state = self.gradient_state
         try:
@@ -111,31 +113,53 @@ class Stepping(AcceleratorBase):
             self._items.close(self._window_parameters())
 
     def accumulate(self, *models: Any) -> Accumulating:
-        """Around one micro-batch: gradients are synchronised, and the optimizer steps, only at the end of a window.
+        """Wrap one micro-batch: gradients are synchronized, and the optimizer steps, only at the end of a window.
 
-        models: the models trained in the block; each set of models has a window of its own.
+        Args:
+            models: the models trained in the block. Each set of models has its own window.
+
+        Returns:
+            The context manager.
+
+        Example:
+            ```python
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+            ```
         """
         return Accumulating(self._accumulation, models)
 
     @contextlib.contextmanager
     def no_sync(self, model: torch.nn.Module) -> Iterator[None]:
-        """Keep the gradients of the backwards inside the block to this process."""
+        """Do not synchronize the gradients of the backwards inside the block.
+
+        Args:
+            model: the prepared model.
+        """
         with self._strategy.micro_batch(model, sync=False) or nullcontext():
             yield
 
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: torch.nn.Module) -> Iterator[None]:
-        """Synchronise gradients in the next backward, although the forward ran under `no_sync`."""
+        """Synchronize gradients in the next backward, although the forward ran under `no_sync`.
+
+        Args:
+            model: the prepared model.
+        """
         with sync_in_backward(model):
             yield
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: list[Any], even_batches: bool | None = None) -> Iterator[None]:
-        """Train on loaders of different lengths: a process that is through answers the others' collectives.
+        """Train on loaders of different lengths: a rank without batches answers the collectives of the others.
 
-        joinables: the prepared models (and other `torch.distributed.algorithms.Joinable` objects).
-        even_batches: replaces the setting of all prepared loaders inside the block.
+        Args:
+            joinables: the prepared models, and other `torch.distributed.algorithms.Joinable` objects.
+            even_batches: overrides `even_batches` of all prepared loaders inside the block.
         """
         if self._strategy.needs_even_batches:
             warnings.warn(
@@ -177,7 +201,11 @@ class Stepping(AcceleratorBase):
 
     @contextlib.contextmanager
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> Iterator[None]:
-        """Compute in the mixed precision of this Accelerator inside the block; the model does so by itself."""
+        """Compute in mixed precision inside the block. Prepared models do so by themselves.
+
+        Args:
+            autocast_handler: settings of `torch.autocast`. By default those among the `kwargs_handlers`.
+        """
         casting = self._precision.autocast(autocast_handler or self.autocast_handler)
         with casting if self.native_amp else nullcontext():
             yield
@@ -189,10 +217,12 @@ class Stepping(AcceleratorBase):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> Iterator[None]:
-        """Cut sequences over the processes of the context axis, if there is one: around forward and backward.
+        """Shard sequences over the context-parallel ranks, if there are any. Put it around forward and backward.
 
-        buffers: the tensors that have a sequence (inputs, labels, positions). buffer_seq_dims: along which of their
-        dimensions it goes. no_restore_buffers: those that need not be whole again afterwards.
+        Args:
+            buffers: the tensors with a sequence dimension: inputs, labels, positions.
+            buffer_seq_dims: the sequence dimension of each of them.
+            no_restore_buffers: those that need not be restored when the block ends.
         """
         config = self.parallelism_config
         if config is None or not config.cp_enabled:
@@ -204,7 +234,11 @@ class Stepping(AcceleratorBase):
             yield
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Undo the scaling of fp16 on the gradients of one, several or (by default) all optimizers."""
+        """Undo the loss scaling of fp16 on gradients.
+
+        Args:
+            optimizer: one optimizer or a list of them. By default all.
+        """
         if self.scaler is None or not self.scaler.is_enabled():
             return
         optimizers = self._optimizers if optimizer is None else optimizer
@@ -230,9 +264,17 @@ class Stepping(AcceleratorBase):
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
     ) -> torch.Tensor | None:
-        """Scale gradients down to a total norm of at most `max_norm`; returns the norm they had.
+        """Clip the total norm of gradients.
 
-        Call it when `accelerator.sync_gradients`: before that, gradients are incomplete.
+        Call it when `accelerator.sync_gradients` is true: before that, gradients are incomplete.
+
+        Args:
+            parameters: the parameters whose gradients are clipped.
+            max_norm: the largest total norm that is allowed.
+            norm_type: the type of the norm, such as 2 or `float("inf")`.
+
+        Returns:
+            The total norm before clipping, where the strategy knows it.
         """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.scaler is not None:
@@ -240,7 +282,12 @@ class Stepping(AcceleratorBase):
         return self._strategy.clip_grad_norm_(listed, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
-        """Cut every gradient to between `-clip_value` and `clip_value`."""
+        """Clamp every gradient to between `-clip_value` and `clip_value`.
+
+        Args:
+            parameters: the parameters whose gradients are clipped.
+            clip_value: the largest absolute value that is allowed.
+        """
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.scaler is not None:
             self._unscale_owners(listed)
@@ -255,7 +302,12 @@ class Stepping(AcceleratorBase):
         return any(optimizer.step_was_skipped for optimizer in self._optimizers)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
-        """The backward of LOMO optimizers, which update the parameters during it."""
+        """Run the backward of a LOMO optimizer, which updates the parameters on the way.
+
+        Args:
+            loss: the loss.
+            learning_rate: the learning rate of this step.
+        """
         if learning_rate is None:
             raise ValueError("lomo_backward updates the parameters itself: pass the learning rate.")
         found = self._lomo_optimizers()

@@ -12,16 +12,14 @@ from typing import Any
 
 import torch
 
-from accelerate.accelerator import progress
+from accelerate.accelerator import loader_positions, progress
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.checkpoint import layout, load
 from accelerate.checkpoint.agreement import agree
-from accelerate.checkpoint.callers import PATIENCE, meeting
-from accelerate.checkpoint.files import refused
+from accelerate.checkpoint.run_state import Run
 from accelerate.checkpoint.save import save as save_checkpoint
-from accelerate.checkpoint.state import Run
+from accelerate.checkpoint.save_rendezvous import PATIENCE, rendezvous
 from accelerate.comm import Communicator, current, set_current
-from accelerate.data_loader.position import change, other_order, takes_over
 from accelerate.errors import WrongFolder
 
 logger = logging.getLogger(__name__)
@@ -39,7 +37,7 @@ def save_state(
     if async_save and not accelerator._strategy.can_snapshot:
         _say_that_it_waits(type(accelerator._strategy).__name__)
         async_save = False
-    callers = meeting().callers(accelerator.gradient_state.backwards) if accelerator._strategy.saves_alone else "all"
+    callers = rendezvous().callers(accelerator.gradient_state.backwards) if accelerator._strategy.saves_alone else "all"
     if callers != "late":
         with _only_main() if callers == "alone" else nullcontext():
             target = _save(accelerator, output_dir, safe_serialization, async_save, save_model_func_kwargs)
@@ -64,7 +62,7 @@ def _save(
     if accelerator.scaler is not None:
         accelerator.scaler.state_dict()  # on every process: an update that is due changes the gradients, too
     state, gradients = progress.capture(accelerator._models, accelerator._accumulation, accelerator._items, inside)
-    state["loaders"] = [_place_in(accelerator, number) for number in range(len(accelerator._dataloaders))]
+    state["loaders"] = loader_positions.capture(accelerator)
     save_checkpoint(
         _run(accelerator, state, gradients),
         target,
@@ -79,25 +77,6 @@ def _save(
         **kwargs,
     )
     return target
-
-
-def _place_in(accelerator: AcceleratorBase, number: int) -> dict[str, Any]:
-    """Where a loop over a loader stands, without a state of its dataset that would be refused with all else."""
-    loader = accelerator._dataloaders[number]
-    place: dict[str, Any] = loader.position.state_dict(loader)
-    states = {name: place.get(name) for name in ("dataset", "after", "broken")}
-    kind = None if all(state is None for state in states.values()) else refused(states)
-    if kind is None:
-        return place
-    mark = f"dataset of loader {number}"
-    if mark not in accelerator._files_looked_at:
-        accelerator._files_looked_at.add(mark)
-        logger.warning(
-            f"The state of the {type(loader.dataset).__name__} of loader {number} holds {kind}, which load_state "
-            "would refuse, so it is not saved, and the dataset is read again up to its place after a load: have "
-            "`state_dict` return tensors and plain values."
-        )
-    return place | dict.fromkeys(states)
 
 
 def _agreed_target(accelerator: AcceleratorBase, output_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
@@ -138,40 +117,12 @@ def load_state(
         loaded.progress, accelerator._models, accelerator._optimizers, accelerator._accumulation, accelerator._items
     )
     accelerator._accumulation.step = (loaded.random_states or {}).get("step", 0)
-    _restore_positions(accelerator, (loaded.progress or {}).get("loaders", []))
+    loader_positions.restore(accelerator, (loaded.progress or {}).get("loaders", []), loaded.loaders)
     if config.automatic_checkpoint_naming and config.project_dir is not None:
         numbers = [layout.automatic_number(path) or 0 for path in layout.automatic_folders(Path(config.project_dir))]
         config.iteration = max([config.iteration, *(number + 1 for number in numbers)])
     logger.info(f"Loaded the checkpoint {folder}.")
     return folder
-
-
-def _restore_positions(accelerator: AcceleratorBase, states: list[dict[str, Any]]) -> None:
-    """Bring the loaders to where they were, and say what is different now."""
-    # All must take the same way. Of a dispatched loader only the first process has read the dataset, and it is the
-    # last one to run out of batches where processes have unequally many.
-    first: list[Any] = [[{name: state.get(name) for name in ("dataset", "inside", "after")} for state in states]]
-    accelerator._communicator.broadcast_objects(first)
-    states = [{**state, **common} for state, common in zip(states, first[0], strict=True)]
-    lost = [
-        number for number, state in enumerate(states) if number >= len(accelerator._dataloaders) and state["inside"]
-    ]
-    if lost and accelerator.is_main_process:
-        logger.warning(
-            f"The checkpoint holds the positions of {len(states)} data loaders, but this run has "
-            f"{len(accelerator._dataloaders)} prepared, so the position of loader {lost[0]} within its epoch is lost: "
-            "prepare the same loaders in the same order as in the run that saved, before `load_state`."
-        )
-    changes = []
-    for number, (loader, state) in enumerate(zip(accelerator._dataloaders, states, strict=False)):
-        if other_order(state, loader) is None and (text := change(state, loader)) is not None:
-            changes.append(f"loader {number}: {text}")
-        # A stateful loader leaves out what was seen by itself, where it can.
-        stateful = loader.use_stateful_dataloader
-        skip = takes_over(state, loader) if stateful else accelerator.dataloader_config.exact_resume
-        loader.position.load_state_dict(state, loader, skip=skip)
-    if changes and accelerator.is_main_process:
-        logger.warning(f"The checkpoint was saved on another set-up; {'; '.join(changes)}.")
 
 
 def _agreed_source(accelerator: AcceleratorBase, input_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
@@ -288,7 +239,7 @@ def _source(config: Any, input_dir: str | os.PathLike[str] | None) -> str | None
     if input_dir is not None:
         folder = Path(os.path.expanduser(input_dir))
         if not folder.is_dir():
-            raise WrongFolder(f"{folder} is no folder: give that of a checkpoint to load.")
+            raise WrongFolder(f"{folder} is not a folder: give that of a checkpoint to load.")
         return str(folder)
     if not config.automatic_checkpoint_naming or config.project_dir is None:
         raise WrongFolder(

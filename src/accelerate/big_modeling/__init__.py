@@ -1,7 +1,4 @@
-"""Models that are bigger than a device: without weights first, then mapped, loaded and run where there is room.
-
-Names are imported when they are first used: this package and `accelerate.hooks` need each other.
-"""
+"""Models that are bigger than a device: without weights first, then mapped, loaded and run where there is room."""
 
 from __future__ import annotations
 

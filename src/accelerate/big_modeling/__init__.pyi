@@ -1,5 +1,4 @@
-from accelerate.big_modeling.casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks
-from accelerate.big_modeling.check import check_device_map as check_device_map
+from accelerate.big_modeling.device_map_checks import check_device_map as check_device_map
 from accelerate.big_modeling.dispatch import dispatch_model as dispatch_model
 from accelerate.big_modeling.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accelerate.big_modeling.meta import init_empty_weights as init_empty_weights
@@ -8,3 +7,4 @@ from accelerate.big_modeling.offload import cpu_offload as cpu_offload
 from accelerate.big_modeling.offload import cpu_offload_with_hook as cpu_offload_with_hook
 from accelerate.big_modeling.offload import disk_offload as disk_offload
 from accelerate.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
+from accelerate.hooks.casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.big_modeling.check import clean_device_map
+from accelerate.big_modeling.device_map_checks import clean_device_map
+from accelerate.big_modeling.device_memory import MaxMemory, as_classes, get_max_memory
 from accelerate.big_modeling.layers import BiggestLayer
-from accelerate.big_modeling.memory import MaxMemory, as_classes, get_max_memory
+from accelerate.big_modeling.module_walk import Modules, all_modules, without_collecting_garbage
 from accelerate.big_modeling.pending import Pending
 from accelerate.big_modeling.sizes import (
     Dtype,
@@ -23,7 +24,6 @@ from accelerate.big_modeling.sizes import (
     sizes_in,
 )
 from accelerate.big_modeling.ties import check_tied_parameters_on_same_device, ties_in
-from accelerate.big_modeling.walk import Modules, all_modules, without_collecting_garbage
 from accelerate.text import convert_bytes
 from accelerate.torch_internals.modules import buffers_of, children_of, non_persistent_buffers, parameters_of
 
@@ -43,16 +43,30 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> OrderedDict[str, Any]:
-    """Returns a device for every part of a model: GPUs are filled first, then the memory of the host, then the disk.
+    """Choose a device for every part of a model: GPUs are filled first, then host memory, then the disk.
 
-    Parts keep their order. Where some of them are offloaded, the first GPU keeps room for the biggest of these, and
-    the host for the biggest on disk. Tied parameters go together. Sizes alone matter, so the model may be empty.
+    Modules keep their order. If some of them are offloaded, the first GPU keeps room for the largest of these, and host
+    memory for the largest one on disk. Tied parameters stay together. Only sizes matter, so the model may be empty.
 
-    max_memory: as in `get_max_memory`. no_split_module_classes: names of classes that stay whole, such as blocks with
-    a residual connection. dtype, special_dtypes: as in `compute_module_sizes`. verbose: print every decision.
-    clean_result: one entry for a module whose parts are all on one device. offload_buffers: buffers of offloaded
-    modules are offloaded as well. fallback_allocation: where the next module is too big for an empty device, look for
-    a later one that fits.
+    Args:
+        model: the model.
+        max_memory: the limit of each device, as in `get_max_memory`.
+        no_split_module_classes: names of classes that are never split, such as blocks with a residual connection.
+        dtype: count floating-point tensors as if cast to it.
+        special_dtypes: the same for single tensors, by name.
+        verbose: print every decision.
+        clean_result: write one entry for a module whose parts are all on one device.
+        offload_buffers: offload the buffers of offloaded modules as well.
+        fallback_allocation: if the next module is too large for an empty device, look for a later one that fits.
+
+    Returns:
+        The device map: module and tensor names to devices.
+
+    Example:
+        ```python
+        device_map = infer_auto_device_map(model, max_memory={0: "10GB", "cpu": "30GB"})
+        model = dispatch_model(model, device_map)
+        ```
     """
     with without_collecting_garbage():
         planner = _Planner(model, max_memory, as_classes(no_split_module_classes), dtype, special_dtypes, verbose)
@@ -69,7 +83,7 @@ def infer_auto_device_map(
 
 
 class _Planner:
-    """Goes through the modules of a model once, and through the devices once."""
+    """Assign the modules of a model to devices, in one pass over both."""
 
     count_buffers = True
     fallback = False
@@ -118,7 +132,7 @@ class _Planner:
 
     @property
     def room(self) -> Any:
-        """What is left on the current device, below zero where the reserve alone is too big; no end on disk."""
+        """The room left on the current device: negative if the reserve alone is too large, unlimited on disk."""
         if self.device == "disk":
             return float("inf")
         return self.limits[self.device] - self.reserve - self.used[self.device]
@@ -152,13 +166,13 @@ class _Planner:
                 self._leave_device(name, part, needed)
 
     def give_all_names(self) -> None:
-        """What a parent has under several names was planned under the first: the others go with it."""
+        """Give all names that a parent has for one module the device of the first."""
         for other, first in reversed(self.other_names):  # the innermost before what contains them
             for name in [name for name in self.device_map if _inside(name, first)]:
                 self.device_map[f"{other}{name.removeprefix(first)}"] = self.device_map[name]
 
     def _tied_entries(self, name: str) -> list[str]:
-        """The pending modules that hold a parameter of this one under another name."""
+        """Return the pending modules that hold a parameter of this one under another name."""
         found: dict[str, None] = {}
         for group in self.groups_of.get(name, ()):
             for other in group:
@@ -212,7 +226,7 @@ class _Planner:
         self.pending.push([(name, part)])
 
     def report(self) -> None:
-        """Says what the plan is short of."""
+        """Warn about what the plan has no room for."""
         offloaded = self.buffers.get("cpu", 0) + self.buffers["disk"]
         roomy = any(self.limits[device] >= offloaded + self.used[device] for device in self.gpus)
         if offloaded > 0 and self.count_buffers and self.gpus and not roomy:
@@ -235,7 +249,7 @@ def refuse_disk(
     max_memory: Mapping[int | str, int | str] | None,
     dtype: Dtype | None = None,
 ) -> None:
-    """Raises where a map that was found for a model needs the disk, and there is no folder for it."""
+    """Raise an error if a map that was found for a model needs the disk, and there is no folder."""
     if "disk" not in device_map.values():
         return
     sizes = compute_module_sizes(model, dtype)
@@ -256,7 +270,7 @@ def _inside(name: str, module: str) -> bool:
 
 
 def _with_buffers(modules: Modules) -> set[str]:
-    """The names of all modules that have a buffer, of their own or further inside."""
+    """Return the names of all modules that have a buffer, directly or in a submodule."""
     found: set[str] = set()
     for name, module in modules:
         if buffers_of(module):
@@ -267,7 +281,7 @@ def _with_buffers(modules: Modules) -> set[str]:
 
 
 def _other_names(modules: Modules) -> Iterator[tuple[str, str]]:
-    """Yields every further name that a tensor or module has in the same parent, with the first one."""
+    """Iterate over the other names that a tensor or module has in the same parent, each with the first."""
     for parent, module in modules:
         start = f"{parent}." if parent else ""
         for table in (parameters_of(module), buffers_of(module), children_of(module)):
@@ -278,7 +292,7 @@ def _other_names(modules: Modules) -> Iterator[tuple[str, str]]:
 
 
 def _groups_of_modules(ties: list[list[str]]) -> dict[str, list[list[str]]]:
-    """For every module with tied parameters, and every such parameter, the groups they belong to."""
+    """Return the groups that every module with tied parameters, and every such parameter, belongs to."""
     found: dict[str, list[list[str]]] = {}
     for group in ties:
         holders: dict[str, None] = {}
@@ -292,7 +306,7 @@ def _groups_of_modules(ties: list[list[str]]) -> dict[str, list[list[str]]]:
 
 
 def _parts_of(name: str, module: nn.Module) -> list[Entry]:
-    """What a module is replaced with when it is split; buffers that are not saved go with whatever uses them."""
+    """Return the parts that replace a module when it is split. Buffers that are not saved go with what uses them."""
     left_out = non_persistent_buffers(module)
     saved = [(key, value) for key, value in module.named_buffers(recurse=False) if key not in left_out]
     parts = [*module.named_parameters(recurse=False), *saved, *module.named_children()]
@@ -305,9 +319,16 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, Any],
     modules_to_treat: Iterable[Entry],
 ) -> tuple[Any, list[str], list[Any]]:
-    """Returns the size of a module together with those that hold its tied parameters; their names; and themselves.
+    """Return the size of a module together with the modules that hold its tied parameters.
 
-    tied_params: names of the parameters outside of the module. modules_to_treat: the modules to look for them in.
+    Args:
+        tied_params: names of the tied parameters outside the module.
+        module_size: the bytes of the module.
+        module_sizes: the bytes of all modules, from `compute_module_sizes`.
+        modules_to_treat: pairs of name and module in which the tied parameters are looked for.
+
+    Returns:
+        The total size, the names of the modules that hold the tied parameters, and these modules.
     """
     pending = Pending(modules_to_treat)
     holders = {name: holder for name in tied_params if (holder := pending.holder(name)) is not None}
@@ -324,10 +345,20 @@ def fallback_allocate(
     no_split_module_classes: Sequence[str] | None = None,
     tied_parameters: list[list[str]] | None = None,
 ) -> tuple[str | None, nn.Module | torch.Tensor | None, list[Entry]]:
-    """Returns the name of the first module that fits into a limit with all it is tied to; itself; and all others.
+    """Find the first module that fits a limit, together with everything it is tied to.
 
-    Modules are split in search of it, but for those of the given classes; the others then are the parts. Without
-    any that fits, returns None twice, and the modules as they came.
+    Modules are split in the search; the other modules that are returned then include the parts.
+
+    Args:
+        modules: pairs of name and module.
+        module_sizes: the bytes of all modules, from `compute_module_sizes`.
+        size_limit: the limit in bytes.
+        no_split_module_classes: names of classes that are never split.
+        tied_parameters: groups of names of tied parameters, from `find_tied_parameters`.
+
+    Returns:
+        The name of the module, the module, and the pairs that remain. If none fits: None, None, and the modules as
+        given.
     """
     no_split = as_classes(no_split_module_classes)
     groups_of = _groups_of_modules(tied_parameters or [])

@@ -12,17 +12,16 @@ import torch
 from torch import nn
 
 from accelerate import big_modeling
-from accelerate.big_modeling.check import closest_entry, refuse_devices
 from accelerate.big_modeling.device_map import infer_auto_device_map, refuse_disk
-from accelerate.big_modeling.memory import get_balanced_memory
+from accelerate.big_modeling.device_map_checks import closest_entry, refuse_devices
+from accelerate.big_modeling.device_memory import get_balanced_memory
 from accelerate.big_modeling.offload import names_to_offload, refuse_missing, state_to_offload, tie_offloaded, to_host
-from accelerate.big_modeling.store import OffloadedWeightsLoader, keep_on_disk
-from accelerate.big_modeling.tensors import STAND_INS
 from accelerate.big_modeling.ties import find_tied_parameters
+from accelerate.devices.base import DeviceLike
 from accelerate.hooks.align import watch
 from accelerate.hooks.attach import attach_align_device_hook_on_blocks
-
-Device = int | str | torch.device
+from accelerate.offload.module_tensors import STAND_INS
+from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, keep_on_disk
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -33,8 +32,8 @@ _MOVES = ("to", "cuda", "cpu", "npu", "xpu", "mlu", "sdaa", "musa")
 
 def dispatch_model(
     model: nn.Module,
-    device_map: Mapping[str, Device],
-    main_device: Device | None = None,
+    device_map: Mapping[str, DeviceLike],
+    main_device: DeviceLike | None = None,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     offload_dir: str | os.PathLike[str] | None = None,
     offload_index: Mapping[str, Any] | None = None,
@@ -43,14 +42,34 @@ def dispatch_model(
     preload_module_classes: list[str] | None = None,
     force_hooks: bool = False,
 ) -> nn.Module:
-    """Spread a model over devices; modules on "cpu" or "disk" beside a GPU run there, and their weights are brought in.
+    """Spread a model over devices.
 
-    device_map: module names to devices; "" is the whole model. main_device: where what lies on "cpu" or "disk" runs; by
-    default the first device of the map that is neither. state_dict: the weights of what lies on "cpu". offload_dir:
-    the folder for what lies on "disk"; what it has already is not written again. offload_index: instead of a folder,
-    where each weight lies (see `OffloadedWeightsLoader`). offload_buffers: whether buffers lie there too. skip_keys:
-    keyword arguments that are not moved between devices. preload_module_classes: classes whose weights come in all at
-    once. force_hooks: put hooks on the modules even if there is only one device.
+    Modules on "cpu" or "disk" beside a GPU run on the GPU: their weights are brought in for each forward.
+
+    Args:
+        model: the model.
+        device_map: module and tensor names to devices; "" is the whole model.
+        main_device: where modules on "cpu" or "disk" run. By default the first device of the map that is neither.
+        state_dict: the weights of modules on "cpu". By default those of the model.
+        offload_dir: the folder for modules on "disk". Weights that it already has are not written again.
+        offload_index: instead of a folder, where each weight is (see `OffloadedWeightsLoader`).
+        offload_buffers: offload buffers as well.
+        skip_keys: keyword arguments of `forward` that are not moved between devices.
+        preload_module_classes: names of classes whose weights are brought in all at once, submodules included, because
+            their forward uses weights of submodules directly.
+        force_hooks: add hooks to the modules even if there is only one device.
+
+    Returns:
+        The model, with the device map in `model.hf_device_map`.
+
+    Raises:
+        ValueError: the map does not cover the model, something is on "disk" and there is no folder, or a weight has no
+            value.
+
+    Example:
+        ```python
+        model = dispatch_model(model, {"embed": 0, "layers": 0, "head": "cpu"})
+        ```
     """
     given: Any = device_map
     if isinstance(given, str):  # as `load_checkpoint_and_dispatch` takes
@@ -80,7 +99,7 @@ def dispatch_model(
     return model
 
 
-def _refuse_empty(model: nn.Module, device: Device) -> None:
+def _refuse_empty(model: nn.Module, device: DeviceLike) -> None:
     tensors = (*model.named_parameters(), *model.named_buffers())
     empty = [name for name, tensor in tensors if tensor.is_meta and not isinstance(tensor, STAND_INS)]
     if empty and torch.device(device).type != "meta":
@@ -91,19 +110,19 @@ def _refuse_empty(model: nn.Module, device: Device) -> None:
 
 
 def _is_quantized(model: Any) -> bool:
-    """Models quantized by bitsandbytes cannot be moved in one piece."""
+    """Tell whether bitsandbytes has quantized a model, which then cannot be moved as a whole."""
     quantized = getattr(model, "is_quantized", False) or getattr(model, "is_loaded_in_8bit", False)
     return bool(quantized) and getattr(model, "quantization_method", "bitsandbytes") == "bitsandbytes"
 
 
-def _main_device(device_map: Mapping[str, Device]) -> Device:
+def _main_device(device_map: Mapping[str, DeviceLike]) -> DeviceLike:
     return next((device for device in device_map.values() if str(device) not in ("cpu", "disk")), "cpu")
 
 
 def _dispatch(
     model: nn.Module,
-    device_map: Mapping[str, Device],
-    main_device: Device,
+    device_map: Mapping[str, DeviceLike],
+    main_device: DeviceLike,
     state_dict: Mapping[str, torch.Tensor] | None,
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Any] | None,
@@ -161,15 +180,15 @@ def _dispatch(
 
 
 def _placed(
-    state_dict: Mapping[str, torch.Tensor], device_map: Mapping[str, Device], entries: list[str]
+    state_dict: Mapping[str, torch.Tensor], device_map: Mapping[str, DeviceLike], entries: list[str]
 ) -> dict[str, torch.Tensor]:
-    """What of a state dict is placed by some of the entries of a map."""
+    """Return the part of a state dict that some entries of a map place."""
     wanted = set(entries)
     return {name: tensor for name, tensor in state_dict.items() if closest_entry(name, device_map) in wanted}
 
 
 def _tied_map(shared: list[nn.Parameter]) -> dict[int, dict[Any, torch.Tensor]]:
-    """By address, the tensors that have several names; hooks note by device where they have put them."""
+    """Return the tensors with several names by address; hooks add, by device, where they have put them."""
     return {address: {} for address in (parameter.data_ptr() for parameter in shared) if address}
 
 
@@ -180,7 +199,7 @@ def _guard_moves(model: nn.Module) -> None:
 
 
 def _move(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """What `model.to` and its likes do on a dispatched model."""
+    """Run `model.to` or a similar method on a dispatched model, if that is possible."""
     only_casts = name == "to" and not _names_device(args, kwargs)
     if not only_casts and any(hasattr(module, "_hf_hook") for module in model.modules()):
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -205,7 +224,7 @@ def _names_device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
-    device_map: str | Mapping[str, Device] | None = None,
+    device_map: str | Mapping[str, DeviceLike] | None = None,
     max_memory: dict[int | str, int | str] | None = None,
     no_split_module_classes: str | list[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
@@ -219,11 +238,39 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> nn.Module:
-    """Load a checkpoint into a model, each weight where a device map wants it, and dispatch the model.
+    """Load a checkpoint into a model, each weight directly onto its device, and dispatch the model.
 
-    device_map: a map, or how to find one: "auto", "balanced", "balanced_low_0" or "sequential"; None loads only.
-    max_memory, no_split_module_classes: see `infer_auto_device_map`. The others: see `load_checkpoint_in_model` and
-    `dispatch_model`.
+    Args:
+        model: the model, best built under `init_empty_weights`.
+        checkpoint: a weight file (safetensors or torch), the index of a sharded checkpoint, or the folder of either.
+        device_map: module and tensor names to devices, or how to choose them: "auto", "balanced", "balanced_low_0" or
+            "sequential". None loads the weights and does not dispatch.
+        max_memory: the limit of each device, as in `get_max_memory`.
+        no_split_module_classes: names of classes that are never split.
+        offload_folder: the folder for modules on "disk". Weights in safetensors files stay in these files.
+        offload_buffers: offload buffers as well.
+        dtype: cast floating-point weights to it. By default, to the dtype that the model has.
+        offload_state_dict: has no effect, since weights are never in memory twice.
+        skip_keys: keyword arguments of `forward` that are not moved between devices.
+        preload_module_classes: as in `dispatch_model`.
+        force_hooks: add hooks to the modules even if there is only one device.
+        strict: raise an error if the checkpoint lacks weights or has others, instead of a warning.
+        full_state_dict: for a sharded model without a device map: whether the checkpoint has full tensors.
+        broadcast_from_rank0: for a sharded model without a device map: only rank 0 reads the checkpoint.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, or does not fit the model.
+        ValueError: the device map does not cover the model or needs an offload folder.
+
+    Example:
+        ```python
+        with init_empty_weights():
+            model = Transformer(config)
+        model = load_checkpoint_and_dispatch(model, "checkpoint/", device_map="auto")
+        ```
     """
     from accelerate.big_modeling.loading import checked_dtype, load_checkpoint_in_model
 
@@ -261,7 +308,7 @@ def load_checkpoint_and_dispatch(
 
 def _find_map(
     model: nn.Module, how: str, max_memory: Any, no_split: Any, dtype: Any, offload_buffers: bool
-) -> dict[str, Device]:
+) -> dict[str, DeviceLike]:
     if how not in _STRATEGIES:
         raise ValueError(f"device_map is {how!r}: give a map, or one of {', '.join(map(repr, _STRATEGIES))}.")
     if how != "sequential":

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from accelerate.available import is_cuda_available
-from accelerate.big_modeling.store import offload_weight
-from accelerate.big_modeling.tensors import find_tensor, set_module_tensor_to_device
+from accelerate.offload.module_tensors import find_tensor, set_module_tensor_to_device
+from accelerate.offload.offloaded_weights import offload_weight
 from accelerate.torch_internals.modules import parameters_of
 
 
@@ -23,9 +23,16 @@ def quantize_and_offload_8bit(
     offload_index: dict[str, Any],
     fp16_statistics: torch.Tensor | None,
 ) -> None:
-    """Writes a weight of an 8-bit layer and its scales into a folder, and into its index; what is left is empty.
+    """Write a weight of an 8-bit layer and its scales to an offload folder, and leave the weight in the model empty.
 
-    fp16_statistics: the scales of a weight that is quantized already; without them it is quantized here.
+    Args:
+        model: the model.
+        param: the weight.
+        param_name: its name in the model.
+        new_dtype: the dtype to quantize from.
+        offload_folder: the folder.
+        offload_index: the index of the folder, which gets the new entries.
+        fp16_statistics: the scales of a weight that is already quantized. Without them, it is quantized here.
     """
     holder, name = find_tensor(model, param_name)
     scales = fp16_statistics

@@ -13,7 +13,7 @@ _NOTHING = range(0)
 
 
 class BiggestLayer:
-    """Keeps the size of the biggest layer that is to be placed, while modules are taken, split and placed.
+    """Track the size of the largest layer to be placed, while modules are taken, split and placed.
 
     A layer is a module without children, or of a class that must not be split; at the start also a tensor of the
     model itself. Layers are numbered in the order of the model, so those of a module are a range. The size is looked
@@ -51,7 +51,7 @@ class BiggestLayer:
         self._ranges[name] = range(start, len(self._sizes))
 
     def take(self, name: str) -> None:
-        """A module is looked at next: room is kept for the biggest of the others."""
+        """Take a module out: room is kept for the largest of the others."""
         layers = self._ranges.get(name, _NOTHING)
         for layer in layers:
             if self._sizes[layer] == self.size and not self._placed[layer] and self._taken[layer] != self._look:
@@ -61,14 +61,14 @@ class BiggestLayer:
             self.find_again(layers)
 
     def place(self, name: str) -> None:
-        """A module has its device."""
+        """Note that a module has its device."""
         for layer in self._ranges.get(name, _NOTHING):
             if not self._placed[layer]:
                 self._placed[layer] = True
                 self._left[self._sizes[layer]] -= 1
 
     def find_again(self, without: range = _NOTHING) -> None:
-        """Looks the size up; from then on tensors are no layers."""
+        """Look up the size. From then on, tensors do not count as layers."""
         for layers in self._bare:
             for layer in layers:
                 if not self._placed[layer]:

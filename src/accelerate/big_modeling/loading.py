@@ -13,23 +13,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.big_modeling.by_torch import load_by_torch, loads_by_itself
-from accelerate.big_modeling.check import closest_entry, refuse_devices
+from accelerate.big_modeling.device_map_checks import closest_entry, refuse_devices
 from accelerate.big_modeling.eight_bit import quantize_and_offload_8bit
-from accelerate.big_modeling.parameters import is_packed, is_quantized, like
-from accelerate.big_modeling.reading import Read, read_all
-from accelerate.big_modeling.sources import (
-    Contents,
-    Held,
-    Source,
-    open_weights,
-    refuse_shapes,
-    report_names,
-    weight_files,
+from accelerate.big_modeling.load_state_dict_path import load_by_torch
+from accelerate.big_modeling.ties import (
+    check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device,
+    device_of,
+    find_tied_parameters,
 )
-from accelerate.big_modeling.store import FileRange, offload_weight, save_offload_index
-from accelerate.big_modeling.tensors import (
-    Device,
+from accelerate.big_modeling.weight_files import Contents, open_weights, refuse_shapes, report_names, weight_files
+from accelerate.devices.base import DeviceLike
+from accelerate.devices.staging import HostTensor
+from accelerate.errors import CheckpointError
+from accelerate.hooks.align import take_over
+from accelerate.io.file_range import FileRange, StoredTensor
+from accelerate.io.read_tensors import Read, read_all
+from accelerate.modules import loads_by_own_code, model_has_dtensor
+from accelerate.offload.module_tensors import (
     extra_state_names,
     names_of_shared,
     resolve_dtype,
@@ -37,14 +38,8 @@ from accelerate.big_modeling.tensors import (
     table_of,
     tensor_places,
 )
-from accelerate.big_modeling.ties import (
-    check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device,
-    device_of,
-    find_tied_parameters,
-)
-from accelerate.errors import CheckpointError
-from accelerate.modules import model_has_dtensor
+from accelerate.offload.offloaded_weights import offload_weight, save_offload_index
+from accelerate.offload.parameters import is_packed, is_quantized, like
 from accelerate.torch_internals.modules import buffers_of, parameters_of
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -53,11 +48,17 @@ _CPU = torch.device("cpu")
 
 
 def load_state_dict(
-    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Device] | None = None
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, DeviceLike] | None = None
 ) -> dict[str, Any]:
-    """Returns the weights of a file (safetensors or torch), each on the device that a map gives it, else on the CPU.
+    """Load a weight file (safetensors or torch).
 
-    On the CPU the weights of a safetensors file are read as they are used.
+    Args:
+        checkpoint_file: the file.
+        device_map: module and tensor names to devices. Weights that it does not mention, or puts on "disk", go to the
+            CPU.
+
+    Returns:
+        Names to tensors. On the CPU, those of a safetensors file are read as they are used.
     """
     sources, others, _ = open_weights(Path(checkpoint_file))
     devices = {name: _device_in_memory(_mapped_device(name, device_map)) for name in sources}
@@ -71,21 +72,21 @@ def load_state_dict(
     return {**{name: value for name, value in found.items() if value is not None}, **others}
 
 
-def _mapped_device(name: str, device_map: Mapping[str, Device] | None) -> Device:
+def _mapped_device(name: str, device_map: Mapping[str, DeviceLike] | None) -> DeviceLike:
     try:
         return "cpu" if device_map is None else device_of(name, device_map)
     except ValueError:
         return "cpu"
 
 
-def _device_in_memory(device: Device) -> torch.device:
+def _device_in_memory(device: DeviceLike) -> torch.device:
     return _CPU if device == "disk" else torch.device(device)
 
 
 def load_checkpoint_in_model(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
-    device_map: Mapping[str, Device] | None = None,
+    device_map: Mapping[str, DeviceLike] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     dtype: torch.dtype | str | None = None,
     offload_state_dict: bool = False,
@@ -96,17 +97,26 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Reads the weights of a checkpoint into a model. Nothing is changed where they do not fit it.
+    """Load the weights of a checkpoint into a model. If they do not fit, nothing is changed.
 
-    checkpoint: a file of weights (safetensors or torch), the index of its shards, or the folder of either.
-    device_map: where each weight goes; without one it stays where it is, and empty ones go on the CPU.
-    offload_folder: the folder for what goes on "disk"; weights that lie in safetensors files stay in these.
-    dtype: what floating weights are cast to, given a device map; by default to what the model has.
-    offload_state_dict: of no effect, since nothing is held in memory twice. offload_buffers: buffers of modules on
-    "disk" go there, too. keep_in_fp32_modules: names of modules that stay float32 where `dtype` is float16.
-    offload_8bit_bnb: weights of 8-bit layers on "disk" are quantized first. strict: raise where the checkpoint lacks
-    weights or has others, instead of a warning. full_state_dict, broadcast_from_rank0: for sharded models, without a
-    device map: whether the checkpoint has whole tensors, and whether only rank 0 reads it.
+    Args:
+        model: the model.
+        checkpoint: a weight file (safetensors or torch), the index of a sharded checkpoint, or the folder of either.
+        device_map: module and tensor names to devices. Without one, weights stay where they are, and empty ones go to
+            the CPU.
+        offload_folder: the folder for weights on "disk". Those in safetensors files stay in these files.
+        dtype: with a device map, cast floating-point weights to it. By default, to the dtype that the model has.
+        offload_state_dict: has no effect, since weights are never in memory twice.
+        offload_buffers: offload the buffers of modules on "disk" as well.
+        keep_in_fp32_modules: names of modules that stay in float32 when `dtype` is float16.
+        offload_8bit_bnb: quantize the weights of 8-bit layers on "disk" first.
+        strict: raise an error if the checkpoint lacks weights or has others, instead of a warning.
+        full_state_dict: for a sharded model without a device map: whether the checkpoint has full tensors.
+        broadcast_from_rank0: for a sharded model without a device map: only rank 0 reads the checkpoint.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or does not fit the model.
+        ValueError: the device map does not cover the weights, or puts some on "disk" and there is no folder.
     """
     given: Any = device_map
     if isinstance(given, str):
@@ -117,7 +127,7 @@ def load_checkpoint_in_model(
     if not tied and check_tied_parameters_in_config(model):
         logger.warning("The config of this model asks for tied weights, but none are tied: call `tie_weights` first.")
     if device_map is None and (broadcast_from_rank0 or not full_state_dict or model_has_dtensor(model)):
-        from accelerate.big_modeling.sharded import load_sharded
+        from accelerate.big_modeling.sharded_models import load_sharded
 
         load_sharded(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
         return
@@ -132,7 +142,7 @@ def load_checkpoint_in_model(
     loader = _Loader(model, contents)
     sparse = loader.places.keys() & contents.others.keys()
     if device_map is None and (
-        sparse or loads_by_itself(model, names_fit=not loader.missing and not loader.unexpected)
+        sparse or loads_by_own_code(model, not loader.missing and not loader.unexpected, except_for=take_over)
     ):
         load_by_torch(model, loader.places, contents, loader.shared, checkpoint, strict)
         return
@@ -151,7 +161,7 @@ def load_checkpoint_in_model(
 
 
 def checked_dtype(dtype: Any) -> torch.dtype | None:
-    """Returns a dtype, which may be given by its name; raises where it is none."""
+    """Return a dtype, which may be given by name, or raise an error if it is not one."""
     with contextlib.suppress(AttributeError):
         found = resolve_dtype(dtype)
         if found is None or isinstance(found, torch.dtype):
@@ -160,9 +170,9 @@ def checked_dtype(dtype: Any) -> torch.dtype | None:
 
 
 class _Loader:
-    """One model and the weights for it."""
+    """Load weights into one model."""
 
-    device_map: Mapping[str, Device]
+    device_map: Mapping[str, DeviceLike]
     dtype: torch.dtype | None = None
     keep_in_fp32: list[str]
     offload_buffers = False
@@ -188,7 +198,7 @@ class _Loader:
         ]
 
     def _is_statistic(self, name: str) -> bool:
-        """Whether this belongs to a weight in 8 bits, rather than being one."""
+        """Tell whether this belongs to an 8-bit weight, rather than being one."""
         module, _, last = name.rpartition(".")
         return last in ("SCB", "weight_format") and f"{module}.weight" in self.places
 
@@ -218,7 +228,7 @@ class _Loader:
             parameters_of(module)[attribute] = like(self.tensor(name), value)
 
     def fill(self) -> None:
-        """Gives the tensors of the model their values where they are."""
+        """Fill the tensors of the model in place."""
         reads = {}
         for name, source in self.found.items():
             old = self.tensor(name)
@@ -267,10 +277,10 @@ class _Loader:
                 self.put(name, read.result)
         for name, state in self.extra_states.items():
             module = self.model.get_submodule(name.rpartition(".")[0])
-            module.set_extra_state(state.mapped() if isinstance(state, (FileRange, Held)) else state)
+            module.set_extra_state(state.mapped() if isinstance(state, (FileRange, HostTensor)) else state)
 
     def _prefer_memory(self) -> None:
-        """Loads a shared tensor under a name that is not on disk, if there is one: there it is used by all."""
+        """Load a shared tensor under a name that is not on disk, if there is one; all names then use it."""
         for group in self.shared:
             loaded = self.chosen[group[0]]
             held = [name for name in group if _mapped_device(name, self.device_map) != "disk"]
@@ -278,7 +288,7 @@ class _Loader:
                 self.found[held[0]] = self.found.pop(loaded)
                 self.chosen[group[0]] = held[0]
 
-    def _devices(self) -> dict[str, Device]:
+    def _devices(self) -> dict[str, DeviceLike]:
         refuse_devices(self.device_map)
         entries = {name: closest_entry(name, self.device_map) for name in self.found}
         devices = {name: self.device_map[entry] for name, entry in entries.items() if entry is not None}
@@ -296,7 +306,7 @@ class _Loader:
         return torch.float32 if kept else self.dtype
 
     def _leave_on_disk(self, names: set[str], folder: str | os.PathLike[str] | None) -> list[Callable[[], None]]:
-        """Writes down where weights lie; returns what is then to be done with the model."""
+        """Write down where weights are, and return what to do with the model after that."""
         changes: list[Callable[[], None]] = []
         if folder is None or not names:
             return changes
@@ -328,7 +338,7 @@ class _Loader:
     def _empty(self, name: str, dtype: torch.dtype) -> None:
         set_module_tensor_to_device(self.model, name, "meta", dtype=dtype)
 
-    def _quantize(self, name: str, source: Source, device: torch.device) -> None:
+    def _quantize(self, name: str, source: StoredTensor, device: torch.device) -> None:
         set_module_tensor_to_device(
             self.model,
             name,
@@ -343,7 +353,7 @@ class _Loader:
         return None if found is None else found.mapped()
 
     def tie(self) -> None:
-        """Gives shared tensors that were loaded under one name to the modules of the others."""
+        """Pass on shared tensors that were loaded under one name to the modules that have the others."""
         for group in self.shared:
             loaded = self.chosen[group[0]]
             if loaded is not None:

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from accelerate.big_modeling.parameters import like
-from accelerate.big_modeling.walk import without_collecting_garbage
+from accelerate.big_modeling.module_walk import without_collecting_garbage
 from accelerate.config.environment import parse_flag_from_env
+from accelerate.offload.parameters import like
 from accelerate.torch_internals.modules import (
     buffers_of,
     children_of,
@@ -34,7 +34,7 @@ _PLAIN = frozenset((int, float, bool, str, tuple, type(None)))
 
 
 class _Here(threading.local):
-    """What holds in this thread: what is done with a new parameter."""
+    """State of this thread: what is done with a new parameter."""
 
     move: Move | None = None
 
@@ -44,13 +44,17 @@ _HERE = _Here()
 
 @contextmanager
 def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
-    """Builds models without memory for their parameters, however big they are.
+    """Build models without memory for their parameters, however large they are. Ties between parameters are kept.
 
+    Args:
+        include_buffers: make buffers empty as well. By default they keep their values, unless
+            `ACCELERATE_INIT_INCLUDE_BUFFERS` is set.
+
+    Example:
+        ```python
         with init_empty_weights():
             model = nn.Sequential(*[nn.Linear(10_000, 10_000) for _ in range(1000)])
-
-    Ties between parameters are kept. include_buffers: do the same with buffers, which by default keep their values
-    (`ACCELERATE_INIT_INCLUDE_BUFFERS` sets the default).
+        ```
     """
     with init_on_device(_META, include_buffers):
         yield
@@ -58,9 +62,17 @@ def init_empty_weights(include_buffers: bool | None = None) -> Iterator[None]:
 
 @contextmanager
 def init_on_device(device: torch.device | int | str, include_buffers: bool | None = None) -> Iterator[None]:
-    """Builds models whose parameters are on a device from the start.
+    """Build models whose parameters are on a device from the start.
 
-    include_buffers: also the buffers, and all else that is made without naming another device.
+    Args:
+        device: the device.
+        include_buffers: do the same for buffers, and for every tensor that is created without naming a device.
+
+    Example:
+        ```python
+        with init_on_device("cuda"):
+            model = nn.Linear(10, 10)
+        ```
     """
     if include_buffers is None:
         include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS", False)
@@ -81,7 +93,7 @@ def init_on_device(device: torch.device | int | str, include_buffers: bool | Non
 
 
 class _Replaced:
-    """Attributes of torch that are others for as long as some thread needs that. It may be entered again and again."""
+    """Replace attributes of torch for as long as some thread needs that. It can be entered repeatedly."""
 
     def __init__(self, replace: Callable[[Replace], None]) -> None:
         self._replace = replace
@@ -135,7 +147,7 @@ def _register_parameters(replace: Replace) -> None:
 
 
 def _set_attributes(replace: Replace) -> None:
-    """A shorter way for what nearly all attributes are, numbers and new parameters: it is a quarter of the time."""
+    """Take a shorter path for numbers and new parameters, the most common attributes: it is a quarter of the time."""
     set_attribute, register, hooks = nn.Module.__setattr__, nn.Module.register_parameter, registration_hooks()
 
     def __setattr__(module: nn.Module, name: str, value: Any) -> None:
@@ -177,7 +189,7 @@ def _emptied(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _skip_initialisers(replace: Replace) -> None:
-    """Lets all that fills parameters return at once where there is nothing to fill: it is most of the time."""
+    """Make initializers return at once if there is nothing to fill: they take most of the time."""
     for name, function in vars(nn.init).copy().items():
         if name.endswith("_") and not name.startswith("_") and callable(function):
             replace(nn.init, name, _unless_meta(function))

@@ -10,10 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.big_modeling.placeholder import OffloadedParameter
-from accelerate.big_modeling.slot import refuse_shapes
-from accelerate.big_modeling.store import OffloadedWeightsLoader, keep_on_disk
-from accelerate.big_modeling.tensors import (
+from accelerate.big_modeling.ties import find_tied_parameters
+from accelerate.devices.base import DeviceLike
+from accelerate.hooks.align import AlignDevicesHook, align_hooks, watch
+from accelerate.hooks.attach import attach_align_device_hook
+from accelerate.hooks.base import add_hook_to_module
+from accelerate.hooks.cpu_offload import CpuOffload, UserCpuOffloadHook
+from accelerate.offload.module_tensors import (
     find_tensor,
     get_non_persistent_buffers,
     has_plain_memory,
@@ -21,29 +24,33 @@ from accelerate.big_modeling.tensors import (
     table_of,
     with_index,
 )
-from accelerate.big_modeling.ties import find_tied_parameters
-from accelerate.hooks.align import AlignDevicesHook, align_hooks, watch
-from accelerate.hooks.attach import attach_align_device_hook
-from accelerate.hooks.base import add_hook_to_module
-from accelerate.hooks.cpu_offload import CpuOffload, UserCpuOffloadHook
+from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, keep_on_disk
+from accelerate.offload.placeholder import OffloadedParameter
+from accelerate.offload.slot import refuse_shapes
 from accelerate.state import PartialState
 from accelerate.torch_internals.modules import parameters_of
-
-Device = int | str | torch.device
 
 
 def cpu_offload(
     model: nn.Module,
-    execution_device: Device | None = None,
+    execution_device: DeviceLike | None = None,
     offload_buffers: bool = False,
     state_dict: Mapping[str, torch.Tensor] | None = None,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep the weights of a model in host memory, and bring each module's to the device for its forward.
+    """Keep the weights of a model in host memory, and bring those of each module to the device for its forward.
 
-    execution_device: where it runs; by default where its first parameter is. offload_buffers: whether buffers are kept
-    in host memory too. state_dict: the weights; by default those of the model. preload_module_classes: classes whose
-    weights come in all at once, because their forward uses those of the modules inside.
+    Args:
+        model: the model.
+        execution_device: where it runs. By default where its first parameter is; for an empty model, the
+            first accelerator.
+        offload_buffers: offload buffers as well.
+        state_dict: the weights. By default those of the model.
+        preload_module_classes: names of classes whose weights are brought in all at once, submodules included, because
+            their forward uses weights of submodules directly.
+
+    Returns:
+        The model.
     """
     weights = state_dict if state_dict is not None else to_host(model.state_dict())
     return _offload(model, execution_device, weights, offload_buffers, preload_module_classes)
@@ -52,14 +59,21 @@ def cpu_offload(
 def disk_offload(
     model: nn.Module,
     offload_dir: str | os.PathLike[str],
-    execution_device: Device | None = None,
+    execution_device: DeviceLike | None = None,
     offload_buffers: bool = False,
     preload_module_classes: list[str] | None = None,
 ) -> nn.Module:
-    """Keep the weights of a model in files, and bring each module's to the device for its forward.
+    """Keep the weights of a model in files, and bring those of each module to the device for its forward.
 
-    offload_dir: the folder of the files; weights that it has already are not written again. The others: see
-    `cpu_offload`.
+    Args:
+        model: the model.
+        offload_dir: the folder of the files. Weights that it already has are not written again.
+        execution_device: where the model runs. By default as in `cpu_offload`.
+        offload_buffers: offload buffers as well.
+        preload_module_classes: as in `cpu_offload`.
+
+    Returns:
+        The model.
     """
     keep_on_disk(offload_dir, state_to_offload(model, offload_buffers))
     weights = OffloadedWeightsLoader(save_folder=offload_dir)
@@ -68,7 +82,7 @@ def disk_offload(
 
 def _offload(
     model: nn.Module,
-    execution_device: Device | None,
+    execution_device: DeviceLike | None,
     weights: Mapping[str, torch.Tensor],
     offload_buffers: bool,
     preload_module_classes: list[str] | None,
@@ -95,12 +109,28 @@ def _offload(
 
 def cpu_offload_with_hook(
     model: nn.Module,
-    execution_device: Device | None = None,
+    execution_device: DeviceLike | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model on the CPU until it is called; it then stays on the device until its hook is told otherwise.
+    """Keep a whole model on the CPU until it is called; it then stays on the device until its hook offloads it.
 
-    For models that run one after the other: give each the hook of the one before, which then makes room by itself.
+    For models that run one after the other: pass each the hook of the one before, which then makes room by itself.
+
+    Args:
+        model: the model.
+        execution_device: where it runs. By default the first accelerator of this machine.
+        prev_module_hook: the hook of the model that runs before this one.
+
+    Returns:
+        The model and its hook.
+
+    Example:
+        ```python
+        encoder, first = cpu_offload_with_hook(encoder, "cuda")
+        decoder, second = cpu_offload_with_hook(decoder, "cuda", prev_module_hook=first)
+        output = decoder(encoder(inputs))  # the encoder leaves the GPU when the decoder is called
+        second.offload()
+        ```
     """
     hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -108,14 +138,14 @@ def cpu_offload_with_hook(
 
 
 def state_to_offload(model: nn.Module, offload_buffers: bool) -> dict[str, torch.Tensor]:
-    """The tensors of a model's state dict, without buffers where these stay on the device."""
+    """Return the tensors of a model's state dict, without buffers if these stay on the device."""
     stays = () if offload_buffers else {name for name, _ in model.named_buffers(remove_duplicate=False)}
     state = model.state_dict().items()
     return {name: value for name, value in state if name not in stays and isinstance(value, torch.Tensor)}
 
 
 def names_to_offload(model: nn.Module, offload_buffers: bool) -> list[str]:
-    """The names of the tensors that lie elsewhere once a whole model is offloaded."""
+    """Return the names of the tensors that are offloaded with a whole model."""
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     if offload_buffers:
         left_out = get_non_persistent_buffers(model, recurse=True, fqns=True)
@@ -126,7 +156,7 @@ def names_to_offload(model: nn.Module, offload_buffers: bool) -> list[str]:
 def refuse_missing(
     model: nn.Module, weights: Mapping[str, torch.Tensor], names: list[str], tied: list[list[str]]
 ) -> None:
-    """Raises where there is no value for a tensor that is to be offloaded, or one of another shape.
+    """Raise an error if a tensor that is to be offloaded has no value, or one with another shape.
 
     Of tied ones, one name is enough.
     """
@@ -147,7 +177,7 @@ def refuse_missing(
 
 
 def to_host(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The tensors of a state dict in host memory; those that are one stay one."""
+    """Return the tensors of a state dict in host memory. Shared ones stay shared."""
     moved: dict[Any, torch.Tensor] = {}
     result = {}
     for name, tensor in state_dict.items():
@@ -187,9 +217,17 @@ def tie_offloaded(model: nn.Module, tied: list[list[str]]) -> None:
 
 @contextlib.contextmanager
 def align_module_device(module: nn.Module, execution_device: torch.device | None = None) -> Iterator[None]:
-    """Have the tensors of a module on a device inside the `with`, if they are offloaded or elsewhere.
+    """Move the tensors of a module to a device inside the `with` block, if they are offloaded or elsewhere.
 
-    execution_device: which one; by default where the module runs.
+    Args:
+        module: the module.
+        execution_device: the device. By default the one that the module runs on.
+
+    Example:
+        ```python
+        with align_module_device(model.head, torch.device("cpu")):
+            norm = model.head.weight.norm()
+        ```
     """
     hooks = [hook for hook in align_hooks(module) if hook.offload]
     if hooks:
@@ -214,14 +252,24 @@ def align_module_device(module: nn.Module, execution_device: torch.device | None
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Says whether a module has a hook that brings its weights in from elsewhere."""
+    """Tell whether a module has a hook that brings in its weights from host memory or disk.
+
+    Args:
+        module: the module.
+    """
     return any(hook.offload for hook in align_hooks(module))
 
 
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Any] | None, offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Put offloaded weights into a model, on the CPU. index: what stands in the index.json of the folder."""
+    """Load offloaded weights into a model, on the CPU.
+
+    Args:
+        model: the model.
+        index: the content of the `index.json` of the folder.
+        offload_folder: the folder.
+    """
     if not index:
         return
     weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
@@ -229,3 +277,52 @@ def load_offloaded_weights(
         if not name.endswith("SCB"):  # the scales of an 8-bit weight come with it
             scales = f"{name.removesuffix('weight')}SCB"
             set_module_tensor_to_device(model, name, "cpu", value=weights[name], fp16_statistics=weights.get(scales))
+
+
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a model with all its weights, offloaded or not, on the CPU.
+
+    Args:
+        model: the model.
+
+    Raises:
+        RuntimeError: a weight has no value anywhere.
+    """
+    state: dict[str, Any] = dict(model.state_dict())
+    for name, module in model.named_modules(remove_duplicate=False):
+        if has_offloaded_params(module):
+            get_state_dict_from_offload(module, f"{name}.weight" if name else "weight", state)
+    lost = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
+    if lost:
+        raise RuntimeError(
+            f"{', '.join(lost)} of this {type(model).__name__} cannot be saved, since nothing says where their values "
+            "are: load them before saving."
+        )
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+
+
+def get_state_dict_from_offload(
+    module: nn.Module,
+    module_name: str,
+    state_dict: dict[str, Any],
+    device_to_put_offload: int | str | torch.device = "cpu",
+) -> dict[str, Any]:
+    """Fill in the weights of an offloaded module in a state dict.
+
+    Args:
+        module: the module.
+        module_name: the name of one of its weights in the state dict.
+        state_dict: the state dict, which is changed.
+        device_to_put_offload: where offloaded weights are put.
+
+    Returns:
+        The same state dict.
+    """
+    start = module_name.rpartition(".")[0]
+    device = torch.device(device_to_put_offload) if has_offloaded_params(module) else None
+    with align_module_device(module, device):
+        for name, value in module.state_dict().items():
+            full = f"{start}.{name}" if start else name
+            if full in state_dict:
+                state_dict[full] = value
+    return state_dict

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Pending:
-    """A queue in which a module can also be found, removed or replaced by its name, each at no cost of the length.
+    """Queue modules that can also be found, removed or replaced by name, at a cost that does not grow with its length.
 
     No name in it contains another one.
     """
@@ -35,7 +35,7 @@ class Pending:
         return self._parts[name]
 
     def insert(self, entries: Iterable[tuple[str, Any]], before: str | None) -> None:
-        """Puts entries before another one; before None is at the end."""
+        """Insert entries before another one, or at the end if that is None."""
         for name, part in entries:
             ahead = self._previous[before]
             self._parts[name] = part
@@ -43,30 +43,30 @@ class Pending:
             self._next[name], self._previous[before] = before, name
 
     def push(self, entries: Iterable[tuple[str, Any]]) -> None:
-        """Puts entries at the front, in their order."""
+        """Insert entries at the front, in their order."""
         self.insert(entries, before=self._next[None])
 
     def pop(self) -> tuple[str, Any]:
-        """Takes the first entry out."""
+        """Remove and return the first entry."""
         name = self._next[None]
         if name is None:
             raise IndexError("nothing is pending")
         return name, self.remove(name)
 
     def remove(self, name: str) -> Any:
-        """Takes an entry out, wherever it stands."""
+        """Remove and return an entry, wherever it is."""
         ahead, behind = self._previous.pop(name), self._next.pop(name)
         self._next[ahead], self._previous[behind] = behind, ahead
         return self._parts.pop(name)
 
     def replace(self, name: str, entries: Iterable[tuple[str, Any]]) -> None:
-        """Puts entries where one was."""
+        """Replace one entry by others."""
         behind = self._next[name]
         self.remove(name)
         self.insert(entries, before=behind)
 
     def holder(self, name: str) -> str | None:
-        """Returns the entry that is or contains a tensor; None where there is none."""
+        """Return the entry that is or contains a tensor, or None."""
         while name:
             if name in self._parts:
                 return name

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.big_modeling.tensors import resolve_dtype
-from accelerate.big_modeling.walk import TENSORS, Modules, Table, all_modules, own_tensors
+from accelerate.big_modeling.module_walk import TENSORS, Modules, Table, all_modules, own_tensors
 from accelerate.config.enums import CustomDtype
-from accelerate.files import address_of
+from accelerate.io.objects import address_of
+from accelerate.offload.module_tensors import resolve_dtype
 from accelerate.torch_internals.modules import buffers_of
 
 _CUSTOM_SIZES = {CustomDtype.FP8: 1, CustomDtype.INT4: 1 / 2, CustomDtype.INT2: 1 / 4}
@@ -22,14 +22,21 @@ Dtype = torch.dtype | CustomDtype | str
 
 
 def dtype_byte_size(dtype: Dtype) -> int | float:
-    """Returns how many bytes one number takes; a boolean counts as one bit."""
+    """Return how many bytes one number of a dtype takes; a boolean counts as one bit.
+
+    Args:
+        dtype: the dtype.
+
+    Raises:
+        ValueError: it is not a dtype.
+    """
     if isinstance(dtype, str) and not isinstance(getattr(torch, dtype.removeprefix("torch."), None), torch.dtype):
-        raise ValueError(f"{dtype!r} is no dtype: give one of torch's, as torch.float16.")
+        raise ValueError(f"{dtype!r} is not a dtype: give one of torch's, such as torch.float16.")
     dtype = resolve_dtype(dtype)
     if isinstance(dtype, CustomDtype):
         return _CUSTOM_SIZES[dtype]
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{dtype!r} is no dtype: give one of torch's, as torch.float16.")
+        raise ValueError(f"{dtype!r} is not a dtype: give one of torch's, such as torch.float16.")
     if dtype is torch.bool:
         return 1 / 8
     narrow = re.fullmatch(r"torch\.u?int([1-7])", str(dtype))
@@ -37,12 +44,16 @@ def dtype_byte_size(dtype: Dtype) -> int | float:
 
 
 def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
-    """Returns what tells the memory of a tensor from that of others: device, address, bytes."""
+    """Return what identifies the memory of a tensor: its device, address and size in bytes.
+
+    Args:
+        tensor: the tensor.
+    """
     return tensor.device, address_of(tensor), tensor.untyped_storage().nbytes()
 
 
 class _Sizes:
-    """Tells the bytes of tensors, were they cast to `dtype`, or to their own in `special_dtypes`.
+    """Compute the bytes of tensors as if cast to `dtype`, or to their own in `special_dtypes`.
 
     Whole numbers and booleans are never cast, and nothing becomes wider than it is.
     """
@@ -73,10 +84,15 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> defaultdict[str, Any]:
-    """Returns the bytes of every module and tensor of a model by name; those of the whole model under `""`.
+    """Return the bytes of every module and tensor of a model by name; those of the whole model are under "".
 
-    dtype: count floating tensors as if cast to it. special_dtypes: the same for single tensors, by name.
     A tied parameter counts once, under its first name.
+
+    Args:
+        model: the model, which may be empty.
+        dtype: count floating-point tensors as if cast to it.
+        special_dtypes: the same for single tensors, by name.
+        buffers_only: count buffers only.
     """
     return sizes_in(all_modules(model), dtype, special_dtypes, (buffers_of,) if buffers_only else TENSORS)
 
@@ -87,7 +103,7 @@ def sizes_in(
     special_dtypes: Mapping[str, Dtype] | None = None,
     tables: tuple[Table, ...] = TENSORS,
 ) -> defaultdict[str, Any]:
-    """Does what `compute_module_sizes` says, for a model whose modules are known already."""
+    """Do what `compute_module_sizes` does, for a model whose modules are already known."""
     sizes = _Sizes(dtype, special_dtypes)
     total: defaultdict[str, Any] = defaultdict(int)
     around: dict[str, list[str]] = {}  # for modules next to each other, those that contain them, the outermost first
@@ -107,7 +123,7 @@ def sizes_in(
 
 
 def _outer(name: str) -> list[str]:
-    """The modules that contain a module, the outermost first."""
+    """Return the modules that contain a module, the outermost first."""
     parts = name.split(".") if name else []
     return [".".join(parts[:count]) for count in range(len(parts))]
 
@@ -117,13 +133,23 @@ def compute_module_total_buffer_size(
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Dtype] | None = None,
 ) -> Any:
-    """Returns the bytes of all buffers of a model."""
+    """Return the bytes of all buffers of a model.
+
+    Args:
+        model: the model, which may be empty.
+        dtype: count floating-point buffers as if cast to it.
+        special_dtypes: the same for single buffers, by name.
+    """
     sizes = _Sizes(dtype, special_dtypes)
     return sum(sizes.of(name, buffer) for name, buffer in model.named_buffers())
 
 
 def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:
-    """Returns the names, out of those of `compute_module_sizes`, that contain no other."""
+    """Return the names from `compute_module_sizes` that contain no others.
+
+    Args:
+        module_sizes: names to bytes.
+    """
     inner = {name.rpartition(".")[0] for name in module_sizes if "." in name}
     return [name for name in module_sizes if name and name not in inner]
 
@@ -131,7 +157,7 @@ def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:
 def layers(
     modules: Iterable[tuple[str, Any]], no_split_module_classes: Sequence[str] | set[str]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of modules that are never split, in order: those without children, and of the given classes."""
+    """Iterate over the parts that are never split, in order: modules without children, and those of given classes."""
     stack = [iter(list(modules))]
     while stack:
         found = next(stack[-1], None)
@@ -151,9 +177,14 @@ def get_max_layer_size(
     module_sizes: Mapping[str, Any],
     no_split_module_classes: Sequence[str] | set[str],
 ) -> tuple[Any, list[str]]:
-    """Returns the size of the biggest layer among modules, and the names of those that have it.
+    """Return the size of the largest layer, and the names of the layers of that size.
 
-    A layer is a module without children, or of one of the classes that must not be split.
+    A layer is a module without children, or one of a class that is never split.
+
+    Args:
+        modules: pairs of name and module, which are searched with their submodules.
+        module_sizes: the bytes of all modules, from `compute_module_sizes`.
+        no_split_module_classes: names of classes that are never split.
     """
     biggest: Any = 0
     names: list[str] = []
@@ -167,12 +198,16 @@ def get_max_layer_size(
 
 
 def direct_parts(model: nn.Module) -> list[tuple[str, Any]]:
-    """Returns the tensors and modules that are directly in a model, with their names."""
+    """Return the tensors and modules that are directly in a model, with their names."""
     return [*model.named_parameters(recurse=False), *model.named_children(), *model.named_buffers(recurse=False)]
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[Any, tuple[Any, list[str]]]:
-    """Returns the bytes of a model and of its biggest layer, with the names of the layers that are so big."""
+    """Return the bytes of a model, and those of its largest layer with the names of the layers of that size.
+
+    Args:
+        model: the model, which may be empty.
+    """
     sizes = compute_module_sizes(model)
     no_split = getattr(model, "_no_split_modules", None) or []
     return sizes[""], get_max_layer_size(direct_parts(model), sizes, no_split)

@@ -11,23 +11,25 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.big_modeling.check import closest_entry
-from accelerate.big_modeling.walk import Modules, all_modules
+from accelerate.big_modeling.device_map_checks import closest_entry
+from accelerate.big_modeling.module_walk import Modules, all_modules
 from accelerate.torch_internals.modules import parameters_of
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Returns the names of tied parameters, those of one parameter in one sorted list.
+    """Return the names of tied parameters: one sorted list for each parameter that has several names.
 
-    kwargs: taken for compatibility, and ignored.
+    Args:
+        model: the model.
+        **kwargs: not used; accepted as in the 1.15 release.
     """
     return ties_in(all_modules(model))
 
 
 def ties_in(modules: Modules) -> list[list[str]]:
-    """Does what `find_tied_parameters` says, for a model whose modules are known already."""
+    """Do what `find_tied_parameters` does, for a model whose modules are already known."""
     known = [id(value) for _, module in modules for value in parameters_of(module).values() if value is not None]
     tied = {key for key, count in Counter(known).items() if count > 1} if len(set(known)) < len(known) else set()
     groups: dict[int, list[str]] = {}
@@ -39,7 +41,12 @@ def ties_in(modules: Modules) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
-    """Makes the names of each group one parameter again: the first that holds values, on whichever device."""
+    """Make the names of each group refer to one parameter again: the first that holds values, on any device.
+
+    Args:
+        model: the model.
+        tied_params: groups of names, from `find_tied_parameters`.
+    """
     for group in tied_params:
         places = [_place(model, name) for name in group]
         values = [getattr(module, attribute, None) for module, attribute in places]
@@ -55,7 +62,11 @@ def _place(model: nn.Module, name: str) -> tuple[Any, str]:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Says whether the config of a transformers model, or one of its modules, asks for tied weights."""
+    """Tell whether the config of a transformers model, or one of its modules, asks for tied weights.
+
+    Args:
+        model: the model.
+    """
     # Where transformers has not been imported, the model is none of its; importing it takes seconds.
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:
@@ -73,7 +84,12 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Sequence[str]], device_map: Mapping[str, int | str | torch.device]
 ) -> None:
-    """Warns where a device map puts the names of one parameter on several devices."""
+    """Warn if a device map puts the names of one parameter on several devices.
+
+    Args:
+        tied_params: groups of names, from `find_tied_parameters`.
+        device_map: module and tensor names to devices.
+    """
     for group in tied_params:
         devices = {name: device_of(name, device_map) for name in group}
         if len(set(devices.values())) > 1:
@@ -82,7 +98,7 @@ def check_tied_parameters_on_same_device(
 
 
 def device_of(name: str, device_map: Mapping[str, int | str | torch.device]) -> Any:
-    """Returns the device that a map gives to a tensor or module: its own entry's, or that of the closest parent."""
+    """Return the device that a map gives to a tensor or module: that of its own entry, or of the closest parent."""
     entry = closest_entry(name, device_map)
     if entry is None:
         raise ValueError(f"The device map has no place for {name}: add it, or a module that contains it, or ''.")

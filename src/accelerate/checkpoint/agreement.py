@@ -11,9 +11,8 @@ from typing import Any
 
 from accelerate.checkpoint import commit
 from accelerate.checkpoint.background import Gather
-from accelerate.checkpoint.state import in_words
 from accelerate.comm import current
-from accelerate.errors import CheckpointError
+from accelerate.errors import CheckpointError, in_words
 from accelerate.per_rank import PerRank
 
 
@@ -91,7 +90,11 @@ def explained(error: Exception, rank: int) -> str:
 
 
 def together(
-    work: Callable[[], Any], gather: Gather, *, here: bool = True, undo: Callable[[], None] | None = None
+    work: Callable[[], Any],
+    gather: Gather | None = None,
+    *,
+    here: bool = True,
+    undo: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Do something on every process and wait for the others; what each has returned, or the error of one on all.
 

@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from accelerate.checkpoint.host import HostMemory
 from accelerate.comm import current
+from accelerate.io.host_memory import HostMemory
 from accelerate.per_rank import PerRank, on_this_rank
 
 logger = logging.getLogger(__name__)

@@ -25,10 +25,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from accelerate.checkpoint import disk, layout
+from accelerate.checkpoint import layout
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.threads import started
 from accelerate.errors import CheckpointError
+from accelerate.io import disk
+from accelerate.io.disk import started
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,7 @@ def staging_for(target: Path) -> Path:
     if target.is_dir():
         return target / f"{layout.STAGING}{_identity()}"
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} is no folder (a file, or a link that leads nowhere): choose another one.")
+        raise CheckpointError(f"{target} is not a folder (but a file, or a broken link): choose another one.")
     return _beside(target, ".", f"{layout.STAGING}{_identity()}")
 
 
@@ -99,7 +100,7 @@ def publish(staging: Path, target: Path, manifest: Manifest) -> None:
     """Make a finished staging folder the checkpoint, or where there is one already the one that will replace it."""
     for folder, _, _ in os.walk(staging):
         disk.sync_folder(Path(folder))
-    manifest.write(staging)
+    manifest.write(staging / layout.MANIFEST)
     disk.sync_folder(staging)
     if target.is_dir():
         with _alone_in(target):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from accelerate.constants import (
     FSDP_MODEL_NAME,
+    MANIFEST_NAME,
     MODEL_NAME,
     OPTIMIZER_NAME,
     RNG_STATE_NAME,
@@ -16,7 +17,7 @@ from accelerate.constants import (
 )
 
 # Inside a checkpoint, beside the files whose names are those of older releases.
-MANIFEST = "accelerate_manifest.json"
+MANIFEST = MANIFEST_NAME
 
 # Around one: where it grows, where a finished one waits to replace another, where an old one goes to be deleted.
 STAGING = ".staging-"

@@ -13,22 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accelerate.checkpoint import commit, layout
-from accelerate.checkpoint.agreement import agree, explained, one_at_a_time, settle
+from accelerate.checkpoint.agreement import agree, explained, one_at_a_time, settle, together
 from accelerate.checkpoint.manifest import Manifest, files_since
-from accelerate.checkpoint.parts import Engine, Put
-from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.state import (
-    Loaded,
-    Run,
-    apply_loaders,
-    apply_objects,
-    apply_random_states,
-    in_words,
-    read,
-)
+from accelerate.checkpoint.parts import StagedLoad, StateIO
+from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.checkpoint.run_state import Loaded, Run, apply_objects, apply_random_states, read
 from accelerate.comm import current
-from accelerate.data_loader.position import other_order
-from accelerate.errors import CheckpointError, MissingFile
+from accelerate.data_loader.snapshot import Snapshot, other_order
+from accelerate.errors import CheckpointError, MissingFile, in_words
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +33,15 @@ _OF_ONE_RANK = re.compile(
 def verify_checkpoint(path: str | Any) -> dict[str, Any]:
     """Check that a checkpoint is complete and undamaged, file by file.
 
-    Raises `CheckpointError` with the file that is missing or changed. Returns what the manifest says: `world_size`,
-    `strategy`, `versions` and `files` (their sizes); of a checkpoint of a 1.x release, which has no manifest, only that
-    its files can be found is checked, and `files` alone is returned.
+    Args:
+        path: the folder of the checkpoint.
+
+    Returns:
+        The contents of the manifest: `world_size`, `strategy`, `versions` and `files` (their sizes). A checkpoint of a
+        1.x release has no manifest: it is only checked that its files exist, and only `files` is returned.
+
+    Raises:
+        CheckpointError: a file is missing or changed.
     """
     folder = Path(path).expanduser()
     _find(folder)
@@ -62,7 +60,7 @@ def verify_checkpoint(path: str | Any) -> dict[str, Any]:
 
 def _find(folder: Path) -> None:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder: give that of a checkpoint.")
+        raise CheckpointError(f"{folder} is not a folder: give that of a checkpoint.")
 
 
 def _described(manifest: Manifest) -> dict[str, Any]:
@@ -78,8 +76,8 @@ def _described(manifest: Manifest) -> dict[str, Any]:
 def _check_without_manifest(folder: Path) -> None:
     if not (folder / layout.random_states(0)).exists():
         raise CheckpointError(
-            f"{folder} has neither {layout.MANIFEST} nor {layout.random_states(0)}, so it is no complete checkpoint: "
-            "load another one."
+            f"{folder} has neither {layout.MANIFEST} nor {layout.random_states(0)}, so it is not complete: load "
+            "another one."
         )
 
 
@@ -135,7 +133,7 @@ def _apart(folder: Path, local: tuple[int, int]) -> bool:
 def load(
     run: Run,
     folder: Path,
-    engine: Engine,
+    engine: StateIO,
     *,
     hooks: Iterable[Callable[[list[Any], str], Any]] = (),
     verified: bool = False,
@@ -152,81 +150,70 @@ def load(
     end = time.monotonic() + _PATIENCE
     for attempt in itertools.count(1):
         try:
-            loaded, puts = _read(run, folder, engine, hooks, verified, torch_load or {}, kwargs)
+            loaded, loads = _read(run, folder, engine, hooks, verified, torch_load or {}, kwargs)
             break
-        except _Replaced as error:
+        except _ReplacedMeanwhile as error:
             # By the clock of the first process, so that all go on or none.
             if agree(None, run.rank, attempt >= _ATTEMPTS and time.monotonic() > end)[0]:
                 raise CheckpointError(str(error)) from None
-    failure: Exception | None = None
     undo = ExitStack()
-    try:
-        apply_objects(loaded, run, undo)
-    except Exception as error:
-        failure = error
-    agree(failure, run.rank, undo=undo.close)  # where one process refuses, all keep what they have
-    try:
-        for put in puts:
-            put.first(undo)
-    except Exception as error:
-        failure = error
-    agree(failure, run.rank, undo=undo.close)
+
+    def apply_fallible() -> None:
+        for staged in loads:
+            staged.apply_fallible(undo)
+
+    def apply_in_place() -> None:
+        try:
+            for staged in loads:
+                staged.apply_in_place()
+            apply_random_states(loaded, run)
+        except Exception as error:
+            if engine.can_roll_back:
+                raise
+            raise CheckpointError(
+                f"{folder} was loaded in part before it failed ({in_words(error)}), and this engine cannot undo that: "
+                "load another checkpoint before training goes on, or start again."
+            ) from error
+
+    # Where one process refuses, all keep what they have.
+    together(lambda: apply_objects(loaded, run, undo), undo=undo.close)
+    together(apply_fallible, undo=undo.close)
     undo.pop_all()  # nobody objects any more: the copies may go
-    try:
-        for put in puts:
-            put.rest()
-        apply_loaders(loaded, run)
-        apply_random_states(loaded, run)
-    except Exception as error:
-        failure = error if engine.can_roll_back else _half_loaded(folder, error)
-    agree(failure, run.rank)
+    together(apply_in_place)
     return loaded
-
-
-def _half_loaded(folder: Path, error: Exception) -> CheckpointError:
-    failure = CheckpointError(
-        f"{folder} was loaded in part before it failed ({in_words(error)}), and this engine cannot undo that: load "
-        "another checkpoint before training goes on, or start again."
-    )
-    failure.__cause__ = error
-    return failure
 
 
 def _read(
     run: Run,
     folder: Path,
-    engine: Engine,
+    engine: StateIO,
     hooks: list[Callable[[list[Any], str], Any]],
     verified: bool,
     torch_load: dict[str, Any],
     kwargs: dict[str, Any],
-) -> tuple[Loaded, list[Put]]:
+) -> tuple[Loaded, list[StagedLoad]]:
     """Read and check everything; nothing of the run is changed but what hooks change."""
-    failure: Exception | None = None
-    loaded: Loaded | None = None
-    puts: list[Put] = []
-    manifest: Manifest | None = None
     settle(folder, run.local)
     began = commit.mark(folder)
     apart = _apart(folder, run.local)
-    models = list(run.models)
-    reader = Reader(folder, share=run.local)
-    listed, sentence = _list(folder, run.rank, apart)
-    try:
+    (manifest, names), sentence = _list(folder, run.rank, apart)
+    reader = CheckpointReader(folder, share=run.local)
+    loaded: list[Loaded] = []
+    loads: list[StagedLoad] = []
+
+    def check() -> tuple[str | None, bool]:
         if sentence is not None:
             raise CheckpointError(sentence)
-        manifest = listed.manifest
-        if listed.names is not None:
-            reader.know(listed.names)
+        if names is not None:
+            reader.know(names)
         if manifest is not None:
             _check(folder, manifest, run, reader, verified, at_once=bool(hooks), apart=apart)
         _check_custom(run, reader)
-        loaded = read(run, reader, **torch_load)
-        _check_orders(run, reader, loaded)
-    except Exception as error:
-        failure = error
-    _see_that_it_is_the_same(folder, began, run.rank, _Replaced)
-    answers = agree(failure, run.rank, (None if manifest is None else manifest.save, bool(hooks)))
+        loaded.append(read(run, reader, **torch_load))
+        _check_orders(run, reader, loaded[0])
+        return None if manifest is None else manifest.save, bool(hooks)
+
+    answers = _together_unless_replaced(check, folder, began, _ReplacedMeanwhile)
     saves, hooked = [save for save, _ in answers], any(has_hooks for _, has_hooks in answers)
     if len(set(saves)) > 1:
         raise CheckpointError(
@@ -238,27 +225,23 @@ def _read(
     run = replace(run, saved_ranks=_saved_ranks(reader, manifest))
     if hooked:
         # Optimizers are left to no hook: where they do not fit, none is called, which might change a model.
-        try:
-            puts.append(engine.load(run, reader, torch_load=torch_load, **kwargs))
-        except Exception as error:
-            failure = error
-        agree(failure, run.rank)
-    try:
+        together(lambda: loads.append(engine.load(run, reader, torch_load=torch_load, **kwargs)))
+
+    def read_models() -> None:
+        models = list(run.models)
         for hook in hooks:
             hook(models, str(folder))
-        rest = replace(run, without_hooks=models, optimizers=[] if hooked else run.optimizers, to_follow=run.optimizers)
-        puts.insert(0, engine.load(rest, reader, torch_load=torch_load, **kwargs))
+        optimizers = [] if hooked else run.optimizers
+        own = replace(run, models_to_load=models, optimizers=optimizers, optimizers_after_models=run.optimizers)
+        loads.insert(0, engine.load(own, reader, torch_load=torch_load, **kwargs))
         if manifest is not None:  # what was read in another way, or by nobody
             manifest.check(folder, reader.unchecked)
-    except Exception as error:
-        failure = error
-    _see_that_it_is_the_same(folder, began, run.rank, CheckpointError if hooked else _Replaced)
-    agree(failure, run.rank)
-    assert loaded is not None
-    return loaded, puts
+
+    _together_unless_replaced(read_models, folder, began, CheckpointError if hooked else _ReplacedMeanwhile)
+    return loaded[0], loads
 
 
-class _Replaced(CheckpointError):
+class _ReplacedMeanwhile(CheckpointError):
     """Another run has saved to the folder meanwhile; what is there now can be read."""
 
 
@@ -267,14 +250,22 @@ _ATTEMPTS = 10
 _PATIENCE = 60.0
 
 
-def _see_that_it_is_the_same(folder: Path, began: Any, rank: int, kind: type[CheckpointError]) -> None:
-    """Raise, on all processes, if another run has saved to the folder since its files began to be read.
+def _together_unless_replaced(
+    work: Callable[[], Any], folder: Path, began: Any, kind: type[CheckpointError]
+) -> list[Any]:
+    """As `together`; but where another run has saved to the folder since its files began to be read, that is said.
 
     A file that was replaced meanwhile looks damaged, and small ones are read after they were checked.
     """
+    failure, value, rank = None, None, current().rank
+    try:
+        value = work()
+    except Exception as error:
+        failure = error
     changed = commit.mark(folder) != began or commit.is_being_replaced(folder)
     if any(agree(None, rank, changed)):
         raise kind(f"{folder} was replaced by another run while it was read, and nothing was loaded: load it again.")
+    return agree(failure, rank, value)
 
 
 class _Listed(NamedTuple):
@@ -310,7 +301,7 @@ def _listed(folder: Path) -> _Listed:
 
 
 def _check(
-    folder: Path, manifest: Manifest, run: Run, reader: Reader, verified: bool, at_once: bool, apart: bool
+    folder: Path, manifest: Manifest, run: Run, reader: CheckpointReader, verified: bool, at_once: bool, apart: bool
 ) -> None:
     """Raise for damage. Rank 0 looks at what all read, each rank at its own.
 
@@ -338,7 +329,7 @@ def _check(
         )
 
 
-def _check_custom(run: Run, reader: Reader) -> None:
+def _check_custom(run: Run, reader: CheckpointReader) -> None:
     saved = list(itertools.takewhile(reader.has, map(layout.custom, itertools.count())))
     if len(saved) != len(run.custom):
         files = ", ".join(saved) if len(saved) > len(run.custom) else f"{layout.custom(len(saved))} is missing"
@@ -349,14 +340,14 @@ def _check_custom(run: Run, reader: Reader) -> None:
         )
 
 
-def _check_orders(run: Run, reader: Reader, loaded: Loaded) -> None:
+def _check_orders(run: Run, reader: CheckpointReader, loaded: Loaded) -> None:
     """The middle of an epoch is a place in one order: in another one samples would come twice, or not at all.
 
     That is no matter where no loader goes there: its epoch begins anew, as that of a script which only evaluates.
     """
     places = (loaded.progress or {}).get("loaders", [])
     for number, (loader, place) in enumerate(zip(run.loaders, places, strict=False)):
-        orders = other_order(place, loader)
+        orders = other_order(Snapshot.from_state_dict(place), loader)
         if orders is not None and (run.exact_resume or loader.use_stateful_dataloader):
             raise CheckpointError(
                 f"{reader.folder} was saved in the middle of an epoch of loader {number} in the order of its "
@@ -365,7 +356,7 @@ def _check_orders(run: Run, reader: Reader, loaded: Loaded) -> None:
             )
 
 
-def _saved_ranks(reader: Reader, manifest: Manifest | None) -> int:
+def _saved_ranks(reader: CheckpointReader, manifest: Manifest | None) -> int:
     if manifest is not None:
         return manifest.world_size
     return sum(map(reader.has, (path.name for path in reader.folder.glob(layout.random_states(0).replace("0", "*")))))

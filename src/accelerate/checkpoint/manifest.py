@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 import accelerate
-from accelerate.bounded import is_inside, open_plain, read_json
-from accelerate.checkpoint import layout, stream
-from accelerate.checkpoint.disk import Entry
-from accelerate.checkpoint.files import explaining
+from accelerate.checkpoint import layout
 from accelerate.constants import RNG_STATE_NAME
 from accelerate.errors import CheckpointError
+from accelerate.io import blocks
+from accelerate.io.blocks import Entry
+from accelerate.io.disk import is_inside, open_plain, read_json
+from accelerate.io.safe_load import explaining
 
 _FORMAT = 1
 
@@ -41,7 +42,7 @@ class Manifest:
     saved: float = 0.0
     versions: dict[str, str] = field(default_factory=_versions)
 
-    def write(self, folder: Path) -> None:
+    def write(self, path: Path) -> None:
         content: dict[str, Any] = {
             "format": _FORMAT,
             "world_size": self.world_size,
@@ -52,7 +53,7 @@ class Manifest:
             "files": {name: entry._asdict() for name, entry in sorted(self.files.items())},
         }
         content["crc32"] = _sum(content)
-        stream.write_file(folder / layout.MANIFEST, [json.dumps(content, indent=1).encode()])
+        blocks.write_file(path, [json.dumps(content, indent=1).encode()])
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
@@ -104,16 +105,16 @@ class Manifest:
                     f"{path} has {size} bytes where {expected.size} were written: copy the checkpoint again, load "
                     f"another one, or if it was replaced on purpose, delete {layout.MANIFEST}."
                 )
-            if contents and len(expected.crc32) != -(-expected.size // stream.BLOCK):
+            if contents and len(expected.crc32) != -(-expected.size // blocks.BLOCK):
                 raise CheckpointError(f"{folder / layout.MANIFEST} is damaged: load another checkpoint.")
             if contents:
                 with explaining(path):
-                    stream.read_file(path, entry=expected)
+                    blocks.read_file(path, entry=expected)
 
 
 def _sum(content: dict[str, Any]) -> int:
     """The checksum of a manifest, which does not depend on how it is laid out."""
-    return stream.crc32(json.dumps(content, sort_keys=True).encode())
+    return blocks.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def files_since(folder: Path) -> list[str]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from accelerate.checkpoint import stream
-from accelerate.checkpoint.disk import Entry
-from accelerate.checkpoint.files import naming, write_safetensors, write_torch
-from accelerate.checkpoint.host import HostMemory
-from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.threads import threads
+from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.io import blocks
+from accelerate.io.blocks import Entry, threads
+from accelerate.io.host_memory import HostMemory
+from accelerate.io.safetensors_format import write_safetensors
+from accelerate.io.torch_format import naming, write_torch
 
 
 class Part(Protocol):
@@ -50,21 +50,31 @@ class File:
         return {self.name: write_torch(self.content, path, together=self.together)}
 
 
+@dataclass
+class FileInFolder(File):
+    """A file in a folder of the checkpoint, as its name says."""
+
+    def write(self, folder: Path, group: Any = None) -> dict[str, Entry]:
+        (folder / self.name).parent.mkdir(parents=True, exist_ok=True)
+        return super().write(folder, group)
+
+
 def _nothing(undo: ExitStack) -> None: ...
 
 
 @dataclass
-class Put:
-    """What was read of models and optimizers, on its way into them: `first`, and where nobody has failed, `rest`.
+class StagedLoad:
+    """What was read of models and optimizers, on its way into them.
 
-    first: for those with code of their own, which may object. `undo` gets what makes them again as they were.
+    apply_fallible: comes first, for those with code of their own, which may object. `undo` gets what makes them again
+    as they were. apply_in_place: all else, where nobody has failed.
     """
 
-    rest: Callable[[], None]
-    first: Callable[[ExitStack], None] = _nothing
+    apply_in_place: Callable[[], None]
+    apply_fallible: Callable[[ExitStack], None] = _nothing
 
 
-class Engine(Protocol):
+class StateIO(Protocol):
     """How models and optimizers get into a checkpoint and back; see `Strategy`, which is one."""
 
     can_roll_back: bool
@@ -72,14 +82,14 @@ class Engine(Protocol):
     def save(self, run: Any, weights: list[dict[str, Any]], *, safe: bool, main: bool, **kwargs: Any) -> Iterable[Part]:
         """What this process writes of models, optimizers and gradients."""
 
-    def load(self, run: Any, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
+    def load(self, run: Any, reader: CheckpointReader, *, torch_load: dict[str, Any], **kwargs: Any) -> StagedLoad:
         """Read and check all of it; returns what puts it into the run."""
 
 
 def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, Entry]:
     """Write parts: files side by side, since a file system lets one writer into each; others in their order."""
     entries: dict[str, Entry] = {}
-    with threads(stream.FILES) as pool:
+    with threads(blocks.FILES) as pool:
         files = []
         for part in parts:
             if isinstance(part, File):

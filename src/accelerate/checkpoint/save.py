@@ -10,14 +10,15 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint import commit, disk, layout, stream
-from accelerate.checkpoint.agreement import agree, one_at_a_time, settle, settle_alone, together
+from accelerate.checkpoint import commit, layout
+from accelerate.checkpoint.agreement import one_at_a_time, settle, settle_alone, together
 from accelerate.checkpoint.background import Background, Gather
-from accelerate.checkpoint.disk import Entry
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.parts import Engine, Part, snapshot, write_parts
-from accelerate.checkpoint.state import Run, own_parts, shared_parts
+from accelerate.checkpoint.parts import Part, StateIO, snapshot, write_parts
+from accelerate.checkpoint.run_state import Run, own_parts, shared_parts
 from accelerate.comm import current
+from accelerate.io import blocks, disk
+from accelerate.io.blocks import Entry
 
 Hook = Callable[[list[Any], list[dict[str, Any]], str], Any]
 
@@ -26,7 +27,7 @@ Hook = Callable[[list[Any], list[dict[str, Any]], str], Any]
 def save(
     run: Run,
     target: Path,
-    engine: Engine,
+    engine: StateIO,
     weights: list[dict[str, Any]],
     *,
     hooks: Iterable[Hook] = (),
@@ -48,42 +49,40 @@ def save(
     target = target.absolute()  # a script may go to another folder while this is written behind it
     staging, leads, number, saved = _stage(target, run.local)
     alive = commit.Alive(staging) if leads else None
-    failure: Exception | None = None
-    parts: Iterable[Part] = ()
+    parts: list[Iterable[Part]] = []
 
     def clean_up() -> None:
         if alive is not None:
             alive.stop()
             disk.remove_tree(staging)
 
+    def prepare() -> None:
+        try:
+            for hook in hooks:
+                hook(list(run.models), weights, str(staging))
+            main = run.rank == 0 or (leads and everywhere)
+            # The engine first: what all processes write together must not wait for one that has failed before.
+            parts.append(engine.save(run, weights, safe=safe, main=main, **kwargs))
+            parts.extend([shared_parts(run, main), own_parts(run, (run.progress or {}).get("step", 0))])
+            if background is not None:
+                parts[:] = [snapshot(chain(*parts), background.memory)]
+        except OSError as error:
+            if error.strerror:  # where a hook has written, to a file that it alone knows
+                error.filename = error.filename or str(target)
+            raise
+
     try:
-        for hook in hooks:
-            hook(list(run.models), weights, str(staging))
-        main = run.rank == 0 or (leads and everywhere)
-        # The engine first: what all processes write together must not wait for one that has failed before.
-        parts = engine.save(run, weights, safe=safe, main=main, **kwargs)
-        parts = chain(parts, shared_parts(run, main), own_parts(run, (run.progress or {}).get("step", 0)))
-        if background is not None:
-            parts = snapshot(parts, background.memory)
-    except Exception as error:
-        failure = error
-        if isinstance(error, OSError) and error.strerror:  # where a hook has written, to a file that it alone knows
-            error.filename = error.filename or str(target)
-    except BaseException:
-        clean_up()
-        raise
-    try:
-        agree(failure, run.rank)
+        together(prepare)
     except BaseException:
         clean_up()
         raise
 
-    def finish(gather: Gather, group: Any = None) -> None:
+    def finish(gather: Gather | None = None, group: Any = None) -> None:
         try:
             own: dict[str, Entry] = {}
 
             def write() -> dict[str, Entry]:
-                own.update(write_parts(parts, staging, group))
+                own.update(write_parts(chain(*parts), staging, group))
                 # Only who leads needs them, and its own are the longest: a checksum for each block of a whole model,
                 # which all would get, and as much again for each of the others.
                 return {} if leads else own
@@ -102,7 +101,7 @@ def save(
             clean_up()
 
     if background is None:
-        finish(current().gather_objects)
+        finish()
     else:
         background.start(finish)
 
@@ -154,5 +153,5 @@ def _all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:
             if name not in known:
                 with open(path, "rb") as file:
                     disk.sync(file.fileno())
-            found[name] = known[name] if name in known else stream.summed_up(path)
+            found[name] = known[name] if name in known else blocks.summed_up(path)
     return found

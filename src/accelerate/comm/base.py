@@ -35,6 +35,11 @@ class Communicator:
         """Reduce in place over all ranks with "sum", "min" or "max"."""
         return tensor
 
+    def average(self, tensors: list[torch.Tensor]) -> None:
+        """Replace tensors by their means over all ranks, in place."""
+        for tensor in tensors:
+            self.all_reduce(tensor).div_(self.size)
+
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrite `tensor` with the one of rank `source`."""
         return tensor

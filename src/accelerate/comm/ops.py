@@ -33,7 +33,14 @@ TENSOR_INT_TO_DTYPE = {number: dtype for dtype, number in TENSOR_TYPE_TO_INT.ite
 
 
 def verify_operation(function: F) -> F:
-    """Let debug mode compare the first argument of `function` on all ranks before it runs."""
+    """Decorate a collective so that debug mode compares its first argument on all ranks before it runs.
+
+    Args:
+        function: the collective.
+
+    Returns:
+        The decorated function.
+    """
     name = function.__name__
 
     @functools.wraps(function)
@@ -45,7 +52,14 @@ def verify_operation(function: F) -> F:
 
 
 def chained_operation(function: F) -> F:
-    """Say in the error of a failing inner collective which operation it was part of."""
+    """Decorate an operation that is built on collectives, so that their errors name it.
+
+    Args:
+        function: the operation.
+
+    Returns:
+        The decorated function.
+    """
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -65,9 +79,15 @@ def _leaves_or_error(data: Any) -> list[torch.Tensor]:
 
 @verify_operation
 def gather(tensor: Any) -> Any:
-    """Concatenate the tensors of nested data over all processes along their first dimension.
+    """Concatenate the tensors of nested data over all ranks along the first dimension.
 
-    Lengths may differ between processes. On one process the data itself is returned.
+    Lengths may differ between ranks.
+
+    Args:
+        tensor: a tensor, or nested lists, tuples and dicts of tensors.
+
+    Returns:
+        The same structure with the gathered tensors. On one process, the object itself.
     """
     communicator = current()
     if communicator.size == 1:
@@ -79,7 +99,14 @@ def gather(tensor: Any) -> Any:
 
 @verify_operation
 def gather_object(object: Any) -> Any:
-    """Concatenate the lists of picklable objects of all processes into one list."""
+    """Concatenate lists of picklable objects over all ranks.
+
+    Args:
+        object: the list of this rank.
+
+    Returns:
+        One list with the objects of all ranks.
+    """
     communicator = current()
     if communicator.size == 1:
         return object
@@ -101,13 +128,27 @@ def _holder(tensor: torch.Tensor | None) -> tuple[int, torch.Size, torch.dtype, 
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> torch.Tensor:
-    """On every process, an empty tensor of the shape and dtype of the one that only one process has."""
+    """Create, on every rank, an empty tensor with the shape and dtype of one that only one rank has.
+
+    Args:
+        tensor: the tensor; None on the other ranks.
+
+    Returns:
+        The empty tensor.
+    """
     _, shape, dtype, _ = _holder(tensor)
     return torch.empty(shape, dtype=dtype)
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Copy a tensor that only one process has (the others pass None) to every process."""
+    """Copy a tensor that only one rank has to every rank.
+
+    Args:
+        tensor: the tensor; None on the other ranks.
+
+    Returns:
+        The tensor, on every rank.
+    """
     communicator = current()
     rank, shape, dtype, device_type = _holder(tensor)
     if rank != communicator.rank or tensor is None:
@@ -146,7 +187,15 @@ def broadcast_data(data: Any, from_process: int = 0) -> Any:
 
 @verify_operation
 def broadcast(tensor: Any, from_process: int = 0) -> Any:
-    """Overwrite the tensors of nested data with those of process `from_process`."""
+    """Broadcast the tensors of nested data from one rank.
+
+    Args:
+        tensor: a tensor, or nested lists, tuples and dicts of tensors, with the same shapes on all ranks.
+        from_process: the rank whose tensors are sent.
+
+    Returns:
+        The same structure with the tensors of that rank.
+    """
     communicator = current()
     if communicator.size == 1:
         return tensor
@@ -155,16 +204,30 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
 
 @verify_operation
 def broadcast_object_list(object_list: list[Any], from_process: int = 0) -> list[Any]:
-    """Overwrite the items of a list of picklable objects with those of process `from_process`."""
+    """Broadcast a list of picklable objects from one rank, in place.
+
+    Args:
+        object_list: a list of the same length on all ranks.
+        from_process: the rank whose objects are sent.
+
+    Returns:
+        The list.
+    """
     current().broadcast_objects(object_list, from_process)
     return object_list
 
 
 @verify_operation
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
-    """The sum, mean or maximum over all processes of each tensor of nested data; "none" copies without reducing.
+    """Reduce each tensor of nested data over all ranks.
 
-    scale: a factor for devices whose reduction takes one (XLA); elsewhere it has no effect.
+    Args:
+        tensor: a tensor, or nested lists, tuples and dicts of tensors.
+        reduction: "sum", "mean", "max", or "none" to copy without reducing.
+        scale: a factor for devices whose reduction takes one (XLA); it has no effect elsewhere.
+
+    Returns:
+        The same structure with the reduced tensors, the same on every rank.
     """
     if reduction not in ("mean", "sum", "max", "none"):
         raise ValueError(f"reduction is {reduction!r}: choose 'mean', 'sum', 'max' or 'none'.")
@@ -183,9 +246,16 @@ def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
 @chained_operation
 @verify_operation
 def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Pad the tensors of nested data along `dim` to the largest size over all processes.
+    """Pad the tensors of nested data to the largest size over all ranks.
 
-    pad_index: the value to pad with. pad_first: pad at the front.
+    Args:
+        tensor: a tensor, or nested lists, tuples and dicts of tensors.
+        dim: the dimension to pad.
+        pad_index: the value to pad with.
+        pad_first: pad at the beginning instead of the end.
+
+    Returns:
+        The same structure with the padded tensors.
     """
     communicator = current()
     tensors = _leaves_or_error(tensor)
@@ -214,7 +284,11 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
 
 
 class ConvertOutputsToFp32:
-    """A forward function whose fp16 and bf16 outputs are turned into fp32."""
+    """A forward function whose fp16 and bf16 outputs are converted to fp32.
+
+    Args:
+        model_forward: the original forward function.
+    """
 
     def __init__(self, model_forward: Callable[..., Any]) -> None:
         self.model_forward = model_forward
@@ -231,7 +305,16 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`model_forward` with its fp16 and bf16 outputs turned into fp32 (a plain function, so it can be a method)."""
+    """Make a forward function whose fp16 and bf16 outputs are converted to fp32.
+
+    The result is a plain function, so it can be a method.
+
+    Args:
+        model_forward: the original forward function.
+
+    Returns:
+        The new function.
+    """
     converted = ConvertOutputsToFp32(model_forward)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -248,7 +331,16 @@ def GatheredParameters(
     fwd_module: torch.nn.Module | None = None,
     enabled: bool = True,
 ) -> Iterator[None]:
-    """Inside the block, parameters that DeepSpeed has partitioned (ZeRO stage 3) are whole; others always are."""
+    """Gather parameters that DeepSpeed has partitioned (ZeRO stage 3) while the block runs.
+
+    Other parameters are unaffected.
+
+    Args:
+        params: the parameters.
+        modifier_rank: the rank whose changes are kept when the block ends; None discards changes.
+        fwd_module: the module whose forward uses the parameters, for DeepSpeed.
+        enabled: False does nothing.
+    """
     params = list(params) if isinstance(params, Iterable) else [params]
     if not any(hasattr(param, "ds_id") for param in params):
         yield

@@ -24,15 +24,6 @@ _OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp
 # The same collective under two names: torch renamed it in 2.13.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-# A gather starts with one message of fixed size per rank. It says what the rank brings and, when everything fits,
-# already carries it; larger tensors follow in collectives whose sizes all ranks then know. Every rank gets a message of
-# each: so that they stay within a megabyte or a few, those of many ranks are smaller.
-_LARGEST_MESSAGE = 8192
-_SMALLEST_MESSAGE = 1024
-_ALL_MESSAGES = 2**20
-_HEADER = 64  # numbers: how many tensors, whether they are in this message, a check sum of their kinds, their lengths
-_FIXED = 3
-_HEADER_BYTES = _HEADER * 8
 _MOST_KNOWN = 1024
 
 
@@ -41,6 +32,18 @@ class Joined(NamedTuple):
 
     world: World
     backend: str
+
+
+class _Told(NamedTuple):
+    """What a rank says of its tensors.
+
+    header: as it is sent. nbytes: of all; -1 unless they are in the memory of the host. what: all that counts of it for
+    the next message.
+    """
+
+    header: bytes
+    nbytes: int
+    what: tuple[int, int, int]
 
 
 def join(world: World, kind: str, backend: str, options: dict[str, Any], attempt: int = 0) -> Joined | None:
@@ -87,6 +90,11 @@ def join(world: World, kind: str, backend: str, options: dict[str, Any], attempt
     return Joined(world, str(asked or backend))
 
 
+def has_group() -> bool:
+    """Whether this process is in a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def join_alone(kind: str, backend: str) -> str:
     """Make a process group of this process alone, for an engine that does nothing without one; returns its backend."""
     if not dist.is_initialized():
@@ -113,6 +121,8 @@ def _store_of_attempt(attempt: tuple[str, int], world: World) -> dict[str, Any]:
 
 class TorchDistributed(Communicator):
     def __init__(self, device: torch.device) -> None:
+        from accelerate.comm.messages import messages_of  # which a process alone has no use for
+
         self.rank: int = dist.get_rank()
         self.size: int = dist.get_world_size()
         self.device = device
@@ -121,15 +131,8 @@ class TorchDistributed(Communicator):
         self._on_device = device.type != "cpu" and _has_backend(device)
         self.fast_device: torch.device | None = device if self._on_device else None
         self._exchange = all_gather_on(self._host_group)
-        length = max(_SMALLEST_MESSAGE, min(_LARGEST_MESSAGE, _ALL_MESSAGES // self.size))
-        self._message = torch.zeros(length, dtype=torch.uint8)
-        self._message_address = self._message.data_ptr()
-        self._received = torch.empty(self.size * length, dtype=torch.uint8)
-        self._messages = [self._received.data_ptr() + rank * length for rank in range(self.size)]
-        received = memoryview(self._received.numpy())  # type: ignore[arg-type]
-        self._headers = [received[at : at + _HEADER_BYTES] for at in range(0, len(received), length)]
-        self._room = length - _HEADER_BYTES
-        self._known: dict[Any, tuple[bytes, bool]] = {}
+        self._messages = messages_of(self._host_group or dist.group.WORLD, self.size)
+        self._known: dict[Any, _Told] = {}
 
     def _group_for_host(self) -> dist.ProcessGroup | None:
         """A group that takes CPU tensors: the main one (None), or a gloo group beside an NCCL-only one."""
@@ -191,7 +194,7 @@ class TorchDistributed(Communicator):
         dist.broadcast_object_list(values, src=source, group=self._host_group)
 
     def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        limit = _HEADER - _FIXED
+        limit = self._messages.most_tensors
         if len(tensors) > limit:
             # The first message tells how many there are in all, so that nobody waits for more than the others bring.
             first = self._gather(tensors[:limit], len(tensors))[0]
@@ -200,44 +203,53 @@ class TorchDistributed(Communicator):
 
     def _gather(self, tensors: list[torch.Tensor], total: int) -> tuple[list[torch.Tensor], list[list[int]]]:
         """Tensors of all ranks, and their lengths by tensor and rank. total: how many this rank is going to bring."""
+        # One message per rank says what the rank brings and, if it fits, already carries it. Larger tensors follow in
+        # collectives whose sizes all ranks then know.
         tensors = [_one_dim_at_least(tensor) for tensor in tensors]
-        header, small = self._described(tensors, total)
+        told = self._told(tensors, total)
+        message = self._messages.next
+        small = 0 <= told.nbytes <= message.room
         # By address: to call torch takes longer than to move so little.
-        address = self._message_address
-        memmove(address, header, len(header))
+        memmove(message.head, told.header, len(told.header))
         if small:
-            address += _HEADER_BYTES
+            address = message.address
             for tensor in tensors:
                 size = tensor.nbytes
                 memmove(address, tensor.data_ptr(), size)
                 address += size
-        self._exchange(self._received, self._message)
-        if all(told[: len(header)] == header for told in self._headers):
+        wait = self._exchange(message.received, message.sent)
+        # Nearly always all ranks bring the same: the memory for it is taken while this one waits for the others.
+        outs = [_rows(tensor.shape[0] * self.size, tensor) for tensor in tensors] if small else []
+        wait()
+        if _all_say(told.header, message.headers):
+            self._messages.gathered(told.what)
             lengths = [[tensor.shape[0]] * self.size for tensor in tensors]
-            all_small = small
         else:
-            headers = [np.frombuffer(told, np.int64).tolist() for told in self._headers]
-            first = headers[0]
+            headers = [np.frombuffer(header, np.int64).tolist() for header in message.headers]
+            first, sizes = headers[0], [header[1] for header in headers]
+            room = self._messages.room_for(-1 if min(sizes) < 0 else max(sizes))
+            self._messages.gathered((first[0], first[2], room))
             if any(header[0] != total or header[2] != first[2] for header in headers):
                 self._raise_mismatch(tensors, total - len(tensors))
-            lengths = [[header[_FIXED + i] for header in headers] for i in range(len(tensors))]
-            all_small = all(header[1] for header in headers)
-        if all_small:
-            return _unpack(tensors, lengths, self._messages), lengths
+            lengths = [[header[i] for header in headers] for i in range(3, 3 + len(tensors))]
+            small = min(sizes) >= 0 and max(sizes) <= message.room
+            outs = [_rows(sum(n), tensor) for tensor, n in zip(tensors, lengths, strict=True)] if small else []
+        if small:
+            _unpack(outs, lengths, message.places)
+            return outs, lengths
         return [self._gather_large(tensor, sizes) for tensor, sizes in zip(tensors, lengths, strict=True)], lengths
 
-    def _described(self, tensors: list[torch.Tensor], total: int) -> tuple[bytes, bool]:
-        """What this rank says of its tensors, and whether they are in the same message."""
+    def _told(self, tensors: list[torch.Tensor], total: int) -> _Told:
+        """What this rank says of its tensors."""
         look = (total, *[(tensor.dtype, tensor.shape, tensor.is_cpu) for tensor in tensors])
         found = self._known.get(look)
         if found is None:
-            size = sum(tensor.nbytes for tensor in tensors)
-            small = size <= self._room and all(tensor.is_cpu for tensor in tensors)
+            size = sum(tensor.nbytes for tensor in tensors) if all(tensor.is_cpu for tensor in tensors) else -1
             kind = zlib.crc32(repr(tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors)).encode())
-            numbers = [total, small, kind, *[len(tensor) for tensor in tensors]]
+            header = np.array([total, size, kind, *map(len, tensors)], np.int64).tobytes()
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
-            found = self._known[look] = np.array(numbers, np.int64).tobytes(), small
+            found = self._known[look] = _Told(header, size, (total, kind, self._messages.room_for(size)))
         return found
 
     def _raise_mismatch(self, tensors: list[torch.Tensor], more: int) -> None:
@@ -296,22 +308,29 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _unpack(tensors: list[torch.Tensor], lengths: list[list[int]], messages: list[int]) -> list[torch.Tensor]:
-    """Cut the tensors of all ranks out of the messages that carry them. messages: their addresses."""
-    results = []
-    offsets = [_HEADER_BYTES] * len(messages)
-    for tensor, sizes in zip(tensors, lengths, strict=True):
-        rest = tensor.shape[1:]
-        row = tensor.dtype.itemsize * rest.numel()
-        ends = [start + size * row for start, size in zip(offsets, sizes, strict=True)]
-        out = torch.empty((sum(sizes), *rest), dtype=tensor.dtype)
+def _all_say(header: bytes, headers: list[memoryview]) -> bool:
+    length = len(header)
+    for other in headers:  # noqa: SIM110  (a generator takes longer than the comparison of two)
+        if other[:length] != header:
+            return False
+    return True
+
+
+def _rows(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.empty((count, *like.shape[1:]), dtype=like.dtype)
+
+
+def _unpack(outs: list[torch.Tensor], lengths: list[list[int]], places: list[int]) -> None:
+    """Fill these with the parts of all ranks. lengths: of the parts. places: where those of each rank begin."""
+    places = list(places)
+    for out, sizes in zip(outs, lengths, strict=True):
+        row = out.dtype.itemsize * out.shape[1:].numel()
         address = out.data_ptr()
-        for message, start, end in zip(messages, offsets, ends, strict=True):
-            memmove(address, message + start, end - start)
-            address += end - start
-        results.append(out)
-        offsets = ends
-    return results
+        for rank, length in enumerate(sizes):
+            size = length * row
+            memmove(address, places[rank], size)
+            places[rank] += size
+            address += size
 
 
 def _in_words(tensors: list[tuple[str, list[int]]], more: int) -> str:

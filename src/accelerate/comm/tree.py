@@ -14,24 +14,51 @@ from accelerate.config.tensors import TensorInformation
 
 
 def is_torch_tensor(tensor: Any) -> bool:
+    """Tell whether an object is a tensor.
+
+    Args:
+        tensor: any object.
+    """
     return isinstance(tensor, torch.Tensor)
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
+    """Tell whether an object is a tensor on an XPU.
+
+    Args:
+        tensor: any object.
+    """
     return isinstance(tensor, torch.Tensor) and tensor.device.type == "xpu"
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
+    """Tell whether an object is a `TensorInformation`.
+
+    Args:
+        tensor_info: any object.
+    """
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Whether `data` is an instance of a `collections.namedtuple` or `typing.NamedTuple` class."""
+    """Tell whether an object is a named tuple, of `collections.namedtuple` or `typing.NamedTuple`.
+
+    Args:
+        data: any object.
+    """
     return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
 
 
 def honor_type(obj: Any, generator: Iterable[Any]) -> Any:
-    """The items of `generator` in a container of the same type as `obj`."""
+    """Put items into a container of the same type as another one.
+
+    Args:
+        obj: the container whose type is used: a list, tuple or named tuple.
+        generator: the items.
+
+    Returns:
+        The new container.
+    """
     if is_namedtuple(obj):
         return type(obj)(*generator)
     return type(obj)(generator)
@@ -86,9 +113,18 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply `func(leaf, *args, **kwargs)` to every leaf of `data` that `test_type` accepts, keeping the nesting.
+    """Apply a function to the leaves of nested data, keeping the structure.
 
-    Other leaves stay as they are, or raise a TypeError with `error_on_other_type=True`.
+    Args:
+        func: called as `func(leaf, *args, **kwargs)`.
+        data: nested lists, tuples, named tuples, mappings and dataclasses.
+        args: positional arguments for `func`.
+        test_type: which leaves `func` is applied to; by default tensors.
+        error_on_other_type: raise a TypeError for other leaves; by default they stay as they are.
+        kwargs: keyword arguments for `func`.
+
+    Returns:
+        The same structure with the results.
     """
     if test_type(data):
         return func(data, *args, **kwargs)
@@ -144,9 +180,16 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | list[str] | None = None,
 ) -> Any:
-    """Move every tensor (and every object with a `to` method) in nested data to `device`.
+    """Move the tensors of nested data, and every object with a `to` method, to a device.
 
-    skip_keys: keys of a mapping whose values stay where they are.
+    Args:
+        tensor: the nested data.
+        device: the device.
+        non_blocking: do not wait for copies from pinned memory.
+        skip_keys: keys of mappings whose values stay where they are.
+
+    Returns:
+        The same structure on the device.
     """
     return _send(tensor, device, non_blocking, skip_keys, records=True)
 
@@ -195,17 +238,38 @@ def _send(
 
 
 def get_shape(data: Any) -> Any:
-    """The same nesting with each tensor replaced by its shape as a list."""
+    """Replace each tensor of nested data by its shape as a list.
+
+    Args:
+        data: the nested data.
+
+    Returns:
+        The same structure with the shapes.
+    """
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def get_data_structure(data: Any) -> Any:
-    """The same nesting with each tensor replaced by its shape and dtype."""
+    """Replace each tensor of nested data by its shape and dtype.
+
+    Args:
+        data: the nested data.
+
+    Returns:
+        The same structure with a `TensorInformation` for each tensor.
+    """
     return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """The inverse of `get_data_structure`: tensors of the right shapes and dtypes, with undefined contents."""
+    """Create tensors from a description, as `get_data_structure` returns it.
+
+    Args:
+        data_structure: the description.
+
+    Returns:
+        The same structure with tensors of the right shapes and dtypes and undefined values.
+    """
     return recursively_apply(
         lambda info: torch.empty(tuple(info.shape), dtype=info.dtype),
         data_structure,
@@ -214,7 +278,14 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def find_batch_size(data: Any) -> int | None:
-    """The length of the first tensor in nested data; a TypeError when there is none."""
+    """Return the length of the first tensor in nested data.
+
+    Args:
+        data: the nested data.
+
+    Raises:
+        TypeError: there is no tensor.
+    """
     for tensor in leaves(data):
         if tensor.ndim == 0:
             raise TypeError("Cannot tell the batch size from a tensor without dimensions: give it a first dimension.")
@@ -225,7 +296,11 @@ def find_batch_size(data: Any) -> int | None:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """`find_batch_size`, or None where it cannot tell."""
+    """Return the length of the first tensor in nested data, or None if there is none.
+
+    Args:
+        data: the nested data.
+    """
     try:
         return find_batch_size(data)
     except (ValueError, TypeError):
@@ -233,14 +308,25 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor in nested data, or None."""
+    """Return the device of the first tensor in nested data, or None if there is none.
+
+    Args:
+        data: the nested data.
+    """
     for tensor in leaves(data):
         return tensor.device
     return None
 
 
 def listify(data: Any) -> Any:
-    """The same nesting with each tensor turned into (nested) lists of numbers."""
+    """Convert each tensor of nested data to a (nested) list of numbers.
+
+    Args:
+        data: the nested data.
+
+    Returns:
+        The same structure with the lists.
+    """
 
     def as_list(tensor: torch.Tensor) -> Any:
         tensor = tensor.detach().cpu()
@@ -253,15 +339,29 @@ def listify(data: Any) -> Any:
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """`tensor[tensor_slice]` for every tensor. The last two arguments are for functions of the same signature
-    given as `slice_fn_for_dispatch`."""
+    """Slice every tensor of nested data along its first dimension.
+
+    Args:
+        data: the nested data.
+        tensor_slice: the slice.
+        process_index: not used here; a function given as `slice_fn_for_dispatch` gets the rank.
+        num_processes: not used here; a function given as `slice_fn_for_dispatch` gets the number of ranks.
+
+    Returns:
+        The same structure with the slices.
+    """
     return recursively_apply(lambda tensor: tensor[tensor_slice], data)
 
 
 def concatenate(data: Any, dim: int = 0) -> Any:
-    """Concatenate the tensors of a list of equally nested data along `dim`, keeping the nesting.
+    """Concatenate the tensors of several structures that are nested alike.
 
-    What is no tensor can only come alone, and is returned as it is.
+    Args:
+        data: a list of structures. Anything but a tensor can only come alone, and is returned as it is.
+        dim: the dimension to concatenate along.
+
+    Returns:
+        One structure with the concatenated tensors.
     """
     first = data[0]
     if isinstance(first, torch.Tensor):
@@ -282,7 +382,17 @@ def concatenate(data: Any, dim: int = 0) -> Any:
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Add zeros at the end until the batch divides evenly among `num_processes`."""
+    """Pad tensors with zeros at the end until the batch divides evenly among ranks.
+
+    Args:
+        tensor: the nested data.
+        batch_size: the size of the batch.
+        num_processes: the number of ranks.
+        dim: the batch dimension.
+
+    Returns:
+        The same structure with the padded tensors.
+    """
     missing = -batch_size % num_processes
 
     def pad(leaf: torch.Tensor) -> torch.Tensor:
@@ -303,7 +413,14 @@ def _is_half(tensor: Any) -> bool:
 
 
 def convert_to_fp32(tensor: Any) -> Any:
-    """Turn every fp16 and bf16 tensor of nested data into fp32."""
+    """Convert the fp16 and bf16 tensors of nested data to fp32.
+
+    Args:
+        tensor: the nested data.
+
+    Returns:
+        The same structure with the converted tensors.
+    """
     if isinstance(tensor, torch.Tensor):
         return tensor.float() if tensor.dtype in _HALF else tensor
     return recursively_apply(torch.Tensor.float, tensor, test_type=_is_half)

@@ -36,7 +36,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def get_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Build the parser of all commands."""
     parser = CustomArgumentParser(
         prog="accelerate",
         usage="accelerate <command> [<args>]",
@@ -55,7 +55,7 @@ def _maker(place: str) -> Callable[..., argparse.ArgumentParser]:
 
 
 def main() -> None:
-    """What the shell calls."""
+    """Run `accelerate`."""
     with pipe_may_close():
         _run(sys.argv[1:])
 

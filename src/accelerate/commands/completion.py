@@ -37,7 +37,7 @@ class Command:
 
 
 def completion_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate completion`."""
+    """Build the parser of `accelerate completion`."""
     description = 'Print a script that completes accelerate\'s commands: eval "$(accelerate completion bash)"'
     if subparsers is None:
         parser: argparse.ArgumentParser = CustomArgumentParser("accelerate completion", description=description)

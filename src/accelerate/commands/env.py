@@ -28,7 +28,11 @@ PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_", "NCCL_", "GLOO_", "SL
 
 
 def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate env`."""
+    """Build the parser of `accelerate env`.
+
+    Args:
+        subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
+    """
     description = "Show versions, hardware, config and what was detected: to be pasted into a report of a problem."
     if subparsers is None:
         parser: argparse.ArgumentParser = CustomArgumentParser("accelerate env", description=description)
@@ -41,7 +45,14 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def env_command(args: argparse.Namespace) -> dict[str, Any]:
-    """Print what is known of this machine; returns it too."""
+    """Print the versions, hardware and settings of this machine.
+
+    Args:
+        args: the arguments, as the parser of `accelerate env` returns them.
+
+    Returns:
+        What was printed, by title.
+    """
     facts = collect(args.config_file)
     if getattr(args, "json", False):
         print(json.dumps(facts, indent=2))
@@ -51,7 +62,11 @@ def env_command(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def collect(config: str | None = None) -> dict[str, Any]:
-    """All facts, by title. Nothing here imports torch: that alone would take longer than all the rest."""
+    """Return all facts about this machine, by title, without importing torch.
+
+    Args:
+        config: the path of the config file. By default that of the default config.
+    """
     return {
         "Versions": _versions(),
         "System": _system(),
@@ -176,7 +191,7 @@ def _indented(section: dict[str, Any], margin: str) -> list[str]:
 
 
 def main() -> None:
-    """What `python -m accelerate.commands.env` does."""
+    """Run `python -m accelerate.commands.env`."""
     run_command(env_command_parser())
 
 

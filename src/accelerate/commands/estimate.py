@@ -47,7 +47,11 @@ DTYPES = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
 
 
 def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate estimate-memory`."""
+    """Build the parser of `accelerate estimate-memory`.
+
+    Args:
+        subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
+    """
     if subparsers is None:
         parser: argparse.ArgumentParser = CustomArgumentParser("accelerate estimate-memory", description=DESCRIPTION)
     else:
@@ -82,9 +86,15 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str | None = None) -> dict[str, int]:
-    """The bytes of each part of a training step with Adam, -1 where one cannot train in that format.
+    """Return the bytes of each part of a training step with Adam.
 
-    bytes: of the weights in float32. mixed_precision: the format. msamp_config: kept for callers that pass it.
+    Args:
+        bytes: the bytes of the weights in float32.
+        mixed_precision: the dtype, such as "float32" or "float16".
+        msamp_config: not used; accepted as in the 1.15 release.
+
+    Returns:
+        The bytes of "model", "optimizer", "gradients" and "step", all -1 if the dtype cannot be trained in.
     """
     if mixed_precision == "float32":
         return {"model": bytes, "optimizer": bytes * 2, "gradients": bytes, "step": bytes * 4}
@@ -95,7 +105,14 @@ def estimate_training_usage(bytes: int, mixed_precision: str, msamp_config: str 
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
-    """A row per format: its name, the bytes of the largest layer and of the model, and those of training."""
+    """Return one row for each dtype: its name, the bytes of the largest layer and of the model, and those of training.
+
+    Args:
+        args: the arguments, as the parser of `accelerate estimate-memory` returns them.
+
+    Raises:
+        CommandFailed: there is no such model.
+    """
     from accelerate.big_modeling.sizes import calculate_maximum_sizes
 
     try:
@@ -114,7 +131,13 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
 
 
 def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) -> str:
-    """A table in a frame, its title above it."""
+    """Format a table with a frame, and its title above it.
+
+    Args:
+        headers: the titles of the columns.
+        rows: the rows.
+        title: the title of the table.
+    """
     cells = [[str(cell) for cell in row] for row in [headers, *rows]]
     widths = [max(len(row[column]) for row in cells) for column in range(len(headers))]
     # A long title widens the last column.
@@ -139,7 +162,11 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Print what loading takes, and what training does."""
+    """Print how much memory loading and training a model take.
+
+    Args:
+        args: the arguments, as the parser of `accelerate estimate-memory` returns them.
+    """
     rows = [
         [dtype, convert_bytes(layer), convert_bytes(total), _or_none(max(training.values()))]
         for dtype, layer, total, training in gather_data(args)
@@ -227,7 +254,7 @@ def _from_shell(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """What `python -m accelerate.commands.estimate` does."""
+    """Run `python -m accelerate.commands.estimate`."""
     run_command(estimate_command_parser())
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from accelerate.available import lacks_fp8_package
+from accelerate.available import has_package, lacks_fp8_package
 from accelerate.commands.utils import CustomArgumentParser, HelpFormatter, one_sentence, run_command
 from accelerate.config.options import FAMILIES, FLAG, Option
 from accelerate.config.options.base import WORDS
@@ -48,13 +48,26 @@ config file (`accelerate config` writes one), else from what the machine has. `-
 
 
 def clean_option(option: str) -> str:
-    """Writes a flag with `_` between its words."""
+    """Return a flag with `_` between its words.
+
+    Args:
+        option: the flag. Anything else is returned as it is.
+    """
     return "--" + option[2:].replace("-", "_") if option.startswith("--") else option
 
 
 class CustomHelpFormatter(HelpFormatter):
-    """Help without what this version lacks, and without other engines once the command line names one:
-    `launch --use_fsdp --help`."""
+    """Format help without engines that this version lacks, and without the others once the command line names one.
+
+    Args:
+        *args: positional arguments of an argparse formatter.
+        **kwargs: keyword arguments of an argparse formatter.
+
+    Example:
+        ```bash
+        accelerate launch --use_fsdp --help
+        ```
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -80,7 +93,7 @@ class CustomHelpFormatter(HelpFormatter):
 
 
 class _Parser(CustomArgumentParser):
-    """Leaves everything after the script as it is, also a `--`, which argparse would take for its own."""
+    """Leave everything after the script as it is, including a `--`, which argparse would interpret."""
 
     STAND_IN = "\0--"
 
@@ -100,7 +113,11 @@ class _Parser(CustomArgumentParser):
 
 
 def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate launch`."""
+    """Build the parser of `accelerate launch`.
+
+    Args:
+        subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
+    """
     settings: dict[str, Any] = {
         "description": DESCRIPTION,
         "allow_abbrev": False,
@@ -124,7 +141,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 def _absent() -> str:
     *titles, last = [family.title for family in FAMILIES if family.absent]
-    return f"{', '.join(titles)} and {last}"
+    return f"{', '.join(titles)} and {last}" if titles else last
 
 
 def _add(group: Any, option: Option) -> None:
@@ -159,9 +176,18 @@ def _reader(option: Option) -> Callable[[str], Any]:
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Does what parsed arguments ask for, and returns when the run has ended.
+    """Launch a script as parsed arguments say, and return when the run has ended.
 
-    A run that fails raises `subprocess.CalledProcessError`.
+    Args:
+        args: the arguments, as the parser of `accelerate launch` returns them.
+
+    Raises:
+        subprocess.CalledProcessError: the run failed.
+
+    Example:
+        ```python
+        launch_command(launch_command_parser().parse_args(["--num_processes", "2", "train.py"]))
+        ```
     """
     from accelerate.launch.run import run
 
@@ -180,7 +206,7 @@ def _from_shell(args: argparse.Namespace) -> None:
 
 
 def _planned(args: argparse.Namespace) -> LaunchPlan | None:
-    """The plan to carry out, if it is not only to be shown."""
+    """Return the plan to carry out, or None if it was only to be shown."""
     from accelerate.launch.plan import plan
     from accelerate.launch.resolve import resolve
 
@@ -200,7 +226,7 @@ def _planned(args: argparse.Namespace) -> LaunchPlan | None:
 
 
 def _ready(planned: LaunchPlan, settings: Settings) -> None:
-    """Refuses what cannot be run here, and says what should be known."""
+    """Refuse what cannot be run here, and print what the user should know."""
     if planned.refused is not None:
         raise NotYetSupported(*planned.refused)
     if planned.missing:
@@ -208,17 +234,31 @@ def _ready(planned: LaunchPlan, settings: Settings) -> None:
     if settings.mixed_precision == "fp8" and (missing := lacks_fp8_package(settings.fp8_backend)):
         raise NotInstalled(missing)
     if settings.use_megatron_lm:
-        raise NotYetSupported("Megatron-LM", "use `--use_fsdp`, or `--use_deepspeed`, to spread a model.")
+        _check_megatron(settings)
     _check_script(settings)
     if not settings.quiet:
         for line in [*settings.notes, *planned.notes]:
             print(f"accelerate: {line}", file=sys.stderr, flush=True)
 
 
+def _check_megatron(settings: Settings) -> None:
+    """Refuses Megatron-LM where it is not installed, and parts of a model that the processes do not fit."""
+    if not has_package("megatron.core"):
+        raise NotInstalled("`--use_megatron_lm` needs Megatron-LM: pip install megatron-core")
+    tensors, stages = int(settings.megatron_lm_tp_degree or 1), int(settings.megatron_lm_pp_degree or 1)
+    processes = int(settings.num_processes or 1)
+    if processes % (tensors * stages) != 0:
+        raise ValueError(
+            f"`--megatron_lm_tp_degree {tensors}` and `--megatron_lm_pp_degree {stages}` take a multiple of "
+            f"{tensors * stages} processes, and there are {processes}: set `--num_processes`, or make the degrees "
+            "smaller."
+        )
+
+
 def _check_script(settings: Settings) -> None:
-    """Refuses a script that is not there, where it is one of this machine."""
+    """Refuse a script of this machine that does not exist."""
     script, program = settings.script, settings.no_python
-    if settings.mpirun_hostfile is not None or settings.module:
+    if settings.mpirun_hostfile is not None or settings.tpu_use_cluster or settings.module:
         return
     if program and shutil.which(script) is not None:
         return
@@ -236,7 +276,7 @@ def _check_script(settings: Settings) -> None:
 
 
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
-    """All settings as a namespace, the config file, and whether the number format came from it."""
+    """Return all settings as a namespace, the config file, and whether the mixed precision came from it."""
     from accelerate.launch.resolve import resolve
 
     settings = resolve(args)
@@ -254,37 +294,62 @@ def _run_on(engine: str, args: argparse.Namespace) -> None:
 
 
 def simple_launcher(args: argparse.Namespace) -> None:
-    """Runs a script in one process."""
+    """Run a script in one process.
+
+    Args:
+        args: the arguments, as the parser of `accelerate launch` returns them.
+    """
     _run_on("single", args)
 
 
 def multi_gpu_launcher(args: argparse.Namespace) -> None:
-    """Runs a script in several processes with torch elastic."""
+    """Run a script in several processes with torch elastic.
+
+    Args:
+        args: the arguments, as the parser of `accelerate launch` returns them.
+    """
     _run_on("elastic", args)
 
 
 def deepspeed_launcher(args: argparse.Namespace) -> None:
-    """Runs a script with DeepSpeed."""
+    """Run a script with DeepSpeed.
+
+    Args:
+        args: the arguments, as the parser of `accelerate launch` returns them.
+    """
     _run_on("deepspeed", args)
 
 
 def tpu_launcher(args: argparse.Namespace) -> None:
-    """Runs a script on a TPU."""
+    """Run a script on a TPU.
+
+    Args:
+        args: the arguments, as the parser of `accelerate launch` returns them.
+    """
     _run_on("tpu", args)
 
 
 def tpu_pod_launcher(args: argparse.Namespace) -> None:
-    """Runs a script on a pod of TPUs."""
+    """Run a script on a TPU pod.
+
+    Args:
+        args: the arguments, as the parser of `accelerate launch` returns them.
+    """
     _run_on("tpu", args)
 
 
 def sagemaker_launcher(sagemaker_config: Any, args: argparse.Namespace) -> None:
-    """Runs a script on Amazon SageMaker."""
+    """Run a script on Amazon SageMaker.
+
+    Args:
+        sagemaker_config: not used, since the config file has these settings; accepted as in the 1.15 release.
+        args: the arguments, as the parser of `accelerate launch` returns them.
+    """
     _run_on("sagemaker", args)
 
 
 def main() -> None:
-    """What `accelerate-launch` calls."""
+    """Run `accelerate-launch`."""
     run_command(launch_command_parser())
 
 

@@ -13,7 +13,11 @@ The shards are read a part at a time, so that the model need not fit into memory
 
 
 def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate merge-weights`."""
+    """Build the parser of `accelerate merge-weights`.
+
+    Args:
+        subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
+    """
     if subparsers is None:
         parser: argparse.ArgumentParser = CustomArgumentParser("accelerate merge-weights", description=DESCRIPTION)
     else:
@@ -31,8 +35,12 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def merge_command(args: argparse.Namespace) -> None:
-    """Merge the shards that the arguments name."""
-    from accelerate.checkpoint.merge import merge_fsdp_weights
+    """Merge the shards of a checkpoint into one weight file.
+
+    Args:
+        args: the arguments, as the parser of `accelerate merge-weights` returns them.
+    """
+    from accelerate.checkpoint.sharded_state import merge_fsdp_weights
 
     merge_fsdp_weights(
         args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
@@ -46,7 +54,7 @@ def _from_shell(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """What `python -m accelerate.commands.merge` does."""
+    """Run `python -m accelerate.commands.merge`."""
     run_command(merge_command_parser())
 
 

@@ -21,7 +21,7 @@ and the main metric of each; with --run one or several of them, side by side.
 
 
 def runs_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate runs`."""
+    """Build the parser of `accelerate runs`."""
     if subparsers is None:
         parser: argparse.ArgumentParser = CustomArgumentParser("accelerate runs", description=DESCRIPTION)
     else:
@@ -130,7 +130,7 @@ def _from_shell(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """What `python -m accelerate.commands.runs` does."""
+    """Run `python -m accelerate.commands.runs`."""
     run_command(runs_command_parser())
 
 

@@ -17,7 +17,11 @@ SCRIPT = Path(__file__).parents[1] / "test_utils" / "scripts" / "test_script.py"
 
 
 def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate test`."""
+    """Build the parser of `accelerate test`.
+
+    Args:
+        subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
+    """
     if subparsers is None:
         parser: argparse.ArgumentParser = CustomArgumentParser("accelerate test", description=DESCRIPTION)
     else:
@@ -28,7 +32,11 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def test_command(args: argparse.Namespace) -> None:
-    """Launch the checks; exits with their code if one failed."""
+    """Launch the checks of this package. If one fails, exit with its code.
+
+    Args:
+        args: the arguments, as the parser of `accelerate test` returns them.
+    """
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     if args.config_file is not None:
         if not Path(args.config_file).expanduser().is_file():
@@ -47,7 +55,7 @@ test_command.__test__ = test_command_parser.__test__ = False  # type: ignore[att
 
 
 def main() -> None:
-    """What `python -m accelerate.commands.test` does."""
+    """Run `python -m accelerate.commands.test`."""
     run_command(test_command_parser())
 
 

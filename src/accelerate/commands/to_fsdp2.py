@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class ConversionStatus(enum.Enum):
-    """Why a key of FSDP1 is left out: FSDP2 could have it one day, or has no use for it."""
+    """Tell why a setting of FSDP1 is left out: FSDP2 may have it one day, or has no use for it."""
 
     NOT_YET_IMPLEMENTED = 0
     REMOVED = -1
@@ -60,7 +60,11 @@ _REASONS = {
 
 
 def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate to-fsdp2`."""
+    """Build the parser of `accelerate to-fsdp2`.
+
+    Args:
+        subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
+    """
     description = "Turn a config file for FSDP1 into one for FSDP2."
     if subparsers is None:
         parser: argparse.ArgumentParser = CustomArgumentParser("accelerate to-fsdp2", description=description)
@@ -74,12 +78,26 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def load_config(config_file: str) -> dict[str, Any]:
-    """The content of a config file."""
+    """Return the contents of a config file.
+
+    Args:
+        config_file: its path.
+    """
     return file.read(Path(config_file).expanduser())
 
 
 def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with its section `fsdp_config` as FSDP2 has it; what is left out is logged."""
+    """Convert the `fsdp_config` section of a config to FSDP2. Settings that are left out are logged.
+
+    Args:
+        config: the contents of a config file.
+
+    Returns:
+        A new config, or the same if there is nothing to convert.
+
+    Raises:
+        ValueError: a setting has a value that FSDP1 does not know.
+    """
     section = config.get("fsdp_config") or {}
     if not section:
         logger.info("The config has no section `fsdp_config`: there is nothing to convert.")
@@ -115,7 +133,16 @@ def _converted(key: str, value: Any) -> Any:
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
-    """Convert the file that the arguments name."""
+    """Convert a config file to FSDP2.
+
+    Args:
+        args: the arguments, as the parser of `accelerate to-fsdp2` returns them.
+
+    Raises:
+        FileNotFoundError: there is no such config file.
+        FileExistsError: the new file exists, and `--overwrite` is not given.
+        ValueError: neither a new file nor `--overwrite` is given.
+    """
     if not Path(args.config_file).expanduser().exists():
         raise FileNotFoundError(f"There is no config file {args.config_file}: check its name.")
     if args.output_file is None and not args.overwrite:
@@ -138,7 +165,7 @@ def _from_shell(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """What `python -m accelerate.commands.to_fsdp2` does."""
+    """Run `python -m accelerate.commands.to_fsdp2`."""
     run_command(to_fsdp2_command_parser())
 
 

@@ -16,7 +16,11 @@ DESCRIPTION = "Run commands on all machines of a TPU pod, to prepare them for `a
 
 
 def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate tpu-config`."""
+    """Build the parser of `accelerate tpu-config`.
+
+    Args:
+        subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
+    """
     if subparsers is None:
         parser: argparse.ArgumentParser = CustomArgumentParser("accelerate tpu-config", description=DESCRIPTION)
     else:
@@ -39,7 +43,11 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
-    """Run (or print) the command for the pod."""
+    """Run a command on all workers of a TPU pod, or print it.
+
+    Args:
+        args: the arguments, as the parser of `accelerate tpu-config` returns them.
+    """
     command = _gcloud(args)
     if args.debug:
         print(f"Not run, as --debug asks: {' '.join(command)}\nTo be pasted: {shlex.join(command)}")
@@ -94,7 +102,7 @@ def _from_shell(args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """What `python -m accelerate.commands.tpu` does."""
+    """Run `python -m accelerate.commands.tpu`."""
     run_command(tpu_command_parser())
 
 

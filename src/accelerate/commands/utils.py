@@ -15,7 +15,11 @@ from accelerate.text import did_you_mean
 
 @contextmanager
 def one_sentence(command: str) -> Iterator[None]:
-    """Ends a command with the sentence of an error instead of its traceback: the mistake is in what was asked."""
+    """End a command with the sentence of an error instead of its traceback, since the mistake is in what was asked.
+
+    Args:
+        command: the command, which the sentence begins with.
+    """
     try:
         yield
     except BrokenPipeError:
@@ -26,7 +30,7 @@ def one_sentence(command: str) -> Iterator[None]:
 
 @contextmanager
 def pipe_may_close() -> Iterator[None]:
-    """Ends a command without a word when nobody reads on what it prints, as in `accelerate env | head -1`."""
+    """End a command silently when nobody reads what it prints, as in `accelerate env | head -1`."""
     try:
         try:
             yield
@@ -38,7 +42,12 @@ def pipe_may_close() -> Iterator[None]:
 
 
 def run_command(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> None:
-    """Parses the words of the command line and does what they say."""
+    """Parse a command line and run the command.
+
+    Args:
+        parser: the parser.
+        words: the words of the command line. By default those of this process.
+    """
     with pipe_may_close():
         args = parser.parse_args(words)
         args.func(args)
@@ -56,7 +65,7 @@ def _both_spellings(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class _Remember:
-    """Notes in `namespace.nondefault` that an argument was given, whatever its value."""
+    """Record in `namespace.nondefault` that an argument was given, whatever its value."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
         namespace.__dict__.setdefault("nondefault", set()).add(self.dest)  # type: ignore[attr-defined]
@@ -80,7 +89,11 @@ class _Append(_Remember, argparse._AppendAction):
 
 
 def whole_number(word: str) -> int:
-    """The type of an argument: in place of `int`, whose errors are about Python."""
+    """Read an argument as an integer, with a plain message if it is not one.
+
+    Args:
+        word: the argument.
+    """
     try:
         return int(word)
     except ValueError:
@@ -88,16 +101,20 @@ def whole_number(word: str) -> int:
 
 
 class CustomArgumentGroup(argparse._ArgumentGroup):
-    """A group whose flags may be written with `_` or with `-`."""
+    """Group arguments whose flags may be written with `_` or with `-`."""
 
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
         return super().add_argument(*_both_spellings(args), **kwargs)
 
 
 class CustomArgumentParser(argparse.ArgumentParser):
-    """A parser whose flags may be written with `_` or with `-`.
+    """Parse arguments whose flags may be written with `_` or with `-`.
 
-    After parsing, `namespace.nondefault` is the set of the arguments that were given.
+    After parsing, `namespace.nondefault` is the set of arguments that were given.
+
+    Args:
+        *args: positional arguments of `argparse.ArgumentParser`.
+        **kwargs: keyword arguments of `argparse.ArgumentParser`.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -124,7 +141,7 @@ class CustomArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _check_flags(self, words: Sequence[str]) -> None:
-        """A misspelt flag before a subcommand, whose value argparse would take for the subcommand."""
+        """Refuse a misspelled flag before a subcommand, whose value argparse would take for the subcommand."""
         commands = [action.choices for action in self._actions if isinstance(action, argparse._SubParsersAction)]
         for word in words if commands else ():
             if any(word in choices for choices in commands):
@@ -159,7 +176,12 @@ class CustomArgumentParser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help that names each flag once."""
+    """Format help that shows each flag once.
+
+    Args:
+        prog: the name of the program.
+        **kwargs: other arguments of an argparse formatter.
+    """
 
     def __init__(self, prog: str, **kwargs: Any) -> None:
         kwargs.setdefault("max_help_position", 32)
@@ -175,6 +197,10 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def shown_spellings(names: Iterable[str]) -> list[str]:
-    """The spellings of a flag that are shown: of those with `_` and with `-`, the first."""
+    """Return the spellings of a flag that are shown: of those with `_` and with `-`, the first.
+
+    Args:
+        names: all spellings.
+    """
     names = list(names)
     return [name for name in names if "-" not in name[2:] or name.replace("-", "_").replace("__", "--", 1) not in names]

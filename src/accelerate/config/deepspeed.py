@@ -21,9 +21,10 @@ _OPT_LEVELS = ("O1", "O2")
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed config as a dict (`config`), with questions about it. Keys inside keys are written with dots.
+    """Look up and change values of a DeepSpeed config. Nested keys are written with dots: "zero_optimization.stage".
 
-    config_file_or_dict: the dict, the path of a JSON file, or the JSON itself, plain or in base64.
+    Args:
+        config_file_or_dict: a dict, the path of a JSON file, or JSON, plain or in base64.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -35,7 +36,7 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Read the stage of ZeRO, and whether anything is offloaded, from the config again."""
+        """Read the ZeRO stage, and whether anything is offloaded, from the config again."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = [
             self.get_value(f"zero_optimization.{part}.device") for part in ("offload_optimizer", "offload_param")
@@ -43,7 +44,11 @@ class HfDeepSpeedConfig:
         self._offload = (self.is_zero2() or self.is_zero3()) and bool({"cpu", "nvme"} & set(devices))
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """The dict that a key stands in (None where there is none), and the last part of the key."""
+        """Return the dict that a key is in, or None if there is none, and the last part of the key.
+
+        Args:
+            ds_key_long: the key.
+        """
         *path, last = ds_key_long.split(".")
         node: Any = self.config
         for name in path:
@@ -53,12 +58,22 @@ class HfDeepSpeedConfig:
         return node, last
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a key, or `default`."""
+        """Return the value of a key.
+
+        Args:
+            ds_key_long: the key.
+            default: the value if the config does not have it.
+        """
         node, last = self.find_config_node(ds_key_long)
         return default if node is None else node.get(last, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a key, with all that it holds."""
+        """Remove a key with everything below it.
+
+        Args:
+            ds_key_long: the key.
+            must_exist: raise a `ValueError` if the config does not have it.
+        """
         node, last = self.find_config_node(ds_key_long)
         if node is not None and last in node:
             del node[last]
@@ -66,25 +81,33 @@ class HfDeepSpeedConfig:
             raise ValueError(f"The DeepSpeed config has no {ds_key_long!r}: {self.config}")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether a key is there and says yes."""
+        """Tell whether the config has a key, and its value is true.
+
+        Args:
+            ds_key_long: the key.
+        """
         value = self.get_value(ds_key_long)
         return value is not None and bool(value)
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether a key is there and says no."""
+        """Tell whether the config has a key, and its value is false.
+
+        Args:
+            ds_key_long: the key.
+        """
         value = self.get_value(ds_key_long)
         return value is not None and not bool(value)
 
     def is_zero2(self) -> bool:
-        """Whether gradients and optimizer states are sharded."""
+        """Tell whether gradients and optimizer states are sharded."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Whether parameters are sharded too."""
+        """Tell whether parameters are sharded as well."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Whether optimizer states or parameters lie on the host or on a disk."""
+        """Tell whether optimizer states or parameters are offloaded to the CPU or to disk."""
         return self._offload
 
 
@@ -149,10 +172,10 @@ PLUGIN_SETTINGS = {
 
 @dataclass
 class DeepSpeedPlugin:
-    """Train with DeepSpeed. What is not given is read from the `ACCELERATE_DEEPSPEED_*` variables.
+    """Train with DeepSpeed. Settings that are not given are read from the `ACCELERATE_DEEPSPEED_*` variables.
 
-    `deepspeed_config` is the dict that DeepSpeed gets: `hf_ds_config`, or one made of the other fields. Where a config
-    says "auto", the field is put in; where it says something else, the field follows it.
+    `deepspeed_config` is the dict that DeepSpeed gets: `hf_ds_config`, or one made of the other settings. An "auto" in
+    the config is replaced by the setting; any other value there takes precedence over it.
     """
 
     hf_ds_config: Any = field(default=None, metadata={"help": "A DeepSpeed config: a path, a dict, HfDeepSpeedConfig."})
@@ -182,6 +205,8 @@ class DeepSpeedPlugin:
 
     def __post_init__(self) -> None:
         self._selected = False
+        # What an engine has put in place of "auto" in the config, by key: the next one begins with "auto" again.
+        self.filled: dict[str, Any] = {}
         for name, setting in PLUGIN_SETTINGS.items():
             if getattr(self, name) is None:
                 setattr(self, name, _from_variable(setting))
@@ -215,7 +240,7 @@ class DeepSpeedPlugin:
         }
 
     def _take_config(self) -> None:
-        """Puts the fields where the config says "auto", and takes from it what it says otherwise."""
+        """Replace "auto" in the config by the fields, and take all other values from it."""
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         config = self.hf_ds_config.config
@@ -252,17 +277,36 @@ class DeepSpeedPlugin:
     # --- values that are found out at `prepare` -----------------------------------------------------------------
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a key of the config, or `default`."""
+        """Return the value of a key of the config.
+
+        Args:
+            ds_key_long: the key, nested ones with dots.
+            default: the value if the config does not have it.
+        """
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether the config leaves a key to us."""
+        """Tell whether the value of a key is "auto".
+
+        Args:
+            ds_key_long: the key, nested ones with dots.
+        """
         return bool(self.get_value(ds_key_long) == "auto")
 
     def fill_match(
         self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
     ) -> None:
-        """Put `kwargs[ds_key_long]` where the config says "auto"; with `must_match`, note where it differs."""
+        """Replace "auto" by a value, or compare the value with the one in the config.
+
+        Args:
+            ds_key_long: the key, nested ones with dots.
+            mismatches: a list that gets a sentence if they differ.
+            must_match: compare.
+            **kwargs: values by key.
+
+        Raises:
+            ValueError: the config has "auto", and there is no value.
+        """
         node, last = self.hf_ds_config.find_config_node(ds_key_long)
         if node is None or node.get(last) is None:
             return
@@ -284,7 +328,18 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """`fill_match` for every key of the config; values that differ are one error."""
+        """Call `fill_match` for every key of the config.
+
+        Args:
+            prefix: the key of `config` in the whole config, with a dot at the end.
+            mismatches: a list that gets a sentence for each difference.
+            config: the part of the config to process. By default all of it.
+            must_match: compare values that are not "auto".
+            **kwargs: values by key.
+
+        Raises:
+            ValueError: values differ, or the config has "auto" and there is no value.
+        """
         found: list[str] = [] if mismatches is None else mismatches
         for name, value in (self.deepspeed_config if config is None else config).items():
             if isinstance(value, dict):
@@ -298,7 +353,14 @@ class DeepSpeedPlugin:
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Turn fp16 or bf16 on in the config, which may have chosen already; fp8 computes the rest in bf16."""
+        """Enable fp16 or bf16 in the config. With fp8, everything else is computed in bf16.
+
+        Args:
+            mixed_precision: "no", "fp16", "bf16" or "fp8".
+
+        Raises:
+            ValueError: the config enables another one.
+        """
         config, wanted = self.deepspeed_config, "bf16" if mixed_precision == "fp8" else mixed_precision
         for mode in ("fp16", "bf16"):
             chosen = str(config.get(mode, {}).get("enabled", False)).lower() == "true"
@@ -332,7 +394,11 @@ class DeepSpeedPlugin:
         raise NotImplementedError("`selected` is set by `AcceleratorState().select_deepspeed_plugin(name)`.")
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Make this plugin the one in use; called by `AcceleratorState.select_deepspeed_plugin`."""
+        """Use this one of several plugins. Only `AcceleratorState.select_deepspeed_plugin` may call it.
+
+        Args:
+            _from_accelerator_state: whether that is who calls.
+        """
         if not _from_accelerator_state:
             raise ValueError("Plugins are chosen by name: call `AcceleratorState().select_deepspeed_plugin(name)`.")
         self._selected = True
@@ -344,12 +410,16 @@ class DeepSpeedPlugin:
     # --- models that are built in pieces ------------------------------------------------------------------------
 
     def is_zero3_init_enabled(self) -> bool | None:
-        """Whether models of transformers are built in pieces."""
+        """Tell whether transformers models are built in shards from the start."""
         return self.zero3_init_flag
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Build models in pieces, or whole, inside a `with` block."""
+        """Build transformers models in shards, or as a whole, inside a `with` block.
+
+        Args:
+            enable: build them in shards.
+        """
         before = self.is_zero3_init_enabled()
         if before == enable:
             yield
@@ -363,7 +433,7 @@ class DeepSpeedPlugin:
             self.set_deepspeed_weakref()
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell transformers how models are built: it asks while it makes one, long before `prepare`."""
+        """Tell transformers how models are built, which it asks while it creates one, long before `prepare`."""
         from accelerate.available import is_transformers_available
 
         if not is_transformers_available():
@@ -386,7 +456,14 @@ class DeepSpeedPlugin:
         self.dschf = Known(config)  # transformers holds it weakly
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """Have DeepSpeed fetch each layer of experts as a whole: every process uses other experts."""
+        """Make DeepSpeed gather each mixture-of-experts layer as a whole, since every rank uses other experts.
+
+        Args:
+            model: the model.
+
+        Raises:
+            ValueError: the model has no layer of a class in `transformer_moe_cls_names`.
+        """
         if self.transformer_moe_cls_names is None:
             self.transformer_moe_cls_names = os.environ.get(_PREFIX + "MOE_LAYER_CLS_NAMES")
         if self.transformer_moe_cls_names is None:
@@ -410,7 +487,7 @@ def _from_variable(setting: _Setting) -> Any:
 
 
 def _check_asked_once() -> None:
-    """A launch that was given a DeepSpeed file and settings of its own would have to drop one of the two."""
+    """Refuse settings that were given both to the launch and in a DeepSpeed file."""
     told = set(os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(","))
     twice = sorted(
         told & {name for name, setting in PLUGIN_SETTINGS.items() if setting.key} | told & {"mixed_precision"}
@@ -423,7 +500,14 @@ def _check_asked_once() -> None:
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
-    """The plugin in use; of several, the one that was selected."""
+    """Return the plugin in use; of several, the one that is selected.
+
+    Args:
+        state: the `AcceleratorState`.
+
+    Raises:
+        ValueError: DeepSpeed is not used.
+    """
     plugins = state.deepspeed_plugins
     if not plugins:
         raise ValueError("There is no active DeepSpeedPlugin: DeepSpeed is not the engine of this process.")
@@ -433,19 +517,34 @@ def get_active_deepspeed_plugin(state: Any) -> Any:
 
 
 class DummyOptim:
-    """Stands for the optimizer that a DeepSpeed config describes, and takes what the config leaves as "auto"."""
+    """Stand in for the optimizer that a DeepSpeed config describes. Its values replace "auto" in the config.
+
+    Args:
+        params: the parameters or param groups to optimize.
+        lr: the learning rate.
+        weight_decay: the weight decay.
+        **kwargs: accepted as in the 1.15 release.
+    """
 
     _accelerate_kind = "optimizers"
 
     def __init__(self, params: Any, lr: float = 0.001, weight_decay: float = 0, **kwargs: Any) -> None:
-        self.params = params
+        self.params = list(params) if isinstance(params, Iterator) else params  # to be read more than once
         self.lr = lr
         self.weight_decay = weight_decay
         self.kwargs = kwargs
 
 
 class DummyScheduler:
-    """Stands for the scheduler that a DeepSpeed config describes, or that `lr_scheduler_callable` makes."""
+    """Stand in for the scheduler that a DeepSpeed config describes. Its values replace "auto" in the config.
+
+    Args:
+        optimizer: the optimizer, usually a `DummyOptim`.
+        total_num_steps: the number of steps of the whole run.
+        warmup_num_steps: the number of warmup steps.
+        lr_scheduler_callable: given the optimizer, creates a scheduler to be used instead.
+        **kwargs: accepted as in the 1.15 release.
+    """
 
     _accelerate_kind = "schedulers"
 

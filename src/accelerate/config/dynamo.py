@@ -61,12 +61,12 @@ class TorchDynamoPlugin(KwargsHandler):
             self.dynamic = parse_flag_from_env(PREFIX + "USE_DYNAMIC")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a copy of the fields, with the backend spelled as torch spells it."""
+        """Return a copy of the fields, with the backend as torch spells it."""
         fields = super().to_dict()
         fields["backend"] = str(fields["backend"]).lower()
         return fields
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Returns the arguments for `torch.compile` that differ from the defaults."""
+        """Return the arguments for `torch.compile` that differ from the defaults."""
         fields = self.to_dict()
         return {name: fields[name] for name, plain in _PLAIN.items() if fields[name] != plain}

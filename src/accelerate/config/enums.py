@@ -7,7 +7,7 @@ from typing import Any
 
 
 class EnumWithContains(enum.EnumMeta):
-    """Lets `"fp16" in PrecisionType` ask for a value; Python itself answers that only from 3.12 on."""
+    """Allow `"fp16" in PrecisionType`, which Python itself does only from 3.12 on."""
 
     def __contains__(cls, item: object) -> bool:
         try:
@@ -25,12 +25,24 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
 
     @classmethod
     def list(cls) -> list[Any]:
-        """Returns all values, in the order they are declared."""
+        """Return all values, in the order they are declared."""
         return [member.value for member in cls]
 
 
-class DistributedType(str, enum.Enum):
-    """How the processes of a run work together; a label that is reported."""
+class _WithOldNames(enum.EnumMeta):
+    """Answers `DistributedType.TPU`, what XLA was called in older scripts, with a hint."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name == "TPU":
+            return cls("TPU")
+        raise AttributeError(f"type object {cls.__name__!r} has no attribute {name!r}")
+
+    def __getitem__(cls, name: str) -> Any:
+        return cls("TPU") if name == "TPU" else super().__getitem__(name)
+
+
+class DistributedType(str, enum.Enum, metaclass=_WithOldNames):
+    """Labels of how the processes of a run work together."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -46,7 +58,19 @@ class DistributedType(str, enum.Enum):
     MEGATRON_LM = "MEGATRON_LM"
     MULTI_HPU = "MULTI_HPU"
     MULTI_NEURON = "MULTI_NEURON"
-    TPU = XLA  # what XLA was called in older scripts; it is the same member
+
+    @classmethod
+    def _missing_(cls, value: object) -> DistributedType | None:
+        if value != "TPU":
+            return None
+        import warnings
+
+        warnings.warn(
+            "`DistributedType.TPU` is called `DistributedType.XLA` now: write that, which is the same.",
+            FutureWarning,
+            stacklevel=5,  # the line that has the name
+        )
+        return cls.XLA
 
     # Versions of Python differ in what an f-string prints for a str enumeration; here it is always the name.
     __str__ = enum.Enum.__str__
@@ -108,7 +132,7 @@ class DynamoBackend(str, BaseEnum):
 
 
 class PrecisionType(str, BaseEnum):
-    """The number format of the forward pass; `no` is the model's own."""
+    """Number formats of the forward pass; `no` is that of the model."""
 
     NO = "no"
     FP8 = "fp8"
@@ -117,7 +141,7 @@ class PrecisionType(str, BaseEnum):
 
 
 class LoggerType(BaseEnum):
-    """The experiment trackers known by name."""
+    """Experiment trackers that are known by name."""
 
     ALL = "all"
     AIM = "aim"
@@ -133,7 +157,7 @@ class LoggerType(BaseEnum):
 
 
 class RNGType(BaseEnum):
-    """The random number generators that can be synchronised between processes."""
+    """Random number generators that can be synchronized between ranks."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -149,7 +173,7 @@ class RNGType(BaseEnum):
 
 
 class CustomDtype(enum.Enum):
-    """Sizes of weights for which torch has no dtype of its own."""
+    """Sizes of weights for which torch has no dtype."""
 
     FP8 = "fp8"
     INT4 = "int4"

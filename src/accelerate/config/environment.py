@@ -23,7 +23,12 @@ _FALSE = frozenset({"n", "no", "f", "false", "off", "0"})
 
 
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Reads yes or no from a word: 1 or 0, or with `to_bool` True or False."""
+    """Read a word as yes or no.
+
+    Args:
+        value: "y", "yes", "t", "true", "on", "1", or the opposites.
+        to_bool: return True or False instead of 1 or 0.
+    """
     word = value.lower()
     if word not in _TRUE and word not in _FALSE:
         raise ValueError(
@@ -33,7 +38,12 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Reads a variable as yes or no."""
+    """Read an environment variable as yes or no.
+
+    Args:
+        key: the name of the variable.
+        default: the value if it is not set.
+    """
     value = os.environ.get(key, str(default))
     try:
         return bool(str_to_bool(value))
@@ -42,12 +52,22 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Reads a variable as it stands."""
+    """Read an environment variable as text.
+
+    Args:
+        key: the name of the variable.
+        default: the value if it is not set.
+    """
     return os.environ.get(key, str(default))
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Returns the first of several variables that holds a number of at least 0."""
+    """Return the first of several environment variables that holds a number of at least 0.
+
+    Args:
+        env_keys: the names of the variables.
+        default: the value if there is none.
+    """
     for key in env_keys:
         text = os.environ.get(key, "-1")
         try:
@@ -61,7 +81,11 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Sets variables (names in upper case) inside a `with` block, and puts back exactly what they were."""
+    """Set environment variables inside a `with` block, and restore them exactly.
+
+    Args:
+        kwargs: the values, by name in any case; the names of variables are in upper case.
+    """
     names = {name.upper(): str(value) for name, value in kwargs.items()}
     before = {name: os.environ.get(name) for name in names}
     os.environ.update(names)
@@ -73,7 +97,7 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empties the environment inside a `with` block; what the block sets does not outlive it."""
+    """Empty the environment inside a `with` block. Variables that the block sets are removed again."""
     before = dict(os.environ)
     os.environ.clear()
     try:
@@ -84,7 +108,11 @@ def clear_environment() -> Iterator[None]:
 
 
 def purge_accelerate_environment(func_or_cls: T) -> T:
-    """Undoes what a function, or each test method of a class, does to `ACCELERATE_*` variables."""
+    """Decorate a function, or a test class, so that its changes to `ACCELERATE_*` variables are undone.
+
+    Args:
+        func_or_cls: the function or class.
+    """
     if inspect.isclass(func_or_cls):
         _purge_class(func_or_cls)
         return func_or_cls
@@ -155,7 +183,14 @@ def _restore(before: Mapping[str, str | None]) -> None:
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    """Turns variables into `NAME=value` lines of a file; those that could not be read back are left out."""
+    """Format variables as `NAME=value` lines of a file. Variables that could not be read back are left out.
+
+    Args:
+        current_env: the variables.
+
+    Returns:
+        The lines.
+    """
     lines = []
     for name, value in current_env.items():
         text = str(value)
@@ -170,13 +205,24 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Returns those of the modules that are already imported."""
+    """Return those of several modules that are already imported.
+
+    Args:
+        library_names: names of modules.
+    """
     return [name for name in library_names if name in sys.modules]
 
 
 @dataclass
 class CPUInformation:
-    """The place of this process among all processes, and among those of its machine."""
+    """Rank of this process among all processes, and among those of its machine.
+
+    Args:
+        rank: the rank.
+        world_size: the number of processes.
+        local_rank: the rank on this machine.
+        local_world_size: the number of processes on this machine.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -185,7 +231,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Reads the place of this process from the variables of torchrun, Intel MPI, Open MPI or MVAPICH."""
+    """Read the rank of this process from the variables of torchrun, Intel MPI, Open MPI or MVAPICH."""
     return CPUInformation(
         rank=get_int_from_env(["RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK"], 0),
         world_size=get_int_from_env(["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1),
@@ -205,7 +251,7 @@ def get_cpu_distributed_information() -> CPUInformation:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Returns the kind of accelerator of this machine (CUDA if none) and the label of a run on several."""
+    """Return the type of this machine's accelerator (CUDA if there is none), and the label of a run on it."""
     from accelerate import available
 
     for device in ("mlu", "sdaa", "musa", "npu", "hpu", "xpu", "neuron"):
@@ -220,18 +266,18 @@ def _nvidia_smi(query: str) -> list[str]:
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Returns the names of the NVIDIA GPUs, and how many there are."""
+    """Return the names of the NVIDIA GPUs, and their number."""
     names = [line.strip() for line in _nvidia_smi("name")]
     return names, len(names)
 
 
 def get_driver_version() -> str:
-    """Returns the version of the NVIDIA driver."""
+    """Return the version of the NVIDIA driver."""
     return _nvidia_smi("driver_version")[0].strip()
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Says whether GPUs may talk to each other directly; RTX 40 cards cannot before driver 550.40.07."""
+    """Tell whether GPUs can communicate directly. RTX 40 cards cannot before driver 550.40.07."""
     try:
         names, count = get_gpu_info()
         if count < 2 or not any("RTX 40" in name for name in names):
@@ -244,7 +290,12 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Moves this process to the processors closest to its NVIDIA GPU; without such a GPU, does nothing."""
+    """Bind this process to the cores closest to its NVIDIA GPU. Without one, nothing happens.
+
+    Args:
+        local_process_index: the local rank.
+        verbose: log the cores that were chosen.
+    """
     import torch
 
     if not torch.cuda.is_available():
@@ -276,7 +327,7 @@ def _cpus_near_gpu(uuid: str) -> set[int]:
 
 
 def _parse_cpu_list(text: str) -> set[int]:
-    """Reads the kernel's notation, such as `0-3,8`."""
+    """Read the kernel's notation, such as `0-3,8`."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         first, _, last = part.partition("-")

@@ -33,7 +33,15 @@ def default_path(environ: Mapping[str, str] | None = None) -> Path:
 
 @dataclass
 class BaseConfig:
-    """What every config file says."""
+    """Settings that every config file has.
+
+    Args:
+        compute_environment: where the run takes place.
+        distributed_type: how the processes work together.
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
+        use_cpu: run on the CPU even if there is an accelerator.
+        debug: compare the arguments of collectives on all ranks.
+    """
 
     compute_environment: ComputeEnvironment
     distributed_type: DistributedType | SageMakerDistributedType
@@ -51,13 +59,20 @@ class BaseConfig:
         self.distributed_type = _member(types, self.distributed_type, "distributed_type")
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what is set, as plain data: nothing that is None or empty."""
+        """Return the settings as plain data, without those that are None or empty."""
         fields = {name: _plain(value) for name, value in vars(self).items()}
         return {name: value for name, value in fields.items() if value is not None and value != {}}
 
     @staticmethod
     def process_config(config_dict: Mapping[str, Any]) -> dict[str, Any]:
-        """Brings a file's content up to date and fills in what every config has to say."""
+        """Bring the contents of a config file up to date, and fill in what every config needs.
+
+        Args:
+            config_dict: the contents.
+
+        Returns:
+            The new contents.
+        """
         settings, _ = migrate(dict(config_dict))
         settings = {name: value for name, value in settings.items() if value is not None}
         settings.setdefault("compute_environment", ComputeEnvironment.LOCAL_MACHINE.value)
@@ -73,12 +88,32 @@ class BaseConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | os.PathLike[str] | None = None) -> BaseConfig:
-        """Reads a config from JSON; by default from the default file."""
+        """Read a config from JSON.
+
+        Args:
+            json_file: the path of the file. By default that of the default config.
+
+        Returns:
+            The config.
+
+        Raises:
+            ValueError: the file has an unknown key, or lacks one.
+        """
         return cls._from_file(Path(json_file or folder() / "default_config.json"))
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | os.PathLike[str] | None = None) -> BaseConfig:
-        """Reads a config from YAML; by default from the default file."""
+        """Read a config from YAML.
+
+        Args:
+            yaml_file: the path of the file. By default that of the default config.
+
+        Returns:
+            The config.
+
+        Raises:
+            ValueError: the file has an unknown key, or lacks one.
+        """
         return cls._from_file(Path(yaml_file or folder() / "default_config.yaml"))
 
     @classmethod
@@ -102,17 +137,58 @@ class BaseConfig:
             raise ValueError(f"In the config file {path}, {error}") from None
 
     def to_json_file(self, json_file: str | os.PathLike[str]) -> None:
-        """Writes the config as JSON."""
+        """Write the config as JSON.
+
+        Args:
+            json_file: the path of the file.
+        """
         Path(json_file).write_text(_as_json(self.to_dict()), encoding="utf-8")
 
     def to_yaml_file(self, yaml_file: str | os.PathLike[str]) -> None:
-        """Writes the config as YAML."""
+        """Write the config as YAML.
+
+        Args:
+            yaml_file: the path of the file.
+        """
         Path(yaml_file).write_text(_as_yaml(self.to_dict()), encoding="utf-8")
 
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """A config for machines of one's own."""
+    """Settings of a run on your own machines, besides those of `BaseConfig`.
+
+    Args:
+        num_processes: the number of processes on all machines.
+        machine_rank: the number of this machine, from 0.
+        num_machines: the number of machines.
+        gpu_ids: the GPUs of this machine to use, such as "0,2". By default all.
+        main_process_ip: the address of the machine with rank 0.
+        main_process_port: its port; 0 for any free one.
+        rdzv_backend: how machines find each other: "static", "c10d" or another that torchrun knows.
+        same_network: whether all machines reach each other directly.
+        main_training_function: the function of the script to call on each TPU core.
+        enable_cpu_affinity: bind each process to the CPU cores closest to its GPU.
+        hang_timeout: after how many seconds of waiting to report which rank waits where; 0 for never.
+        hang_timeout_action: what to do then.
+        preemption: what to do when SIGTERM or SIGUSR1 arrives.
+        resume: whether `accelerator.resume()` loads a checkpoint.
+        fp8_config: the section of fp8.
+        deepspeed_config: the section of DeepSpeed.
+        fsdp_config: the section of FSDP.
+        parallelism_config: the section of the device mesh.
+        megatron_lm_config: the section of Megatron-LM.
+        mpirun_config: the section of MPI.
+        downcast_bf16: on XLA devices with bf16, keep parameters in bf16 as well.
+        tpu_name: the name of a TPU pod.
+        tpu_zone: its zone.
+        tpu_use_cluster: run on all machines of the pod.
+        tpu_use_sudo: use sudo there.
+        command_file: a file of commands for `accelerate tpu-config`.
+        commands: such commands.
+        tpu_vm: the machines of the pod.
+        tpu_env: variables to set there, as `NAME=value`.
+        dynamo_config: the section of `torch.compile`.
+    """
 
     num_processes: int = -1
     machine_rank: int = 0
@@ -155,7 +231,7 @@ class ClusterConfig(BaseConfig):
                 setattr(self, section, {})
 
     def unknown_in_sections(self) -> list[str]:
-        """Keys of sections that no setting answers to, each with its section."""
+        """Return the keys of sections that belong to no setting, each with its section."""
         return [
             f"{section}.{key}"
             for section, family in SECTIONS.items()
@@ -164,7 +240,7 @@ class ClusterConfig(BaseConfig):
         ]
 
     def values(self) -> dict[str, Any]:
-        """The settings by their name on the command line."""
+        """Return the settings by their name on the command line."""
         found: dict[str, Any] = {}
         for family in (*FAMILIES, FILE_ONLY):
             for option in family.options:
@@ -180,7 +256,26 @@ class ClusterConfig(BaseConfig):
 
 @dataclass
 class SageMakerConfig(BaseConfig):
-    """A config for Amazon SageMaker."""
+    """Settings of a run on Amazon SageMaker, besides those of `BaseConfig`.
+
+    Args:
+        ec2_instance_type: the type of instance.
+        iam_role_name: the IAM role that runs the job.
+        image_uri: the docker image. By default that of SageMaker.
+        profile: the profile of your AWS configuration.
+        region: the region.
+        num_machines: the number of instances.
+        gpu_ids: accepted as in the 1.15 release.
+        base_job_name: what the names of jobs begin with.
+        pytorch_version: the version of torch of SageMaker's image.
+        transformers_version: the version of transformers of SageMaker's image.
+        py_version: the version of Python of SageMaker's image.
+        sagemaker_inputs_file: a table of inputs: names and locations, with tabs between them.
+        sagemaker_metrics_file: a table of metrics: names and regular expressions, with tabs between them.
+        additional_args: more arguments for the estimator.
+        dynamo_config: the section of `torch.compile`.
+        enable_cpu_affinity: bind each process to the CPU cores closest to its GPU.
+    """
 
     ec2_instance_type: str
     iam_role_name: str
@@ -206,7 +301,11 @@ class SageMakerConfig(BaseConfig):
 
 
 def load_config_from_file(config_file: str | os.PathLike[str] | None) -> BaseConfig:
-    """Reads a config file, YAML or JSON; without a name, the default one."""
+    """Read a config file, YAML or JSON.
+
+    Args:
+        config_file: the path of the file. By default that of the default config.
+    """
     path = default_path() if config_file is None else Path(config_file).expanduser()
     if not path.is_file():
         raise FileNotFoundError(
@@ -256,7 +355,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def _check_keys(content: Mapping[Any, Any], where: str) -> None:
-    """Refuses keys that are no words, which could not even be sorted among the others."""
+    """Refuse keys that are not text, which could not be sorted among the others."""
     for key in content:
         if not isinstance(key, str):
             raise ValueError(

@@ -39,17 +39,22 @@ class Recipe(KwargsHandler):
     """How one library computes in fp8."""
 
     def library(self) -> FP8BackendType:
-        """Whose recipe it is."""
+        """Return the library that the recipe is for."""
         raise NotImplementedError
 
 
 @dataclass
 class AORecipeKwargs(Recipe):
-    """fp8 with torchao.
+    """Compute in fp8 with torchao.
 
-    config: its `Float8LinearConfig`, or the name of one of its recipes ("tensorwise", "rowwise", "rowwise_with_gw_hp");
-        by default that of ACCELERATE_FP8_RECIPE, else "tensorwise", with the last two fields or the variables for them.
-    module_filter_func: given a module and its name, says whether it is converted.
+    Args:
+        config: a `Float8LinearConfig`, or the name of a recipe ("tensorwise", "rowwise" or "rowwise_with_gw_hp"). By
+            default the recipe named by `ACCELERATE_FP8_RECIPE`, or "tensorwise".
+        module_filter_func: given a module and its name, tells whether it is converted.
+        pad_inner_dim: with a recipe, pad layers whose sizes fp8 cannot multiply. By default as
+            `ACCELERATE_FP8_PAD_INNER_DIM` says, or True.
+        enable_fsdp_float8_all_gather: with the "tensorwise" recipe, gather FSDP parameters in fp8. By default as
+            `ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER` says, or True.
     """
 
     config: Any = None
@@ -97,10 +102,17 @@ class AORecipeKwargs(Recipe):
 
 @dataclass
 class TERecipeKwargs(Recipe):
-    """fp8 with TransformerEngine: arguments for its recipe. What is not given is read from `ACCELERATE_FP8_*`.
+    """Compute in fp8 with TransformerEngine. Settings that are not given are read from `ACCELERATE_FP8_*` variables.
 
-    use_autocast_during_eval: compute in fp8 in evaluation too.
-    override_linear_precision: which of forward, gradient of inputs, gradient of weights are left out of fp8.
+    Args:
+        use_autocast_during_eval: compute in fp8 in evaluation as well.
+        margin: the margin of the scaling factor; 0 by default.
+        interval: after how many steps the scaling factor is computed again; 1 by default.
+        fp8_format: "HYBRID" (default), "E4M3" or "E5M2".
+        amax_history_len: how many steps the history of largest values has; 1024 by default.
+        amax_compute_algo: "most_recent" (default) or "max" of that history.
+        override_linear_precision: whether forward, gradient of inputs, and gradient of weights are left out of fp8.
+        use_mxfp8_block_scaling: use the recipe with MXFP8 block scaling.
     """
 
     use_autocast_during_eval: bool | None = None
@@ -137,7 +149,12 @@ class TERecipeKwargs(Recipe):
 
 @dataclass
 class MSAMPRecipeKwargs(Recipe):
-    """fp8 with MS-AMP. opt_level: gradients in 8 bits too (O1), and optimizer states as well (O2)."""
+    """Compute in fp8 with MS-AMP.
+
+    Args:
+        opt_level: "O1" for gradients in 8 bits, "O2" for optimizer states as well. By default
+            `ACCELERATE_FP8_OPT_LEVEL`, or "O2".
+    """
 
     opt_level: OptLevel | None = None
 
@@ -151,7 +168,11 @@ class MSAMPRecipeKwargs(Recipe):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The older form of TERecipeKwargs and MSAMPRecipeKwargs, told apart by `backend`."""
+    """Older form of `TERecipeKwargs` and `MSAMPRecipeKwargs`, whose settings it has. Use one of these instead.
+
+    Args:
+        backend: "TE" or "MSAMP". By default `ACCELERATE_FP8_BACKEND`, or "TE".
+    """
 
     backend: Backend | None = None
 

@@ -9,7 +9,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.config.environment import parse_flag_from_env, str_to_bool
-from accelerate.config.fsdp_values import DTYPES, PREFIX, give_memory, member, precision_policy, version_of
+from accelerate.config.fsdp_values import (
+    DTYPES,
+    PREFIX,
+    give_memory,
+    member,
+    precision_policy,
+    version_of,
+    xla_settings,
+)
 from accelerate.config.wrap_policy import POLICIES, min_num_params
 from accelerate.constants import FSDP2_STATE_DICT_TYPE
 
@@ -31,13 +39,13 @@ _STATE_DICT_CONFIGS: dict[str, tuple[str, str, dict[str, bool]]] = {
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Ask loaders of pretrained models to read weights on the first process only."""
+    """Ask loaders of pretrained models to read weights on rank 0 only."""
     os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
     os.environ[RAM_EFFICIENT_LOADING] = "True"
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Have every process read weights by itself again."""
+    """Make every rank read weights by itself again."""
     os.environ[RAM_EFFICIENT_LOADING] = "False"
 
 
@@ -115,6 +123,15 @@ class FullyShardedDataParallelPlugin:
         default=None, metadata={"help": "From how many parameters on `size_based_wrap` gathers a part by itself."}
     )
 
+    xla_fsdp_settings: dict[str, Any] | None = field(
+        default=None,
+        metadata={"help": "On XLA devices: `shard_param_on_dim_0` cuts parameters along their first dimension."},
+    )
+    xla_fsdp_grad_ckpt: bool = field(
+        default=None,  # type: ignore[assignment]
+        metadata={"help": "On XLA devices: the same as `activation_checkpointing`."},
+    )
+
     # Whether the names in the settings were found in a model; another one may have other parts.
     _has_met_a_model = False
     # Version 2, and nobody has said which parts are gathered one at a time: the engine finds the blocks of the model.
@@ -131,6 +148,7 @@ class FullyShardedDataParallelPlugin:
         min_num_params()  # also where nothing asks for it yet: a wrong number would pass unseen
         self._set_wrap_policy()
         self._set_flags()
+        self.xla_fsdp_settings = xla_settings(self.xla_fsdp_settings)
         self.set_cpu_offload()
         self.validate_cpu_offload()
         self.set_state_dict_type()
@@ -203,7 +221,12 @@ class FullyShardedDataParallelPlugin:
                 setattr(self, name, None)
 
     def _set_flags(self) -> None:
-        flags = ["activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading"]
+        flags = [
+            "activation_checkpointing",
+            "activation_checkpointing_offload",
+            "cpu_ram_efficient_loading",
+            "xla_fsdp_grad_ckpt",
+        ]
         if self.cpu_ram_efficient_loading is not None:
             # Those who load pretrained models look there.
             os.environ[RAM_EFFICIENT_LOADING] = str(bool(self.cpu_ram_efficient_loading))
@@ -244,7 +267,11 @@ class FullyShardedDataParallelPlugin:
         self.auto_wrap_policy = kind.torch_function()
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Make the policy one for this model: look up its layer classes, put in the number of parameters."""
+        """Adapt the wrap policy to a model: look up its layer classes, or insert the number of parameters.
+
+        Args:
+            model: the model.
+        """
         policy: Any = self.auto_wrap_policy
         for kind in POLICIES.values():
             if policy is not None and kind.is_kind_of(policy):
@@ -253,7 +280,7 @@ class FullyShardedDataParallelPlugin:
     # --- where and how numbers are kept -------------------------------------------------------------------------
 
     def set_cpu_offload(self) -> None:
-        """Turn yes or no into the policy object of the version."""
+        """Convert a bool to the policy object of the FSDP version."""
         from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, OffloadPolicy
 
         if self.cpu_offload is None:
@@ -266,7 +293,7 @@ class FullyShardedDataParallelPlugin:
             self.cpu_offload = CPUOffloadPolicy() if self.cpu_offload else OffloadPolicy()  # type: ignore[assignment]
 
     def validate_cpu_offload(self) -> None:
-        """Raise where the policy object is one of the other version."""
+        """Raise if the policy object belongs to the other FSDP version."""
         from torch.distributed.fsdp import CPUOffload, OffloadPolicy
 
         wanted = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
@@ -277,16 +304,19 @@ class FullyShardedDataParallelPlugin:
             )
 
     def set_mixed_precision(self, mixed_precision: Any, buffer_autocast: bool = False, override: bool = False) -> None:
-        """Keep and exchange parameters in this precision ("bf16", "fp16", "fp32" or a dict of dtypes).
+        """Set the precision in which parameters are kept and exchanged.
 
-        buffer_autocast: leave buffers in fp32. override: replace a policy that is set already.
+        Args:
+            mixed_precision: "bf16", "fp16", "fp32" or a dict of dtypes.
+            buffer_autocast: keep buffers in fp32.
+            override: replace a policy that is already set.
         """
         if self.mixed_precision_policy is not None and not override:
             return
         self.mixed_precision_policy = precision_policy(self.fsdp_version, mixed_precision, buffer_autocast)
 
     def validate_mixed_precision_policy(self) -> None:
-        """Raise where the policy object is one of the other version."""
+        """Raise if the policy object belongs to the other FSDP version."""
         from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
         wanted = MixedPrecision if self.fsdp_version == 1 else MixedPrecisionPolicy
@@ -297,7 +327,11 @@ class FullyShardedDataParallelPlugin:
             )
 
     def set_state_dict_type(self, state_dict_type: Any = None) -> None:
-        """Choose how checkpoints hold the weights: "FULL_STATE_DICT" or "SHARDED_STATE_DICT"."""
+        """Choose how checkpoints hold the weights.
+
+        Args:
+            state_dict_type: "FULL_STATE_DICT" or "SHARDED_STATE_DICT". By default that of the plugin.
+        """
         from torch.distributed import fsdp
 
         asked: Any = self.state_dict_type if state_dict_type is None else state_dict_type

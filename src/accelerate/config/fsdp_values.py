@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.errors import UnknownName
+from accelerate.text import did_you_mean
 
 if TYPE_CHECKING:
     import torch
@@ -34,6 +36,54 @@ def version_of(asked: Any) -> int:
     if str(asked) not in ("1", "2"):
         raise ValueError(f"fsdp_version is {asked!r}: it is 1 or 2.")
     return int(asked)
+
+
+# Settings of torch_xla's older FSDP: what became of them where XLA spreads the whole program by itself.
+_XLA_SETTINGS = {
+    "shard_param_on_dim_0": "",
+    "compute_dtype": "pass `mixed_precision` to the Accelerator",
+    "buffer_dtype": "pass `mixed_precision` to the Accelerator",
+    "fp32_reduce_scatter": "pass `mixed_precision` to the Accelerator",
+    "auto_wrap_policy": "pass `auto_wrap_policy` to the plugin",
+    **dict.fromkeys(
+        (
+            "reshard_after_forward",
+            "flatten_parameters",
+            "execute_sharding_on_init",
+            "optimization_barrier_in_forward",
+            "optimization_barrier_in_backward",
+            "mark_step_on_finalization",
+            "disable_reshard_on_root",
+            "pin_layout_in_collective_ops",
+            "use_all_gather_via_all_reduce",
+        ),
+        "XLA decides that by itself",
+    ),
+}
+
+
+def xla_settings(asked: Any) -> dict[str, Any] | None:
+    """The settings for XLA devices: as given, or a JSON object, in the variable if nowhere else."""
+    asked = os.environ.get(PREFIX + "XLA_FSDP_SETTINGS") if asked is None else asked
+    if asked is None:
+        return None
+    try:
+        settings = json.loads(asked) if isinstance(asked, str) else dict(asked)
+    except (TypeError, ValueError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(f"xla_fsdp_settings is {asked!r}: give a dict, or a JSON object.")
+    for name, value in settings.items():
+        if name not in _XLA_SETTINGS:
+            raise ValueError(
+                f"xla_fsdp_settings has {name!r}, which is no setting of FSDP on XLA devices"
+                f"{did_you_mean(name, _XLA_SETTINGS)}: leave it out."
+            )
+        if _XLA_SETTINGS[name]:
+            raise ValueError(f"xla_fsdp_settings has {name!r}, which is not set there: {_XLA_SETTINGS[name]}.")
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} in xla_fsdp_settings is {value!r}: it is true or false.")
+    return settings
 
 
 def member(kind: Any, asked: Any, argument: str) -> Any:

@@ -20,21 +20,26 @@ _NCCL_TIMEOUT = timedelta(minutes=10)
 
 
 class KwargsHandler:
-    """A set of keyword arguments, of which only those that were changed are passed on."""
+    """Hold keyword arguments, of which only those that differ from the defaults are passed on."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns a copy of all fields."""
+        """Return a copy of all fields."""
         return copy.deepcopy(self.__dict__)
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Returns the fields that differ from the defaults."""
+        """Return the fields that differ from the defaults."""
         defaults = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if defaults[name] != value}
 
 
 @dataclass
 class AutocastKwargs(KwargsHandler):
-    """Arguments for `torch.autocast`."""
+    """Set arguments of `torch.autocast`.
+
+    Args:
+        enabled: use autocast.
+        cache_enabled: keep the casts of weights inside a block. By default as torch does.
+    """
 
     enabled: bool = True
     cache_enabled: bool | None = None
@@ -42,7 +47,15 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Arguments for the gradient scaler of fp16 training."""
+    """Set arguments of the gradient scaler of fp16 training (`torch.amp.GradScaler`).
+
+    Args:
+        init_scale: the first scale.
+        growth_factor: multiply the scale by this after `growth_interval` steps without overflow.
+        backoff_factor: multiply the scale by this after an overflow.
+        growth_interval: the number of steps.
+        enabled: scale losses.
+    """
 
     init_scale: float = 65536.0
     growth_factor: float = 2.0
@@ -53,7 +66,13 @@ class GradScalerKwargs(KwargsHandler):
 
 @dataclass
 class InitProcessGroupKwargs(KwargsHandler):
-    """Arguments for `torch.distributed.init_process_group`."""
+    """Set arguments of `torch.distributed.init_process_group`.
+
+    Args:
+        backend: "nccl", "gloo" or another backend of torch.
+        init_method: the URL by which the ranks find each other.
+        timeout: how long a collective may take. By default 10 minutes with NCCL, else 30.
+    """
 
     backend: str | None = "nccl"
     init_method: str | None = None
@@ -66,10 +85,19 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 @dataclass
 class DistributedDataParallelKwargs(KwargsHandler):
-    """Arguments for `torch.nn.parallel.DistributedDataParallel`, and how it compresses gradients.
+    """Set arguments of `torch.nn.parallel.DistributedDataParallel`, and how gradients are compressed.
 
-    `comm_hook` and `comm_wrapper` are taken as members or as their names; `comm_state_option` holds arguments
-    for the state of the PowerSGD hooks.
+    Args:
+        dim: the dimension of a batch.
+        broadcast_buffers: broadcast buffers from rank 0 before each forward.
+        bucket_cap_mb: the size of the buckets in which gradients are averaged, in MB.
+        find_unused_parameters: allow a forward that does not use all parameters.
+        check_reduction: accepted as torch does.
+        gradient_as_bucket_view: keep gradients in the buckets, which saves memory.
+        static_graph: promise that all steps use the same parameters.
+        comm_hook: how gradients are compressed, as a member of `DDPCommunicationHookType` or its name.
+        comm_wrapper: a second compression around it: "no", "fp16" or "bf16".
+        comm_state_option: arguments for the state of the PowerSGD hooks.
     """
 
     dim: int = 0
@@ -89,12 +117,20 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """Returns a copy of the fields that DDP itself takes."""
+        """Return a copy of the fields that DDP itself takes.
+
+        Args:
+            ignore_keys: fields that are left out.
+        """
         ignored = set(ignore_keys)
         return {name: value for name, value in super().to_dict().items() if name not in ignored}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Puts the chosen hook on a DDP model; without one, does nothing."""
+        """Register the chosen communication hook on a DDP model. Without one, nothing happens.
+
+        Args:
+            model: the DDP model.
+        """
         name = _hook_name("comm_hook", self.comm_hook, DDPCommunicationHookType.list())
         wrapper = _hook_name("comm_wrapper", self.comm_wrapper, ["no", "fp16", "bf16"])
         if name == "no":
@@ -128,7 +164,25 @@ def _hook_name(argument: str, value: Any, allowed: list[str]) -> str:
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """Arguments for `torch.profiler.profile`; with `output_trace_dir`, each rank's trace goes there."""
+    """Set arguments of `torch.profiler.profile`.
+
+    Args:
+        activities: what is recorded: "cpu", "cuda", "xpu" and others that torch knows.
+        schedule_option: arguments of `torch.profiler.schedule`.
+        on_trace_ready: called with the profiler when a trace is complete.
+        record_shapes: record the shapes of inputs.
+        profile_memory: record allocations.
+        with_stack: record where in the source an operation was called.
+        with_flops: estimate the floating-point operations of matrix products and convolutions.
+        with_modules: record the modules that operations belong to.
+        output_trace_dir: a folder that gets the trace of each rank.
+
+    Example:
+        ```python
+        with accelerator.profile(ProfileKwargs(activities=["cpu", "cuda"], output_trace_dir="traces")) as prof:
+            train_one_epoch()
+        ```
+    """
 
     activities: list[Literal["cpu", "xpu", "mtia", "cuda", "hpu"]] | None = None
     schedule_option: dict[str, int] | None = None
@@ -141,7 +195,7 @@ class ProfileKwargs(KwargsHandler):
     output_trace_dir: str | None = None
 
     def build(self) -> profile:
-        """Makes the profiler."""
+        """Create the profiler."""
         import torch
 
         return torch.profiler.profile(

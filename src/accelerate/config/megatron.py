@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from accelerate.config.environment import str_to_bool
@@ -154,11 +154,15 @@ class MegatronLMPlugin:
     custom_get_batch_function: Callable[..., Any] | None = None
     custom_loss_function: Callable[..., Any] | None = None
     other_megatron_args: dict[str, Any] | None = None
+    # The config of the model that was prepared, where it is one of transformers.
+    model_config: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name, setting in _SETTINGS.items():
             if getattr(self, name) is None:
                 setattr(self, name, _from_variable(_PREFIX + name.upper(), setting))
+        if self.consumed_samples is not None:  # of training, validation and test, of which the last may be left out
+            self.consumed_samples = [*self.consumed_samples, *[0] * (3 - len(self.consumed_samples))]
         # Megatron-LM reduces gradients itself where they do not all come at the same time, or go to one process.
         self.DDP_impl = "local" if self.pp_degree != 1 or self.use_distributed_optimizer else "torch"
         arguments = {
@@ -205,16 +209,22 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args.update(sizes)
 
     def set_optimizer_type(self, optimizer: Any) -> None:
-        """Have Megatron-LM make an optimizer like this one: Adam or SGD."""
-        name, defaults = type(optimizer).__name__.lower(), optimizer.defaults
+        """Have Megatron-LM make an optimizer like this one: Adam or SGD, with the same values for all parameters."""
+        name = type(optimizer).__name__.lower()
         if "adam" in name:
-            first, second = defaults["betas"]
-            kind = {"optimizer": "adam", "adam_beta1": first, "adam_beta2": second, "adam_eps": defaults["eps"]}
+            first, second = _same(optimizer, "betas")
+            kind = {"optimizer": "adam", "adam_beta1": first, "adam_beta2": second, "adam_eps": _same(optimizer, "eps")}
         elif "sgd" in name:
-            kind = {"optimizer": "sgd", "sgd_momentum": defaults["momentum"]}
+            kind = {"optimizer": "sgd", "sgd_momentum": _same(optimizer, "momentum")}
         else:
             raise ValueError(f"Megatron-LM has no optimizer like {type(optimizer).__name__}: use Adam, AdamW or SGD.")
-        kind |= {"lr": defaults["lr"], "weight_decay": defaults["weight_decay"]}
+        for variant in ("amsgrad", "nesterov", "maximize"):
+            if any(group.get(variant) for group in optimizer.param_groups):
+                raise ValueError(
+                    f"Megatron-LM's optimizers have no `{variant}`, and this {type(optimizer).__name__} sets it: leave "
+                    "it out."
+                )
+        kind |= {"lr": _same(optimizer, "lr"), "weight_decay": _same(optimizer, "weight_decay")}
         self.megatron_lm_default_args.update(kind)
 
     def set_scheduler_args(self, scheduler: Any) -> None:
@@ -232,15 +242,24 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args.update({name: getattr(self, name) for name in _SCHEDULE})
 
     def set_tensorboard_logging_options(self) -> None:
-        """Log all that Megatron-LM can log."""
-        import argparse
+        """Log all that can be logged, beside losses, learning rate and the norm of gradients."""
+        for name in ("log_num_zeros_in_grad", "log_loss_scale_to_tensorboard", "log_batch_size_to_tensorboard"):
+            self.megatron_lm_default_args[name] = True
 
-        from megatron.training.arguments import _add_logging_args
 
-        known = vars(_add_logging_args(argparse.ArgumentParser()).parse_args([]))
-        for name in known:
-            if name.startswith(("log_", "no_log_")):
-                self.megatron_lm_default_args[name.removeprefix("no_")] = True
+def _same(optimizer: Any, name: str) -> Any:
+    """The value that all groups of an optimizer have. A weight decay of 0 may be beside it."""
+    # A scheduler of the script's own has changed the rate, and left the one it began with beside it.
+    values = [group.get(f"initial_{name}", group[name]) for group in optimizer.param_groups]
+    if name == "weight_decay":
+        values = [value for value in values if value] or [0.0]
+    if any(value != values[0] for value in values):
+        raise ValueError(
+            f"Megatron-LM trains all parameters with one `{name}`, and groups of this {type(optimizer).__name__} have "
+            f"other `{name}`s ({', '.join(map(str, values))}): give all of them the same"
+            + (", and set `scale_lr_cond` and `lr_mult` of the MegatronLMPlugin." if name == "lr" else ".")
+        )
+    return values[0]
 
 
 def _from_variable(variable: str, setting: _Setting) -> Any:
@@ -287,7 +306,7 @@ def _set(plugin: MegatronLMPlugin, config: Any, **sizes: Any) -> None:
 @add_model_config_to_megatron_parser("megatron-bert")
 def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
     """Read the sizes of a BERT."""
-    config = model.config
+    config, kind = model.config, type(model).__name__.lower()
     megatron_lm_plugin.seq_length = _length(
         megatron_lm_plugin, "encoder_seq_length", batch_data, config.max_position_embeddings
     )
@@ -301,8 +320,10 @@ def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_da
         max_position_embeddings=config.max_position_embeddings,
         seq_length=megatron_lm_plugin.seq_length,
         num_labels=config.num_labels,
-        pretraining_flag="maskedlm" in type(model).__name__.lower(),
+        pretraining_flag="maskedlm" in kind or "pretraining" in kind,
     )
+    if "pretraining" in kind:
+        megatron_lm_plugin.megatron_lm_default_args["bert_binary_head"] = True
 
 
 @add_model_config_to_megatron_parser("gpt2")
@@ -329,9 +350,10 @@ def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_da
 def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data: Any) -> None:
     """Read the sizes of a T5."""
     config = model.config
+    longest = getattr(config, "n_positions", 512)  # which transformers 5 does not know any more
     for name, key in (("encoder_seq_length", "input_ids"), ("decoder_seq_length", "labels")):
         if getattr(megatron_lm_plugin, name) is None:
-            length = config.n_positions if batch_data is None else int(batch_data[key].shape[1])
+            length = longest if batch_data is None else int(batch_data[key].shape[1])
             setattr(megatron_lm_plugin, name, length)
     _set(
         megatron_lm_plugin,
@@ -340,7 +362,7 @@ def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: Any, batch_data
         num_layers=config.num_layers,
         hidden_size=config.d_model,
         num_attention_heads=config.num_heads,
-        max_position_embeddings=config.n_positions,
+        max_position_embeddings=longest,
         encoder_seq_length=megatron_lm_plugin.encoder_seq_length,
         decoder_seq_length=megatron_lm_plugin.decoder_seq_length,
         pretraining_flag=True,

@@ -19,7 +19,7 @@ RETIRED_IN_SECTION = {
 
 
 def migrate(settings: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Returns the settings under today's names, and a line for each change."""
+    """Return the settings under today's names, and a line for each change."""
     settings = {key: dict(value) if isinstance(value, dict) else value for key, value in settings.items()}
     changes: list[str] = []
     _mend_unquoted_no(settings)

@@ -18,7 +18,7 @@ PREFIX = "PARALLELISM_CONFIG_"
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """Train with tensor parallelism alone; `ParallelismConfig(tp_size=...)` says the same and combines with others."""
+    """Train with tensor parallelism only. `ParallelismConfig(tp_size=...)` does the same and can add other axes."""
 
     tp_size: int = field(default=1, metadata={"help": "Over how many processes each layer is split."})
     torch_device_mesh: DeviceMesh | None = field(
@@ -28,7 +28,7 @@ class TorchTensorParallelPlugin:
 
 @dataclass
 class TorchTensorParallelConfig:
-    """The tensor axis."""
+    """Settings of the tensor-parallel axis."""
 
     enable_async_tp: bool = field(default=False, metadata={"help": "Not available; accepted and left out."})
     plan: Mapping[str, Any] | None = field(
@@ -43,7 +43,7 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """The context axis: a sequence cut into pieces, attention over all of them."""
+    """Settings of the context-parallel axis: sequences are cut into pieces, and attention sees all of them."""
 
     cp_comm_strategy: str | None = field(
         default=None, metadata={"help": "How keys and values travel: 'allgather' (default) or 'alltoall'."}
@@ -58,7 +58,7 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """The sequence axis of DeepSpeed (ALST / Ulysses)."""
+    """Settings of DeepSpeed's sequence-parallel axis (ALST / Ulysses)."""
 
     sp_seq_length: int | None = field(default=None, metadata={"help": "The length of all sequences, if it is one."})
     sp_seq_length_is_variable: bool | None = field(

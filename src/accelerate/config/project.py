@@ -32,7 +32,11 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
-        """Sets the project folder, and the logging folder if it has none yet."""
+        """Set the project folder, and the logging folder if it has none yet.
+
+        Args:
+            project_dir: the project folder.
+        """
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

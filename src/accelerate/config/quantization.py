@@ -12,14 +12,25 @@ _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 @dataclass
 class BnbQuantizationConfig:
-    """Weights in 8 or 4 bits with `bitsandbytes`.
+    """Quantize the weights of a model to 8 or 4 bits with `bitsandbytes`.
 
-    load_in_8bit, load_in_4bit: one of them. llm_int8_threshold: features beyond it are computed in 16 bits, under 8.
-    bnb_4bit_quant_type: "fp4" or "nf4". bnb_4bit_use_double_quant: quantize the scales, too. bnb_4bit_compute_dtype:
-    what is computed in, as "fp32", "fp16", "bf16" or a torch dtype. torch_dtype: the dtype of all that is not
-    quantized, likewise; by default that of computing, and with 8 bits "fp16". skip_modules: names of modules that are
-    not quantized; by default the output and what is tied to it. keep_in_fp32_modules: names of modules that are not
-    quantized and stay float32.
+    Args:
+        load_in_8bit: quantize to 8 bits. Exactly one of this and `load_in_4bit` is set.
+        llm_int8_threshold: with 8 bits, features beyond this value are computed in 16 bits.
+        load_in_4bit: quantize to 4 bits.
+        bnb_4bit_quant_type: "fp4" or "nf4".
+        bnb_4bit_use_double_quant: quantize the scales as well.
+        bnb_4bit_compute_dtype: the dtype of computation: "fp32", "fp16", "bf16" or a torch dtype.
+        torch_dtype: the dtype of everything that is not quantized, given in the same way. By default that of
+            computation, and "fp16" with 8 bits.
+        skip_modules: names of modules that are not quantized. By default the output layer and what is tied to it.
+        keep_in_fp32_modules: names of modules that are not quantized and stay in float32.
+
+    Example:
+        ```python
+        config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype="bf16")
+        model = load_and_quantize_model(model, config, weights_location="checkpoint/", device_map="auto")
+        ```
     """
 
     load_in_8bit: bool = False

@@ -11,7 +11,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorInformation:
-    """The shape and dtype of a tensor."""
+    """Shape and dtype of a tensor.
+
+    Args:
+        shape: the shape.
+        dtype: the dtype.
+    """
 
     shape: torch.Size
     dtype: torch.dtype

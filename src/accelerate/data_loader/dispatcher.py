@@ -6,31 +6,38 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader
 
 from accelerate.comm import current
 from accelerate.comm.tree import slice_tensors
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, forward_epoch
-from accelerate.data_loader.dispatch import Handout, Part
-from accelerate.data_loader.draws import Reader
-from accelerate.data_loader.pieces import batch_length, cut, join
-from accelerate.data_loader.position import Place
-from accelerate.data_loader.rest import innermost_skip
-from accelerate.data_loader.streams import undisturbed
+from accelerate.data_loader.base import PreparedLoader
+from accelerate.data_loader.batch_split import batch_length, cut, join
+from accelerate.data_loader.dataset_rng import Reader
+from accelerate.data_loader.epoch_part import Iteration
+from accelerate.data_loader.order_rng import undisturbed
+from accelerate.data_loader.scatter_protocol import Handout, RankBatch
+from accelerate.data_loader.skip_samplers import innermost_skip
 from accelerate.devices import Transfer, transfer_to
 from accelerate.parallel.mesh import shares_of_ranks
 from accelerate.random import synchronize_rng_states
 from accelerate.state import PartialState
 
 
-class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
-    """Rank 0 reads, every rank gets its slice.
+class DataLoaderDispatcher(PreparedLoader):
+    """A prepared loader that rank 0 reads, and of which it sends every rank its part.
 
-    split_batches: cut one batch of the dataset into pieces, instead of reading as many batches as there are
-    processes. skip_batches: how many global batches to leave out at the start.
-    slice_fn: `slice_fn(batch, slice, process_index=, num_processes=)`, in place of slicing every tensor.
-    data_shares: which part each rank gets; by default each its own, but for those along `tp`, `cp` and `sp` of a mesh.
+    Args:
+        dataset: the dataset.
+        split_batches: whether one batch of the dataset is split, instead of as many being read as there are processes.
+        skip_batches: how many global batches to leave out at the start.
+        use_stateful_dataloader: whether to use torchdata's `StatefulDataLoader`.
+        _drop_last: whether an incomplete last batch is dropped.
+        _non_blocking: whether copies to the device are not waited for.
+        slice_fn: `slice_fn(batch, slice, process_index=, num_processes=)`, in place of slicing every tensor.
+        torch_device_mesh: a mesh whose processes along `tp`, `cp` and `sp` get the same part.
+        iteration: the epoch that comes first.
+        data_shares: for every rank the number of the part it gets, in place of a mesh.
+        **kwargs: as for torch's `DataLoader`.
     """
 
     def __init__(
@@ -47,17 +54,19 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         data_shares: list[int] | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        self.device_mesh = torch_device_mesh
         self.data_shares = data_shares
+        super().__init__(
+            dataset,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
+            torch_device_mesh=torch_device_mesh,
+            iteration=iteration,
+            **kwargs,
+        )
         self.split_batches = split_batches
-        self.skip_batches = skip_batches
-        self._join_process()
-        self._drop_last = _drop_last
-        self._non_blocking = _non_blocking
         self.slice_fn: Callable[..., Any] = slice_tensors if slice_fn is None else slice_fn
-        self.iteration = iteration
-        self.synchronized_generator: torch.Generator | None = None
 
     def _join_process(self) -> None:
         super()._join_process()
@@ -65,54 +74,48 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         # Processes that share a layer or a sequence get the same part.
         self._share_of_rank = self.data_shares or shares_of_ranks(self.device_mesh, self.state.num_processes)
 
-    def __iter__(self) -> Iterator[Any]:
-        self._starts()
-        if (rest := self.position.rest_of(self)) is not None:
-            yield from rest
-            return
-        self.position.rewind(self)
+    def _synchronize(self) -> None:
         if self.synchronized_generator is not None:
             synchronize_rng_states(["generator"], self.synchronized_generator)
-        self.begin()
-        self.remainder = -1
-        self.set_epoch(self.iteration)
-        place = self.position.begin(self)
+
+    def _expect(self, samples: int | None) -> None:
+        """Rank 0 tells with the last batch."""
+
+    def _batches(self, iteration: Iteration) -> Iterator[Any]:
         transfer = transfer_to(self.state.device, self._non_blocking)
         handout = Handout(current())
-        parts = self._lead(handout, place, transfer) if self.state.is_main_process else self._follow(handout)
-        try:
-            for part in parts:
-                self.position.caught_up(self)
-                self.end_of_dataloader = self.ends_everywhere = part.is_last
-                self.remainder = part.total_samples if part.is_last else -1
-                self.adjust_state_dict_for_prefetch()
-                place.handed_out(part.is_last)
-                backwards = self.gradient_state.backwards
-                started = transfer.start(part.batch, late=not part.is_last)
-                yield self._hand_out(transfer.finish(started), part.counts)
-                self._came_back(part.is_last, backwards)
-        finally:
-            self.position.caught_up(self)
-            self._end_of(place)
+        leads = self.state.is_main_process
+        parts = self._lead(handout, iteration, transfer) if leads else self._follow(handout)
+        for part in parts:
+            self.position.caught_up(self, iteration)
+            self.end_of_dataloader = self.ends_everywhere = part.is_last
+            self.remainder = part.total_samples if part.is_last else -1
+            self.adjust_state_dict_for_prefetch()
+            iteration.batches += 1
+            iteration.finished = part.is_last
+            backwards = self.gradient_state.backwards
+            started = transfer.start(part.batch, late=not part.is_last)
+            yield self._hand_out(transfer.finish(started), part.counts)
+            self._came_back(part.is_last, backwards)
 
-    def _follow(self, handout: Handout) -> Iterator[Part]:
+    def _follow(self, handout: Handout) -> Iterator[RankBatch]:
         while (part := handout.receive()) is not None:
             yield part
             if part.is_last:
                 return
 
-    def _lead(self, handout: Handout, place: Place, transfer: Transfer) -> Iterator[Part]:
+    def _lead(self, handout: Handout, iteration: Iteration, transfer: Transfer) -> Iterator[RankBatch]:
         """Read one global batch ahead, so that the last one is known when it is sent."""
         with handout.telling_errors():
-            left_out = innermost_skip(self.sampler if self.batch_sampler is None else self.batch_sampler)
+            left_out = innermost_skip(iteration.part.indices)
             if left_out is not None:
                 left_out.keeps = self.batches_per_step
-            batches = self.position.iterate(self, place)
-            transfer.reads(batches)
-            first = self._skip(batches, handout)
-            steps = self._steps(batches, self.position.reader(self, place))
+            reader = self.position.read(self, iteration)
+            transfer.reads(reader.batches)
+            first = self._skip(iteration.part.skip_batches, reader.batches, handout)
+            steps = self._steps(reader)
             step = next(steps, None)
-            self.position.caught_up(self)
+            self.position.caught_up(self, iteration)
         if step is None:
             handout.finish()
             return
@@ -123,10 +126,11 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
         while step is not None:
             with handout.telling_errors():
-                self._note_position(place)
+                iteration.fetched()
+                self._note_state(iteration.part)
                 following = next(steps, None)
                 if following is None:
-                    self._note_state()
+                    self._note_state(iteration.part)
                 shares = self._parts(step, start, is_last=following is None)
                 parts = [shares[share] for share in self._share_of_rank]
                 described = handout.describe(parts)
@@ -134,20 +138,20 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             yield parts[0]
             step = following
 
-    def _skip(self, batches: Iterator[Any], handout: Handout) -> list[Any] | None:
+    def _skip(self, count: int, batches: Iterator[Any], handout: Handout) -> list[Any] | None:
         """Leave batches out; those of the first step, which may have to fill up the last one, are returned."""
         first: list[Any] | None = None
-        for _ in range(self.skip_batches):
+        for _ in range(count):
             if not (group := list(itertools.islice(batches, self.batches_per_step))):
                 break
             handout.left_out()
             first = first or group
         return first
 
-    def _steps(self, batches: Iterator[Any], reader: Reader) -> Iterator[list[Any]]:
+    def _steps(self, reader: Reader) -> Iterator[list[Any]]:
         """The batches that all processes together work on in one step."""
         count = self.batches_per_step
-        batches = reader.over(batches)
+        batches = reader.after_skipping()
         while group := reader.read(lambda: list(itertools.islice(batches, count))):
             if self._drop_last and len(group) < count:
                 return
@@ -160,13 +164,13 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         with undisturbed(self):
             return list(DataLoader(self.dataset, collate_fn=self.collate_fn, **chosen))
 
-    def _parts(self, group: list[Any], start: Callable[[], list[Any]], *, is_last: bool) -> list[Part]:
+    def _parts(self, group: list[Any], start: Callable[[], list[Any]], *, is_last: bool) -> list[RankBatch]:
         """What each process gets of the batches of one step. start: the first step of the epoch."""
         lengths = [batch_length(batch) for batch in group]
-        processes = self._shares
+        processes = self.num_shards
         whole = len(set(lengths)) == 1 or None in lengths
         if len(group) == processes and whole and self.slice_fn is slice_tensors:
-            return [Part(batch, None, is_last, sum(length or 1 for length in lengths)) for batch in group]
+            return [RankBatch(batch, None, is_last, sum(length or 1 for length in lengths)) for batch in group]
         if None in lengths:
             raise TypeError(
                 f"A batch of type {type(group[0]).__name__} has nothing with one entry for each sample, so it cannot "
@@ -178,14 +182,14 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             return self._whole(group, is_last)
         return self._cut(batch, start, is_last)
 
-    def _whole(self, group: list[Any], is_last: bool) -> list[Part]:
+    def _whole(self, group: list[Any], is_last: bool) -> list[RankBatch]:
         lengths = [batch_length(batch) or 0 for batch in group]
-        parts = [Part(batch, None, is_last, sum(lengths)) for batch in group]
-        repeat = Part(group[-1], (0, lengths[-1]), is_last, sum(lengths))
-        return parts + [repeat] * (self._shares - len(parts))
+        parts = [RankBatch(batch, None, is_last, sum(lengths)) for batch in group]
+        repeat = RankBatch(group[-1], (0, lengths[-1]), is_last, sum(lengths))
+        return parts + [repeat] * (self.num_shards - len(parts))
 
-    def _cut(self, batch: Any, start: Callable[[], list[Any]], is_last: bool) -> list[Part]:
-        processes = self._shares
+    def _cut(self, batch: Any, start: Callable[[], list[Any]], is_last: bool) -> list[RankBatch]:
+        processes = self.num_shards
         total = batch_length(batch) or 0
         size = -(-total // processes)
         if size * processes != total:
@@ -198,7 +202,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             else:
                 own = self.slice_fn(batch, piece, process_index=rank, num_processes=processes)
             real = min(max(total - rank * size, 0), size)
-            parts.append(Part(own, None if real == size else (real, size), is_last, total))
+            parts.append(RankBatch(own, None if real == size else (real, size), is_last, total))
         return parts
 
     @staticmethod
@@ -215,41 +219,25 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             missing -= batch_length(repeats) or missing
         return batch
 
-    def own_arguments(self) -> dict[str, Any]:
-        return super().own_arguments() | {
-            "split_batches": self.split_batches,
-            "_drop_last": self._drop_last,
-            "_non_blocking": self._non_blocking,
-            "torch_device_mesh": self.device_mesh,
-            "data_shares": self.data_shares,
-            "slice_fn": self.slice_fn,
-            "iteration": self.iteration,
-        }
-
     @property
     def batches_per_step(self) -> int:
-        return 1 if self.split_batches else self._shares
+        return 1 if self.split_batches else self.num_shards
 
     def __len__(self) -> int:
-        share, extras = divmod(len(self.base_dataloader), self.batches_per_step)
+        share, extras = divmod(len(self.part.torch_loader), self.batches_per_step)
         steps = share if self._drop_last else share + bool(extras)
         return max(steps - self.skip_batches, 0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, here and in whatever sampler or dataset knows of epochs."""
-        self.iteration = epoch
-        forward_epoch(self, epoch)
 
     @property
     def total_batch_size(self) -> int:
         """The batch size over all processes."""
         # The sampler of a dataset that takes lists makes batches, too.
-        batches = self.sampler if self.batch_sampler is None else self.batch_sampler
-        size: int = self.base_dataloader.batch_size or getattr(batches, "batch_size", None) or 1
-        return size if self.split_batches else size * self._shares
+        part = self.part
+        size: int = part.torch_loader.batch_size or getattr(part.indices, "batch_size", None) or 1
+        return size if self.split_batches else size * self.num_shards
 
     @property
-    def _shares(self) -> int:
+    def num_shards(self) -> int:
         return len(set(self._share_of_rank))
 
     @property

@@ -16,10 +16,18 @@ from accelerate.torch_internals import data_loader
 
 
 class IterableDatasetShard(IterableDataset):
-    """Samples in groups of one batch per process, of which this process keeps its own.
+    """One process's shard of an iterable dataset: of each group of one batch per process, it keeps its own.
 
-    batch_size: of one process, or of all together with `split_batches`. drop_last: leave out an incomplete group at
-    the end; otherwise samples from the start fill it up.
+    Args:
+        dataset: the dataset, which every process reads from start to end.
+        batch_size: the batch size of one process, or of all together with `split_batches`.
+        drop_last: whether an incomplete group at the end is left out; otherwise samples from the start fill it up.
+        num_processes: how many shards there are.
+        process_index: which of them this is.
+        split_batches: whether the batch size is that of all processes together.
+
+    Raises:
+        ValueError: if the processes do not divide the batch size with `split_batches`.
     """
 
     def __init__(
@@ -113,11 +121,6 @@ def without_first_samples(dataset: Any, count: int) -> Any:
     twin = copy.copy(dataset)
     twin.dataset = SkippedDataset(dataset.dataset, count)
     return twin
-
-
-def skips_samples(dataset: Any) -> bool:
-    """Whether a dataset, or the one it is a share of, is for the rest of an epoch."""
-    return isinstance(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset, SkippedDataset)
 
 
 class Repeat:

@@ -15,7 +15,7 @@ from torch.utils.data import (
 )
 
 from accelerate.comm import current
-from accelerate.data_loader.base import kept_arguments, same_batches
+from accelerate.data_loader.base import PreparedLoader
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
 from accelerate.data_loader.indexed import IndexedRandomSampler
 from accelerate.data_loader.iterable import CountingCollate, IterableDatasetShard, knows_shards
@@ -29,6 +29,7 @@ from accelerate.data_loader.samplers import (
     sampler_owner,
 )
 from accelerate.data_loader.shard import DataLoaderShard
+from accelerate.data_loader.torch_loaders import kept_arguments, same_batches
 from accelerate.parallel.mesh import shares_of_ranks
 from accelerate.state import PartialState
 
@@ -52,17 +53,37 @@ def prepare_data_loader(
     data_shares: list[int] | None = None,
     shuffle: str | None = None,
 ) -> Any:
-    """A loader with the same data as `dataloader`, of which each process gets its share.
+    """Make a loader with the same data, of which each process gets its shard.
 
-    device, put_on_device: move batches there. num_processes, process_index: those of the state by default.
-    split_batches: the batch size is that of all processes together. dispatch_batches: read on rank 0 only and hand
-    out; by default for iterable datasets (when batches are put on the device). even_batches: repeat samples so that
-    all processes get equally many. use_seedable_sampler, data_seed: shuffle by seed and epoch alone.
-    torch_device_mesh: its processes along `tp`, `cp` and `sp` get the same data. data_shares: or, for every rank, the
-    number of the share it gets. shuffle: "indexed" to shuffle without a list of all indices.
-    rng_types: random states that follow rank 0 at each start. slice_fn_for_dispatch: how a dispatched batch is cut.
+    Args:
+        dataloader: the torch `DataLoader`. One that was prepared before is returned as it is, with a warning.
+        device: where batches are moved, with `put_on_device`.
+        num_processes: how many processes share the data; by default all of them.
+        process_index: which one this is; by default its rank.
+        split_batches: whether the batch size is that of all processes together.
+        put_on_device: whether batches are moved to `device`.
+        rng_types: the random states that follow rank 0 at the start of each epoch.
+        dispatch_batches: whether rank 0 alone reads, and sends the others their part; by default for iterable datasets,
+            when batches are put on the device.
+        even_batches: whether samples from the start fill up the end, so that all processes take equally many steps.
+        slice_fn_for_dispatch: how to slice a batch that is dispatched, called as
+            `slice_fn(batch, slice, process_index=, num_processes=)`.
+        use_seedable_sampler: whether the order depends on the seed and the epoch alone.
+        data_seed: that seed; by default torch's initial seed.
+        non_blocking: whether to copy without waiting even if a batch is not pinned.
+        use_stateful_dataloader: whether to use torchdata's `StatefulDataLoader`.
+        torch_device_mesh: a mesh whose processes along `tp`, `cp` and `sp` get the same data.
+        data_shares: for every rank the number of the shard it gets, in place of a mesh.
+        shuffle: `"indexed"` to shuffle without a list of all indices.
+
+    Returns:
+        A `DataLoaderShard`, or a `DataLoaderDispatcher` where batches are dispatched.
+
+    Raises:
+        ValueError: if the processes do not divide the batch size with `split_batches`, or if batches are to be
+            dispatched but not put on the device.
     """
-    if isinstance(dataloader, (DataLoaderShard, DataLoaderDispatcher)):
+    if isinstance(dataloader, PreparedLoader):
         warnings.warn(
             "This loader was prepared before: it is kept as it is, since sharding it again would leave data out; "
             "prepare each loader once.",

@@ -25,10 +25,11 @@ RANDOM_SAMPLERS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order is a function of a seed and the epoch alone.
+    """A random sampler whose order depends on a seed and the epoch alone.
 
-    data_seed: the seed; torch's initial seed by default. `set_epoch` sets the epoch, which otherwise counts up by
-    one at the end of each iteration, finished or not.
+    Args:
+        *args: as for torch's `RandomSampler`.
+        **kwargs: as for torch's `RandomSampler`, and `data_seed`: the seed; by default torch's initial seed.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,21 +51,32 @@ class SeedableRandomSampler(RandomSampler):
                 self.set_epoch(epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """The epoch of the next iteration."""
+        """Choose the epoch of the next iteration. Otherwise it is one more after each iteration, finished or not.
+
+        Args:
+            epoch: its number.
+        """
         self.epoch = epoch
 
 
 class BatchSamplerShard(BatchSampler):
-    """One process's share of the batches of a batch sampler.
+    """One process's shard of the batches of a batch sampler.
 
-    num_processes, process_index: how many shares, and which one.
-    split_batches: cut each batch into `num_processes` pieces, instead of handing out whole batches in turn.
-    even_batches: let samples from the start fill up the end, so that all processes get equally many batches of
-    the same size (whole batches, where the batch sampler has no `batch_size`). Without it the last processes may get
-    a smaller batch, or one batch less.
+    Args:
+        batch_sampler: the batch sampler of all processes together.
+        num_processes: how many shards there are.
+        process_index: which of them this is.
+        split_batches: whether each batch is split among the processes, instead of whole batches being assigned in turn.
+        even_batches: whether samples from the start fill up the end, so that all processes get equally many batches of
+            the same size (whole batches, where the batch sampler has no `batch_size`). Otherwise the last processes may
+            get a smaller batch, or one batch less.
 
-    `counts` says which samples of a batch are repeats. After an iteration `missed_steps` says how many more batches
-    other processes got, and `uneven` whether any process got fewer than others.
+    Attributes:
+        missed_steps: after an iteration, how many more batches other processes got.
+        uneven: after an iteration, whether any process got fewer batches than others.
+
+    Raises:
+        ValueError: if the processes do not divide the batch size with `split_batches`.
     """
 
     def __init__(
@@ -387,7 +399,14 @@ def cuts_in_order(batches: Any) -> bool:
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler of indices of a loader, underneath all batching and sharding (None for iterable datasets)."""
+    """Find the sampler of indices of a loader, underneath all batching and sharding.
+
+    Args:
+        dataloader: a torch loader, prepared or not.
+
+    Returns:
+        The sampler; None for an iterable dataset.
+    """
     owner = sampler_owner(dataloader)
     return getattr(owner, "sampler", None) if owner is not None else None
 

@@ -7,24 +7,32 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, forward_epoch
-from accelerate.data_loader.iterable import IterableDatasetShard, PartlyRepeated
-from accelerate.data_loader.position import Place
+from accelerate.data_loader.base import PreparedLoader
+from accelerate.data_loader.epoch_part import EpochPart, Iteration
+from accelerate.data_loader.iterable import PartlyRepeated
 from accelerate.devices import transfer_to
 from accelerate.random import synchronize_rng_states
 
 
-class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
-    """A loader that is one batch ahead of the loop, so that the last batch is known while it is processed.
+class DataLoaderShard(PreparedLoader):
+    """A prepared loader of which every process reads its own shard.
 
-    device: where batches are moved to (None: nowhere). rng_types, synchronized_generator: which random states follow
-    those of rank 0 at the start of each iteration. skip_batches: how many batches to leave out at the start.
+    It is one batch ahead of the loop, so that the last batch is known while it is processed.
+
+    Args:
+        dataset: the dataset.
+        device: where batches are moved; None leaves them where they are.
+        rng_types: the random states that follow rank 0 at the start of each epoch.
+        synchronized_generator: the generator that follows rank 0, with `"generator"` among `rng_types`.
+        skip_batches: how many batches to leave out at the start.
+        use_stateful_dataloader: whether to use torchdata's `StatefulDataLoader`.
+        _drop_last: whether an incomplete last batch is dropped.
+        _non_blocking: whether copies to the device are not waited for.
+        torch_device_mesh: the mesh that the loader was prepared for.
+        iteration: the epoch that comes first.
+        **kwargs: as for torch's `DataLoader`.
     """
-
-    # Told when this process has run out of batches before others: the accelerator stands in for it.
-    on_uneven_end: Any = None
 
     def __init__(
         self,
@@ -40,45 +48,29 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
-        self.device_mesh = torch_device_mesh
+        super().__init__(
+            dataset,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            _drop_last=_drop_last,
+            _non_blocking=_non_blocking,
+            torch_device_mesh=torch_device_mesh,
+            iteration=iteration,
+            **kwargs,
+        )
         self.device = device
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
-        self.skip_batches = skip_batches
-        self._join_process()
-        self._drop_last = _drop_last
-        self._non_blocking = _non_blocking
-        self.iteration = iteration
 
-    def __iter__(self) -> Iterator[Any]:
-        self._starts()
-        if (rest := self.position.rest_of(self)) is not None:
-            yield from rest
-            return
-        self.position.rewind(self)
+    def _synchronize(self) -> None:
         if self.rng_types is not None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        self.begin()
-        self.set_epoch(self.iteration)
-        place = self.position.begin(self)
-        backwards = self.gradient_state.backwards
-        try:
-            yield from self._batches(place)
-            if self.on_uneven_end is not None:
-                self.on_uneven_end(self, backwards)
-        except GeneratorExit:
-            if self.on_uneven_end is not None:
-                self.on_uneven_end.broken_off(self)
-            raise
-        finally:
-            # Also after a `break`: the next iteration is another epoch, and the current batch is no longer ours.
-            self._end_of(place)
 
-    def _batches(self, place: Place) -> Iterator[Any]:
+    def _batches(self, iteration: Iteration) -> Iterator[Any]:
+        part = iteration.part
         transfer = transfer_to(self.device, self._non_blocking)
-        counts_of = getattr(self._shard, "counts", None) or _none_repeated
-        tells_position = self.use_stateful_dataloader or self.position.follows_dataset
+        counts_of = getattr(part.shard, "counts", None) or _none_repeated
+        tells_position = self.use_stateful_dataloader or iteration.moved_dataset is not None
 
         def fetch() -> tuple[Any, tuple[int, int] | None] | None:
             batch, counts = reader.read(take), None
@@ -88,90 +80,73 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
                 batch, counts = batch.batch, batch.counts
             return transfer.start(batch), counts
 
-        try:
-            batches = self.position.iterate(self, place)
-            transfer.reads(batches)
-            reader = self.position.reader(self, place)
-            for _ in range(self.skip_batches):
-                if next(batches, _END) is _END:
-                    break
-            take = functools.partial(next, reader.over(batches), _END)
-            upcoming = fetch()
-        finally:
-            self.position.caught_up(self)
+        reader = self.position.read(self, iteration)
+        transfer.reads(reader.batches)
+        for _ in range(part.skip_batches):
+            if next(reader.batches, _END) is _END:
+                break
+        take = functools.partial(next, reader.after_skipping(), _END)
+        upcoming = fetch()
+        self.position.caught_up(self, iteration)
         if upcoming is None:
-            self._set_end(True)
-        index = self.skip_batches
+            self._set_end(part)
+        index = part.skip_batches
         while upcoming is not None:
             current, counts = upcoming
             if tells_position:
-                self._note_position(place)
+                iteration.fetched()
+                self._note_state(part)
             transfer.wait()
             upcoming = fetch()
             # Set for every batch: the same loader may be iterated again inside the loop.
             last = upcoming is None
-            self._set_end(last)
+            if last:
+                self._set_end(part)
+            else:
+                self.end_of_dataloader = self.ends_everywhere = False
             if self.on_uneven_end is not None:
                 self.on_uneven_end.next_batch(self.gradient_state.backwards)
-            place.handed_out(last)
+            iteration.batches += 1
+            iteration.finished = last
             backwards = self.gradient_state.backwards
             yield self._hand_out(transfer.finish(current), counts or counts_of(-1 if last else index))
             index += 1
             self._came_back(last, backwards)
 
-    def _set_end(self, last: bool) -> None:
-        self.end_of_dataloader = self.ends_everywhere = last
-        if last:
-            self.ends_everywhere = getattr(self._shard, "missed_steps", 0) == 0
-            self._note_state()
-
-    def own_arguments(self) -> dict[str, Any]:
-        return super().own_arguments() | {
-            "device": self.device,
-            "rng_types": self.rng_types,
-            "synchronized_generator": self.synchronized_generator,
-            "_drop_last": self._drop_last,
-            "_non_blocking": self._non_blocking,
-            "torch_device_mesh": self.device_mesh,
-            "iteration": self.iteration,
-        }
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, here and in whatever sampler or dataset knows of epochs."""
-        self.iteration = epoch
-        forward_epoch(self, epoch)
+    def _set_end(self, part: EpochPart) -> None:
+        self.end_of_dataloader = True
+        self.ends_everywhere = getattr(part.shard, "missed_steps", 0) == 0
+        self._note_state(part)
 
     @property
     def total_batch_size(self) -> int:
         """The batch size over all processes."""
-        shard = self._shard
+        shard = self.part.shard
         size = getattr(shard, "batch_size", None) or 1
-        return size if getattr(shard, "split_batches", False) else size * self._shares
+        return size if getattr(shard, "split_batches", False) else size * self.num_shards
 
     def _counts_if_short(self, batch: Any) -> tuple[int, int] | None:
-        if getattr(self._shard, "even_batches", False) or (self._shares == 1 and self.remainder == 0):
+        if getattr(self.part.shard, "even_batches", False) or (self.num_shards == 1 and self.remainder == 0):
             return None  # all batches are full
-        if self._shares == 1 and self.remainder > 0:
+        if self.num_shards == 1 and self.remainder > 0:
             return self.remainder, self.remainder
         return super()._counts_if_short(batch)
 
     @property
-    def _shares(self) -> int:
-        return getattr(self._shard, "num_processes", 1)
+    def num_shards(self) -> int:
+        """How many processes, or groups of them, get samples of their own."""
+        return getattr(self.part.shard, "num_processes", 1)
 
     @property
     def _shard(self) -> Any:
-        """What decides which samples this process gets."""
-        if isinstance(self.dataset, IterableDataset):
-            return self.dataset if isinstance(self.dataset, IterableDatasetShard) else self.base_dataloader
-        return self.sampler if self.batch_sampler is None else self.batch_sampler
+        """What decides which samples this process gets, in the loop that goes on."""
+        iteration = self.position.current()
+        return (self.part if iteration is None else iteration.part).shard
 
     @property
     def total_dataset_length(self) -> int:
         """The number of samples over all processes."""
-        if hasattr(self.dataset, "total_length"):
-            return int(self.dataset.total_length)
-        return len(self.dataset.dataset if isinstance(self.dataset, IterableDatasetShard) else self.dataset)
+        return self.part.total_length
 
 
 _END: Any = object()

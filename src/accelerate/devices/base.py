@@ -12,6 +12,9 @@ from accelerate.config.enums import DistributedType
 from accelerate.devices.transfer import BlockingTransfer, Transfer
 from accelerate.environments import World
 
+# What torch takes where a device is asked for.
+DeviceLike = int | str | torch.device
+
 
 class Memory(NamedTuple):
     """Bytes of one device."""
@@ -27,6 +30,8 @@ class Device:
     label: what `distributed_type` reports when several processes use it. tested: whether it is part of our tests.
     """
 
+    # What `distributed_type` reports where FSDP shards models.
+    sharding_label = DistributedType.FSDP
     # Whether the memory of its tensors can be seen as bytes: files are then read into it, and written from it.
     addressable = True
 
@@ -86,6 +91,9 @@ class Device:
     def default(self) -> torch.device:
         """The device of a single process."""
         return torch.device(self.name)
+
+    def will_shard(self) -> None:
+        """Told, before this process uses it, that FSDP will shard models."""
 
     def place(self, model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
         """A model on `device`, one of this kind, with the parameters that it had, and that optimizers have."""

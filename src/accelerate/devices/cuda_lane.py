@@ -10,13 +10,16 @@ from accelerate.devices.packing import unpack_
 
 
 class CudaLane:
-    """A stream for copies, and what it and the stream that computes have to wait for."""
+    """A stream for copies, and what it and the stream that computes have to wait for.
 
-    def __init__(self, device: torch.device) -> None:
+    stream: the one to copy on, where it shall not be a new one.
+    """
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         self.device = device
         # Ahead of what computes: the kernel that puts small tensors in their places would else wait for the last blocks
         # of a large product.
-        self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1)
+        self.stream: torch.cuda.Stream = torch.cuda.Stream(device, priority=-1) if stream is None else stream
         self._loops: dict[int, torch.cuda.Stream] = {}  # on which loops compute: nearly always one
         self._sizes: dict[int, int] = {}  # of buffers, by address
         self._aside: dict[int, torch.Tensor] = {}  # memory of the device, by the address of the buffer it belongs to

@@ -1,14 +1,16 @@
 """Batches that are copied to the device behind the compute, whether or not they lie in pinned memory.
 
-What is pinned is copied from where it is. Everything else goes through the few buffers of a `Stager`, whose threads do
-nothing but copy: the dataset is read where the loop is. The buffers belong to the process, one set for each device it
-feeds, and are used again for as long as it lives.
+What is pinned is copied from where it is. Everything else goes through a few pinned buffers: those of the loop itself
+where a batch is small, else those of a `Stager`, whose threads do nothing but copy: the dataset is read where the loop
+is. The buffers belong to the process, one set for each device it feeds, and are used again for as long as it lives.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import threading
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager
+from ctypes import memmove
 from operator import attrgetter
 from typing import Any, Protocol
 
@@ -16,7 +18,8 @@ import torch
 
 from accelerate.comm.tree import is_nested, items_of, leaves, replace_leaves, send_to_device
 from accelerate.devices import staging
-from accelerate.devices.staging import Job, Stager
+from accelerate.devices.packing import Pack, pack_, packs_of
+from accelerate.devices.staging import Buffers, Job, Stager, bytes_of
 from accelerate.devices.transfer import BlockingTransfer
 from accelerate.torch_internals.data_loader import pin_memory, stop_pinning
 
@@ -25,6 +28,11 @@ _LOOKED_AT = 2
 # Such tensors, if they are few, are on their way sooner than a thread has woken up: CUDA keeps copies of them itself.
 _TINY = 1 << 16
 _FEW = 16
+# So much is read by the loop itself in less time than a thread takes to wake up, and to wait for Python's lock whenever
+# it needs it. The loop has so many buffers of that size: it may be some steps ahead of the device.
+_AT_ONCE = 1 << 20
+_AHEAD = 8
+_ALIGNED = 64
 # One alone copies less than half of what memory and the bus can do. With two buffers of 4 MiB each.
 _READERS = 4
 # Of tensors that are their bytes in the memory of the host, and nothing more.
@@ -52,34 +60,66 @@ class Lane(staging.Lane, Protocol):
 
 
 class Feeder:
-    """A lane and its buffers."""
+    """A lane and its buffers: `buffers` for what the loop itself copies, whoever holds the `guard`."""
 
     def __init__(self, lane: Lane) -> None:
         self.lane = lane
+        self.buffers: Buffers = Buffers(lane, _AT_ONCE, _AHEAD)
+        self.guard: threading.Lock = threading.Lock()
         self.stager: Stager = Stager(lane, readers=_READERS, name="feeder")
+
+
+# What is copied at once: a tensor, or many small ones.
+_Source = torch.Tensor | Pack
+
+
+class _Cargo:
+    """The tensors of a batch as they travel.
+
+    sources: each tensor, or small ones together. places: of each source, where its tensors are among all of the batch.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], packs: list[tuple[Pack, list[int]]]) -> None:
+        packed = {place for _, places in packs for place in places}
+        alone = [place for place in range(len(tensors)) if place not in packed]
+        self.sources: list[_Source] = [*(tensors[place] for place in alone), *(pack for pack, _ in packs)]
+        self.places: list[list[int]] = [*([place] for place in alone), *(places for _, places in packs)]
+
+    def unpacked(self, outs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of the batch where they have arrived."""
+        found: dict[int, torch.Tensor] = {}
+        for source, out, places in zip(self.sources, outs, self.places, strict=True):
+            found.update(zip(places, source.unpacked(out) if isinstance(source, Pack) else (out,), strict=True))
+        return [found[place] for place in range(len(found))]
 
 
 class _Started:
     """A batch that was fetched.
 
-    moved: whether it is on its way as it is, or else its tensors are replaced by `outs`. pairs: sources, which are not
-    read yet, and the memory they go to. mark: behind the last copy.
+    moved: whether it is on its way as it is, or else its tensors are replaced by `outs`. cargo: how they lie in `outs`
+    where some of them travel together. pairs: sources, which are not read yet, and the memory they go to. mark: behind
+    the last copy.
     """
 
-    __slots__ = ("batch", "job", "mark", "moved", "outs", "pairs")
+    __slots__ = ("batch", "cargo", "job", "mark", "moved", "outs", "pairs")
 
     def __init__(self, batch: Any, *, moved: bool = False, outs: list[torch.Tensor] | None = None) -> None:
         self.batch = batch
         self.moved = moved
         self.outs = outs
-        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.cargo: _Cargo | None = None
+        self.pairs: list[tuple[_Source, torch.Tensor]] = []
         self.job: Job | None = None
         self.mark: Any = None
 
     def taken(self) -> Any:
         """The batch as it arrives, which from now on is the loop's alone."""
-        batch = self.batch if self.outs is None else replace_leaves(self.batch, self.outs)
-        self.batch = self.outs = None
+        outs = self.outs
+        if outs is not None and self.cargo is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                outs = self.cargo.unpacked(outs)
+        batch = self.batch if outs is None else replace_leaves(self.batch, outs)
+        self.batch = self.outs = self.cargo = None
         self.pairs = []
         return batch
 
@@ -91,11 +131,19 @@ class _Room:
         self.outs = outs
         self.free = free
 
-    def fits(self, tensors: list[torch.Tensor]) -> bool:
-        return len(tensors) == len(self.outs) and all(
-            out.dtype == tensor.dtype and out.shape == tensor.shape and out.stride() == tensor.stride()
-            for out, tensor in zip(self.outs, tensors, strict=True)
-        )
+    def fits(self, sources: Sequence[_Source]) -> bool:
+        return len(sources) == len(self.outs) and all(map(_fits, self.outs, sources))
+
+
+def _fits(out: torch.Tensor, source: _Source) -> bool:
+    if isinstance(source, Pack):
+        return out.dtype == source.dtype and out.shape == (source.numel,)
+    return out.dtype == source.dtype and out.shape == source.shape and out.stride() == source.stride()
+
+
+def _room_for(source: _Source) -> int:
+    """Bytes of a buffer, so that the next one begins where any dtype may."""
+    return -(-source.nbytes // _ALIGNED) * _ALIGNED
 
 
 class OverlappedTransfer(BlockingTransfer):
@@ -112,6 +160,7 @@ class OverlappedTransfer(BlockingTransfer):
         super().__init__(feeder.lane.device, non_blocking)
         self._lane = feeder.lane
         self._stager = feeder.stager
+        self._feeder = feeder
         self._pins = False
         self._direct: bool | None = None  # from where batches are; None before the first one was seen
         self._last: _Started | None = None
@@ -133,11 +182,17 @@ class OverlappedTransfer(BlockingTransfer):
             return self._start_whole(batch)
         if not self._direct and _few_and_tiny(tensors):
             return self._move(batch)
-        outs = self._take_room(tensors)
+        packs = [] if self._direct else packs_of(tensors, self._stager.small)
+        cargo = _Cargo(tensors, packs) if packs else None
+        sources = tensors if cargo is None else cargo.sources
+        outs = self._take_room(sources)
         self._last = started = _Started(batch, outs=outs)
-        started.pairs = _pairs(tensors, outs)
+        started.cargo = cargo
+        started.pairs = _pairs(sources, outs)
         if self._direct:
             self._copy(started)
+        elif len(sources) <= _FEW and sum(map(_room_for, sources)) <= self._feeder.buffers.size:
+            self._copy_at_once(started)
         else:
             started.job = self._stager.bring(started.pairs)
         if late:
@@ -165,29 +220,57 @@ class OverlappedTransfer(BlockingTransfer):
         started.mark = self._lane.mark()
         return started
 
-    def _take_room(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Memory for these tensors, which the lane may write to as soon as it is no longer in use."""
+    def _take_room(self, sources: Sequence[_Source]) -> list[torch.Tensor]:
+        """Memory for these sources, which the lane may write to as soon as it is no longer in use."""
         room, self._room = self._room, None
-        if room is None or not room.fits(tensors):
+        if room is None or not room.fits(sources):
             room = None
-            room = _Room(self._memory(tensors), self._lane.submitted())
+            room = _Room(self._memory(sources), self._lane.submitted())
         self._lane.follow(room.free)
         return room.outs
 
-    def _memory(self, tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    def _memory(self, sources: Sequence[_Source]) -> list[torch.Tensor]:
         if torch.are_deterministic_algorithms_enabled():
             # torch then fills memory when it is taken, which a step may still read.
             self._lane.follow(self._lane.submitted())
         # Tensors of inference mode could not be written to by other threads.
         with torch.inference_mode(False), self._lane.on():
-            return [torch.empty_like(tensor, device=self.device) for tensor in tensors]
+            return [
+                source.memory(self.device) if isinstance(source, Pack) else torch.empty_like(source, device=self.device)
+                for source in sources
+            ]
 
     def _copy(self, started: _Started) -> None:
         """Copy from where the sources are."""
         with torch.no_grad(), self._lane.on():
             for source, out in started.pairs:
-                out.copy_(source, non_blocking=True)
+                out.copy_(source.packed() if isinstance(source, Pack) else source, non_blocking=True)
         started.mark = self._lane.mark()
+
+    def _copy_at_once(self, started: _Started) -> None:
+        """Copy through a buffer of the loop."""
+        try:
+            # A buffer of inference mode could not be filled outside of it.
+            with torch.inference_mode(False), torch.no_grad(), self._lane.on(), self._feeder.guard:
+                buffer = self._feeder.buffers.free()
+                begin = 0
+                for source, out in started.pairs:
+                    content = buffer.bytes[begin : begin + out.nbytes]
+                    if isinstance(source, Pack):
+                        pack_(content.view(source.dtype), source.tensors, source.alike)
+                    else:
+                        memmove(buffer.bytes.data_ptr() + begin, source.data_ptr(), out.nbytes)
+                    self._lane.send([bytes_of(out)], content, buffer.left)
+                    begin += _room_for(source)
+                started.mark = self._lane.mark()
+        except RuntimeError:
+            self._copy_after_all(started)
+        started.pairs = []
+
+    def _copy_after_all(self, started: _Started) -> None:
+        """There is no memory for the buffers, say. What is wrong with the device itself is told here."""
+        self._direct = True
+        self._copy(started)
 
     def finish(self, batch: Any) -> Any:
         started: _Started = batch
@@ -206,9 +289,7 @@ class OverlappedTransfer(BlockingTransfer):
         if job.error is None:
             started.mark = job.mark
         else:
-            # There is no memory for the buffers, say. What was wrong with the device itself is told here.
-            self._direct = True
-            self._copy(started)
+            self._copy_after_all(started)
         started.pairs = []
 
     def wait(self) -> None:
@@ -261,15 +342,13 @@ def _has_own_way(data: Any) -> bool:
     return is_nested(data) and any(map(_has_own_way, items_of(data)))
 
 
-def _pairs(tensors: list[torch.Tensor], outs: list[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def _pairs(sources: Sequence[_Source], outs: list[torch.Tensor]) -> list[tuple[_Source, torch.Tensor]]:
     """What is read, and where it goes."""
-    if not all(map(torch.Tensor.is_contiguous, tensors)):
-        tensors = [_dense(tensor, out) for tensor, out in zip(tensors, outs, strict=True)]
-    return list(zip(tensors, outs, strict=True))
+    return [(_dense(source, out), out) for source, out in zip(sources, outs, strict=True)]
 
 
-def _dense(tensor: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """The tensor with its elements in the order in which they lie in the memory that it gets, and without gaps."""
-    if tensor.is_contiguous() or tensor.stride() == out.stride():
-        return tensor
-    return torch.empty_like(tensor).copy_(tensor)
+def _dense(source: _Source, out: torch.Tensor) -> _Source:
+    """The source with its elements in the order in which they lie in the memory that it gets, and without gaps."""
+    if isinstance(source, Pack) or source.is_contiguous() or source.stride() == out.stride():
+        return source
+    return torch.empty_like(source).copy_(source)

@@ -10,14 +10,78 @@ from operator import attrgetter
 
 import torch
 
-from accelerate.torch_internals.tensors import copy_all_, split_like
+from accelerate.torch_internals.tensors import clone_all, copy_all_, split_like
 
-_shape = attrgetter("shape")
+# From so many tensors of at most so many bytes on, they travel together.
+MANY = 16
+SMALL = 1 << 16
+_shape, _nbytes = attrgetter("shape"), attrgetter("nbytes")
+_kind = attrgetter("dtype", "shape")
 
 
-def pack_(packed: torch.Tensor, tensors: list[torch.Tensor]) -> None:
-    """Put the elements of these tensors one behind the other into a flat one, which has room for just them."""
-    if _alike(tensors):
+class Pack:
+    """Small tensors of one dtype that travel as one, and become tensors of their own where they arrive.
+
+    tensors: contiguous, with elements. sizes: of each, in bytes. alike: whether they are rows of one tensor.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor], sizes: list[int], alike: bool) -> None:
+        self.tensors = tensors
+        self.sizes = sizes
+        self.alike = alike
+        self.dtype: torch.dtype = tensors[0].dtype
+        self.nbytes: int = sum(sizes)
+        self.numel: int = self.nbytes // self.dtype.itemsize
+
+    def packed(self) -> torch.Tensor:
+        packed = torch.empty(self.numel, dtype=self.dtype)
+        pack_(packed, self.tensors, self.alike)
+        return packed
+
+    def memory(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.numel, dtype=self.dtype, device=device)
+
+    def unpacked(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """What arrived there, each in memory of its own.
+
+        Parts of one memory would not be what a script takes them for when it keeps one of them, resizes it, or writes
+        to it before a backward.
+        """
+        if self.alike:
+            return clone_all(packed.view(len(self.tensors), *self.tensors[0].shape).unbind())
+        return clone_all(split_like(packed, self.tensors))
+
+
+def packs_of(tensors: list[torch.Tensor], small: int) -> list[tuple[Pack, list[int]]]:
+    """Those of these tensors that travel together, and their places among all.
+
+    small: so many bytes at most.
+    """
+    if len(tensors) < MANY:
+        return []
+    # The usual ones, without a look at each of them in Python.
+    if len(set(map(_kind, tensors))) == 1 and all(map(torch.Tensor.is_contiguous, tensors)):
+        size = tensors[0].nbytes
+        if not 0 < size <= small:
+            return []
+        return [(Pack(tensors, [size] * len(tensors), tensors[0].dim() > 0), list(range(len(tensors))))]
+    places: dict[torch.dtype, list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        if 0 < tensor.nbytes <= small and tensor.is_contiguous():
+            places.setdefault(tensor.dtype, []).append(place)
+    return [(_pack([tensors[place] for place in found]), found) for found in places.values() if len(found) >= MANY]
+
+
+def _pack(tensors: list[torch.Tensor]) -> Pack:
+    return Pack(tensors, list(map(_nbytes, tensors)), _alike(tensors))
+
+
+def pack_(packed: torch.Tensor, tensors: list[torch.Tensor], alike: bool | None = None) -> None:
+    """Put the elements of these tensors one behind the other into a flat one, which has room for just them.
+
+    alike: whether they are rows of one tensor, where that is known.
+    """
+    if _alike(tensors) if alike is None else alike:
         torch.cat(tensors, out=packed.view(-1, *tensors[0].shape[1:]))
     elif full := _not_empty(tensors):
         copy_all_(split_like(packed, full), full)

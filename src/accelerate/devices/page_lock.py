@@ -1,7 +1,7 @@
 """Page-locking ("pinning") host memory where it lies: a GPU copies it many times faster, and behind the compute.
 
-All of the package locks memory here, in threads that do nothing else: a refusal of CUDA stays behind as the last error
-of the thread that asked, and the next kernel that this thread launches would raise it.
+Memory that is locked where it lies is locked here, in threads that do nothing else: a refusal of CUDA stays behind as
+the last error of the thread that asked, and the next kernel that this thread launches would raise it.
 
 Only whole pages can be locked, and CUDA refuses to copy memory of which a part is locked and a part is not. So a page
 that holds anything else must not be locked: copies of that, by anybody in the process, would fail.

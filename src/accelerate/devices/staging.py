@@ -1,35 +1,33 @@
-"""What the device cannot read where it is, brought through page-locked buffers.
+"""The one way of bytes to a device that it cannot read where they are: through page-locked buffers.
 
     file or memory --readers, several at once--> buffers --the bus--> device
 
 Each reader is a thread that does all there is to do for as much as fits into a buffer, a part of a large tensor or many
 small ones: it fills a buffer of its own, sends it off, and takes the next part. It has two buffers: while one of them
-travels, the other is filled.
+travels, the other is filled. Batches, offloaded weights and the weights of checkpoints go this way.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 
-from accelerate.devices.packing import pack_
+from accelerate.devices.packing import MANY, SMALL, Pack, pack_
 
 # Small enough that all readers have work while two blocks are on their way: one alone is far slower than the bus.
 PART = 4 * 1024 * 1024
 # A few even where there are fewer cores: a reader may wait for the disk.
 READERS = max(4, min(16, os.cpu_count() or 1))
 _BUFFERS = 2  # of each reader
-# From so many tensors of at most this size on, they share buffers.
-_MANY = 16
-_SMALL = 1 << 16
 # Seconds to wait for a thread at the end of the process: one may wait for a device that hangs.
 _LEAVING = 2.0
 
@@ -50,38 +48,105 @@ class Lane(Protocol):
         """A mark behind all that was sent until now; its `synchronize` waits for that."""
 
 
-class Source(Protocol):
-    """Bytes to be read, by several threads at once."""
+class PlainLane:
+    """The way to a device that has no copies behind the compute, or to the host: what was sent is there."""
 
-    def fill(self, buffer: Buffer, start: int, size: int) -> None:
-        """Put the bytes from `start` on into a buffer."""
+    def enter(self) -> None:
+        """Nothing has to be set up."""
 
-    def close(self) -> None:
-        """All of it was read, or nobody wants it any more."""
+    def buffer(self, size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+
+    def send(self, outs: list[torch.Tensor], content: torch.Tensor, mark: Any) -> None:
+        out, *more = outs
+        assert not more
+        out.copy_(content.view(out.shape))
+
+    def mark(self) -> _There:
+        return _There()
 
 
-class Elsewhere(Protocol):
-    """A tensor that is not in memory."""
+class _There:
+    def synchronize(self) -> None:
+        """All that was sent is there."""
+
+
+def lane_of_caller(device: torch.device) -> Lane:
+    """The way to a device in the order of what this thread has launched there: its stream, where it has streams."""
+    if device.type != "cuda":
+        return PlainLane()
+    from accelerate.devices.cuda_lane import CudaLane
+
+    stream = torch.cuda.current_stream(device)
+    return CudaLane(stream.device, stream)  # with its number, which the device may have been given without
+
+
+class Stored(Protocol):
+    """A tensor somewhere, whose bytes are read by several threads at once."""
 
     @property
     def nbytes(self) -> int: ...
 
-    def opened(self) -> Source:
-        """Its bytes; an OSError where they cannot be had."""
+    def read(self, view: memoryview, start: int, files: OpenFiles) -> None:
+        """Fill memory with its bytes from `start` on; an OSError where they cannot be had."""
 
 
-class Memory:
-    """The bytes of a tensor that lie one behind the other."""
+class InFile(Protocol):
+    """What lies in a file. file: that very file, None for whichever has this path."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor  # kept alive
-        self._address = tensor.data_ptr()
+    @property
+    def path(self) -> str: ...
 
-    def fill(self, buffer: Buffer, start: int, size: int) -> None:
-        ctypes.memmove(buffer.address, self._address + start, size)  # without Python's lock: several run at once
+    @property
+    def file(self) -> object | None: ...
+
+    def open(self) -> int | None:
+        """A handle to read from; None where the file has lost its name."""
+
+
+class OpenFiles:
+    """Files that are read by several threads, each opened once."""
+
+    def __init__(self) -> None:
+        self._handles: dict[tuple[str, int], int | None] = {}
+        self._guard = threading.Lock()
+
+    def open(self, place: InFile) -> int | None:
+        """A handle to read from; None where the file has lost its name."""
+        key = place.path, id(place.file)
+        with self._guard:
+            if key not in self._handles:
+                self._handles[key] = place.open()
+            return self._handles[key]
 
     def close(self) -> None:
-        """There is nothing to close."""
+        for handle in self._handles.values():
+            if handle is not None:
+                os.close(handle)
+        self._handles.clear()
+
+
+class HostTensor:
+    """A tensor in memory, or mapped, whose elements lie one behind the other."""
+
+    path = ""  # it is in no file
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.nbytes: int = tensor.numel() * tensor.element_size()
+
+    @cached_property
+    def _bytes(self) -> Any:
+        return bytes_of(self.tensor).numpy()
+
+    def mapped(self) -> torch.Tensor:
+        return self.tensor
+
+    def read(self, view: memoryview, start: int, files: OpenFiles) -> None:
+        # By NumPy, which lets go of Python's lock: several run at once.
+        np.copyto(np.frombuffer(view, np.uint8), self._bytes[start : start + len(view)])
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,14 +167,9 @@ class Job:
         self.mark: Any = None
         self.error: BaseException | None = None
         self.cancelled = False
-        self._sources: list[Source] = []
+        self.files = OpenFiles()
         self._left = 0
         self._guard = threading.Lock()
-
-    def open(self, source: torch.Tensor | Elsewhere) -> Source:
-        opened = Memory(source) if isinstance(source, torch.Tensor) else source.opened()
-        self._sources.append(opened)
-        return opened
 
     def expect(self, parts: int) -> None:
         self._left = parts
@@ -123,27 +183,33 @@ class Job:
             return self._left == 0
 
     def end(self) -> None:
-        for source in self._sources:
-            source.close()
-        self._sources = []
+        self.files.close()
         self.over.set()
+
+
+class Task(Protocol):
+    """What one thread does at a time for a job."""
+
+    @property
+    def job(self) -> Job: ...
+
+    def bring(self, lane: Lane, free: Free) -> None:
+        """Read it, and send it on. free: gives one of the buffers of this thread, as soon as it can be filled."""
 
 
 class _Piece(NamedTuple):
     """As much of a tensor as fits into a buffer. out: the bytes of the device that it goes to."""
 
     job: Job
-    source: Source
+    source: Stored
     start: int
     out: torch.Tensor
 
-    def fill(self, buffer: Buffer) -> torch.Tensor:
-        self.source.fill(buffer, self.start, len(self.out))
-        return buffer.bytes if len(self.out) == len(buffer.bytes) else buffer.bytes[: len(self.out)]
-
-    @property
-    def outs(self) -> list[torch.Tensor]:
-        return [self.out]
+    def bring(self, lane: Lane, free: Free) -> None:
+        buffer = free()
+        view, content = buffer.part(len(self.out))
+        self.source.read(view, self.start, self.job.files)
+        lane.send([self.out], content, buffer.left)
 
 
 class _Bundle(NamedTuple):
@@ -154,27 +220,47 @@ class _Bundle(NamedTuple):
     sources: list[torch.Tensor]
     outs: list[torch.Tensor]
     size: int
+    alike: bool | None = None
 
-    def fill(self, buffer: Buffer) -> torch.Tensor:
+    def bring(self, lane: Lane, free: Free) -> None:
+        buffer = free()
         content = buffer.bytes[: self.size].view(self.sources[0].dtype)
-        pack_(content, self.sources)
-        return content
-
-
-def _bundle(job: Job, items: list[tuple[torch.Tensor, torch.Tensor, int]], size: int) -> _Bundle:
-    sources, outs, _ = zip(*items, strict=True)
-    return _Bundle(job, list(sources), list(outs), size)
+        pack_(content, self.sources, self.alike)
+        lane.send(self.outs, content, buffer.left)
 
 
 class Buffer:
     def __init__(self, lane: Lane, size: int) -> None:
         self.bytes: torch.Tensor = lane.buffer(size)
         self.view: memoryview = self.bytes.numpy().data
-        self.address: int = self.bytes.data_ptr()
         self.left: Any = lane.mark()  # behind the copy of what it held last
 
+    def part(self, size: int) -> tuple[memoryview, torch.Tensor]:
+        """Its first bytes, to be written to and to be sent."""
+        whole = size == len(self.view)  # of which no views have to be made
+        return (self.view, self.bytes) if whole else (self.view[:size], self.bytes[:size])
 
-_Pair = tuple[torch.Tensor | Elsewhere, torch.Tensor]
+
+class Buffers:
+    """A few buffers of one thread, taken in turn. Memory is taken for each when it is needed first."""
+
+    def __init__(self, lane: Lane, size: int, count: int) -> None:
+        self.size = size
+        self._lane = lane
+        self._count = count
+        self._made: deque[Buffer] = deque()
+
+    def free(self) -> Buffer:
+        """The one that was sent off first, as soon as it can be filled."""
+        if len(self._made) < self._count:
+            self._made.append(Buffer(self._lane, self.size))
+        self._made.rotate()
+        self._made[0].left.synchronize()
+        return self._made[0]
+
+
+Free = Callable[[], Buffer]
+_Pair = tuple[torch.Tensor | Stored | Pack, torch.Tensor]
 
 
 class Stager:
@@ -185,18 +271,22 @@ class Stager:
         self._name = name
         self._size = part
         self._count = readers
-        self._todo: SimpleQueue[_Piece | _Bundle | None] = SimpleQueue()
+        self._todo: SimpleQueue[Task | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._leaving = False
+
+    @property
+    def small(self) -> int:
+        """Bytes of tensors, at most, that share buffers."""
+        return min(SMALL, self._size)
 
     def bring(self, pairs: Sequence[_Pair]) -> Job:
         """Begin to fill tensors on the device, each from its source."""
         job = Job()
-        try:
-            parts = self._parts(job, pairs)
-        except OSError as error:
-            job.error = error
-            parts = []
+        return self.begin(job, self._parts(job, pairs))
+
+    def begin(self, job: Job, parts: Sequence[Task]) -> Job:
+        """Begin with the parts of a job."""
         job.expect(len(parts))
         for part in parts:
             self._todo.put(part)
@@ -204,27 +294,38 @@ class Stager:
             self._start_threads()
         return job
 
-    def _parts(self, job: Job, pairs: Sequence[_Pair]) -> list[_Piece | _Bundle]:
-        parts: list[_Piece | _Bundle] = []
+    def _parts(self, job: Job, pairs: Sequence[_Pair]) -> list[Task]:
+        parts: list[Task] = []
         small: list[tuple[torch.Tensor, torch.Tensor, int]] = []
-        most = min(_SMALL, self._size)
+        most = self.small
         for source, out in pairs:
+            if isinstance(source, Pack):
+                parts += self._packed(job, source, out)
+                continue
             size = source.nbytes
             if size <= most and isinstance(source, torch.Tensor):
                 small.append((source, out, size))
             else:
                 parts += self._pieces(job, source, out)
-        if len(small) >= _MANY:
-            return parts + self._bundles(job, small)
+        if len(small) >= MANY:
+            return [*parts, *self._bundles(job, small)]
         for source, out, _ in small:
             parts += self._pieces(job, source, out)
         return parts
 
-    def _pieces(self, job: Job, source: torch.Tensor | Elsewhere, out: torch.Tensor) -> list[_Piece]:
+    def _pieces(self, job: Job, source: torch.Tensor | Stored, out: torch.Tensor) -> list[_Piece]:
         if not source.nbytes:
             return []
-        opened = job.open(source)
-        return [_Piece(job, opened, self._size * i, piece) for i, piece in enumerate(bytes_of(out).split(self._size))]
+        stored = HostTensor(source) if isinstance(source, torch.Tensor) else source
+        return [_Piece(job, stored, self._size * i, piece) for i, piece in enumerate(bytes_of(out).split(self._size))]
+
+    def _packed(self, job: Job, pack: Pack, out: torch.Tensor) -> list[_Bundle]:
+        spans = self._spans(pack.sizes)
+        pieces = out.split([size // pack.dtype.itemsize for _, _, size in spans])
+        return [
+            _Bundle(job, pack.tensors[begin:end], [piece], size, pack.alike)
+            for (begin, end, size), piece in zip(spans, pieces, strict=True)
+        ]
 
     def _bundles(self, job: Job, small: list[tuple[torch.Tensor, torch.Tensor, int]]) -> list[_Bundle]:
         bundles: list[_Bundle] = []
@@ -232,14 +333,21 @@ class Stager:
         for item in small:
             by_dtype.setdefault(item[0].dtype, []).append(item)
         for items in by_dtype.values():
-            begin = filled = 0
-            for end, (_, _, size) in enumerate(items):
-                if filled + size > self._size:
-                    bundles.append(_bundle(job, items[begin:end], filled))
-                    begin, filled = end, 0
-                filled += size
-            bundles.append(_bundle(job, items[begin:], filled))
+            sources, outs, sizes = map(list, zip(*items, strict=True))
+            spans = self._spans(sizes)
+            bundles += [_Bundle(job, sources[begin:end], outs[begin:end], size) for begin, end, size in spans]
         return bundles
+
+    def _spans(self, sizes: list[int]) -> list[tuple[int, int, int]]:
+        """The first, the last and the size of those that fit into a buffer together."""
+        spans = []
+        begin = filled = 0
+        for end, size in enumerate(sizes):
+            if filled + size > self._size:
+                spans.append((begin, end, filled))
+                begin, filled = end, 0
+            filled += size
+        return [*spans, (begin, len(sizes), filled)]
 
     def _start_threads(self) -> None:
         for _ in range(self._count):
@@ -263,20 +371,21 @@ class Stager:
         # A reader may be where the garbage is collected that this belongs to: it cannot wait for itself.
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
-                thread.join(seconds)
+                if thread.is_alive():  # an interrupt may have come before it was started
+                    thread.join(seconds)
         self._threads = []
 
     @torch.no_grad()
     def _run(self) -> None:
         self._lane.enter()
-        buffers: deque[Buffer] = deque()
+        buffers = Buffers(self._lane, self._size, _BUFFERS)
         while (part := self._todo.get()) is not None:
             job = part.job
             try:
                 if self._leaving:
                     job.error = RuntimeError("The process ends, and copies nothing any more.")
                 if not job.cancelled and job.error is None:
-                    self._bring(part, buffers)
+                    part.bring(self._lane, buffers.free)
             except Exception as error:
                 job.error = error
             # A thread that waits for work must not keep memory of the device.
@@ -285,14 +394,6 @@ class Stager:
                 self._end(job)
             del job
 
-    def _bring(self, part: _Piece | _Bundle, buffers: deque[Buffer]) -> None:
-        if len(buffers) < _BUFFERS:
-            buffers.append(Buffer(self._lane, self._size))
-        buffers.rotate()
-        buffer = buffers[0]
-        buffer.left.synchronize()
-        self._lane.send(part.outs, part.fill(buffer), buffer.left)
-
     def _end(self, job: Job) -> None:
         try:
             # Not that of the last part: another reader may have sent its part after that one and been faster here.
@@ -300,3 +401,23 @@ class Stager:
         except Exception as error:
             job.error = error
         job.end()
+
+
+def run_tasks(job: Job, tasks: Sequence[Task], lane: Lane, size: int, most: int, name: str) -> None:
+    """Do all tasks of a job, in at most so many threads, and wait; after an error nothing is done any more.
+
+    size: of the buffers of each thread, which has two.
+    """
+    stager = Stager(lane, size, min(most, len(tasks)), name)
+    try:
+        stager.begin(job, tasks)
+        while not job.over.wait(0.1):  # an interrupt right before a wait does not end it
+            pass
+    except BaseException:
+        job.cancelled = True
+        raise
+    finally:
+        stager.close()
+    if job.error is not None:
+        raise job.error
+    job.mark.synchronize()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,13 +22,18 @@ from accelerate.devices.base import Device, Memory
 from accelerate.devices.cpu import CPU
 from accelerate.devices.transfer import Transfer
 from accelerate.environments import World
+from accelerate.environments.base import DEFAULT_PORT, integer
 from accelerate.errors import Unfit
+
+if TYPE_CHECKING:
+    from accelerate.devices.spmd import Sharding
 
 _PJRT_DEVICE = "PJRT_DEVICE"  # what torch_xla compiles for: TPU, CPU, ...
 
 
 class XLA(Device):
     addressable = False
+    sharding_label = DistributedType.XLA
 
     def __init__(self) -> None:
         super().__init__("xla", backend="xla", label=DistributedType.XLA)
@@ -108,6 +114,11 @@ class XLA(Device):
     def supports(self, mode: str) -> bool:
         return mode in ("no", "bf16")
 
+    def will_shard(self) -> None:
+        from accelerate.devices import spmd
+
+        spmd.begin()
+
     def place(self, model: torch.nn.Module, device: torch.device) -> torch.nn.Module:
         # Otherwise a parameter would become another object on its way: tied ones would become several, and an optimizer
         # that was made before would keep those on the host.
@@ -134,30 +145,88 @@ class XLA(Device):
         return recursively_apply(on_host, content)
 
     def transfer(self, device: torch.device, non_blocking: bool) -> Transfer:
-        return XLATransfer(self, device)
+        from accelerate.devices.spmd import Sharding
+
+        return XLATransfer(self, device, Sharding.in_use())
 
     def join(self, world: World, options: dict[str, Any], attempt: int = 0) -> torch_dist.Joined | None:
-        size = max(world.size, int(self.module.runtime.world_size()))
-        if size > 1:
+        """Take a chip, and meet the processes that have the others.
+
+        Which rank this is, is for torch_xla to say: it numbers the chips by where they are, and not as a launcher does.
+        """
+        from accelerate.torch_internals.xla import take_a_chip
+
+        runtime = self.module.runtime
+        if world.local_size > 1 and not runtime.is_spmd():
+            take_a_chip(world.local_rank, world.local_size)
+        ours = self._world_of_chips(world)
+        if ours.size == 1:
+            return torch_dist.Joined(ours, self.backend)
+        os.environ.update(ours.variables())
+        torch_dist.join(ours, "cpu", "gloo", options, attempt)
+        return torch_dist.Joined(ours, self.backend)
+
+    def _world_of_chips(self, world: World) -> World:
+        """Who this process is as torch_xla counts; `world` is what its launcher says, if there is one."""
+        runtime = self.module.runtime
+        spmd = bool(runtime.is_spmd())
+        size = int(runtime.process_count() if spmd else runtime.world_size())
+        if world.size not in (1, size):
             raise Unfit(
-                f"This is one of {size} processes, but this version supports torch_xla in a single process only: run "
-                "the script once, on one chip, or use the CPU (`--cpu`) or GPUs for several processes."
+                f"This is one of {world.size} processes, but torch_xla finds {size} "
+                f"{'processes' if spmd else 'devices'}: start one process for each chip of the TPU (`accelerate launch "
+                "--tpu` counts them), or one for each machine to shard models over its chips with FSDP."
             )
-        return torch_dist.Joined(world, self.backend)
+        if size == 1:
+            return world
+        if not spmd and runtime.addressable_device_count() > 1:
+            raise Unfit(
+                f"Each process of this TPU has {runtime.addressable_device_count()} cores, as those of v2 and v3 do, "
+                "which are not supported as ranks: use one process, and FSDP to shard models over all of its cores."
+            )
+        rank = int(runtime.process_index() if spmd else runtime.global_ordinal())
+        if world.size == size:
+            return replace(world, rank=rank)
+        # The script has started the processes, by torch_xla's own launcher.
+        address = os.environ.get("MASTER_ADDR") or (
+            runtime.get_master_ip() if runtime.device_type() == "TPU" else "127.0.0.1"
+        )
+        return World(
+            rank,
+            size,
+            local_rank=0 if spmd else int(runtime.local_ordinal()),
+            local_size=int(runtime.local_process_count()),
+            address=address,
+            port=integer(os.environ, ["MASTER_PORT"], DEFAULT_PORT) or DEFAULT_PORT,
+            started_by="torch_xla",
+            reason=f"torch_xla counts {size} processes",
+        )
 
     def communicator(self, device: torch.device) -> Communicator:
-        return Communicator()
+        from accelerate.comm.xla import XLACommunicator
+
+        return XLACommunicator(device) if torch_dist.has_group() else Communicator()
 
 
 class XLATransfer(Transfer):
-    """Batches are on their way one ahead of the loop, and each begins a graph of its own."""
+    """Batches are on their way one ahead of the loop, and each begins a graph of its own.
 
-    def __init__(self, kind: XLA, device: torch.device) -> None:
+    sharding: how they are cut for several devices.
+    """
+
+    def __init__(self, kind: XLA, device: torch.device, sharding: Sharding | None) -> None:
         self.device = device
+        self._sharding = sharding
         self._close_step = kind.close_step
 
     def start(self, batch: Any, late: bool = False) -> Any:
+        if self._sharding is not None:
+            batch = recursively_apply(self._send, batch)
         return send_to_device(batch, self.device)
+
+    def _send(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert self._sharding is not None
+        return self._sharding.send(tensor, self.device) if tensor.device.type == "cpu" else tensor
 
     def finish(self, batch: Any) -> Any:
         self._close_step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,32 +16,54 @@ from accelerate.torch_internals.tensors import multiply_
 
 
 class DeepSpeedEngineWrapper:
-    """Backward and step of a DeepSpeed engine in one, for scripts that call it without the Accelerator."""
+    """Run backward and step of a DeepSpeed engine together, for scripts that use the engine without the Accelerator.
+
+    Args:
+        engine: the engine.
+    """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
 
     def backward(self, loss: torch.Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """The backward of a loss; the last one of a window also steps."""
+        """Run the backward of a loss, and a step at the end of an accumulation window.
+
+        Args:
+            loss: the loss.
+            sync_gradients: whether this is the last backward of the window.
+            **kwargs: arguments of the engine's `backward`.
+        """
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
         if sync_gradients:
             self.engine.step()
 
     def get_global_grad_norm(self) -> float:
-        """The norm of the gradients of the last step, over all processes."""
+        """Return the norm of the gradients of the last step, over all ranks."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
 
 class DeepSpeedOptimizerWrapper(OptimizerOfEngine):
-    """The optimizer of an engine."""
+    """Wrap the optimizer of a DeepSpeed engine.
+
+    Args:
+        optimizer: the optimizer.
+        device_placement: not used, since the engine places its state.
+        scaler: not used, since the engine scales losses.
+        stepper: how the engine steps it. By default it has been stepped already.
+    """
 
     skipped_attribute = "overflow"
 
 
 class DeepSpeedSchedulerWrapper(SchedulerOfEngine):
-    """The scheduler of an engine, which steps it with its optimizer."""
+    """Wrap the scheduler of a DeepSpeed engine, which steps it together with the optimizer.
+
+    Args:
+        scheduler: the scheduler.
+        optimizers: the optimizer or optimizers.
+    """
 
 
 class EngineStepper(Stepper):
@@ -64,7 +86,16 @@ class EngineStepper(Stepper):
         # In fp16 without ZeRO: what the optimizer divides gradients by; some releases do not multiply losses with it.
         scaling = getattr(engine.optimizer, "loss_scale_config", None)
         self.scaling = scaling if self.whole and getattr(scaling, "use_grad_scaling", False) else None
+        # Whether losses are multiplied with a scale of this engine alone before their backward.
+        scalers = (
+            getattr(engine.optimizer, "torch_autocast_gradscaler", None),
+            getattr(engine, "torch_autocast_z0_gradscaler", None),
+        )
+        self.scales_losses = engine.fp16_enabled() or any(scaler is not None for scaler in scalers)
         self._warned = False
+        # Whether the next step clips at another norm than the usual one.
+        self._clips_otherwise = False
+        engine.set_gradient_accumulation_boundary(is_boundary=True)
         self._begin()
 
     def _begin(self) -> None:
@@ -72,21 +103,36 @@ class EngineStepper(Stepper):
         self.waiting = self.complete = False
         self.factor = 1.0
 
-    def backward(self, loss: torch.Tensor, *, last: bool, **kwargs: Any) -> None:
-        """The backward of a loss that is divided already. last: whether it completes the gradients of a step."""
-        last = last and not self.kept_back
+    def check(self, *, alone: bool) -> None:
+        """Refuse a backward that cannot come out right, before any engine knows of it.
+
+        alone: whether the loss depends on no other engine.
+        """
         if self.complete and not self.whole and self.engine.zero_optimization_stage() < 3:
             raise RuntimeError(
                 "DeepSpeed would lose the gradients of the backward before this one, since no step came between: add "
                 "the losses and call `backward` once, or call all but the last inside of `accelerator.no_sync(model)`."
             )
+        if self.scales_losses and not alone:
+            raise NotYetSupported(
+                "A loss of several DeepSpeed engines in fp16",
+                "use 'bf16', or call `backward` with a loss of each engine by itself.",
+            )
+
+    def backward(self, loss: torch.Tensor, *, last: bool, **kwargs: Any) -> None:
+        """The backward of a loss that is divided already. last: whether it completes the gradients of a step."""
         self.expect(last)
-        with nullcontext() if self.scaling is None else _scaled(loss, self.scaling.cur_scale):
+        if self.scaling is None:
+            self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
+            return
+        with _scaled(loss, self.scaling.cur_scale):
             self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
 
     def expect(self, last: bool) -> None:
-        """Be told of a backward that is about to come through this engine."""
-        self.engine.set_gradient_accumulation_boundary(is_boundary=last)
+        """Be told of a backward that is about to come through this engine, and was checked."""
+        last = last and not self.kept_back
+        if self.engine.is_gradient_accumulation_boundary() is not last:  # to say it takes longer than to ask
+            self.engine.set_gradient_accumulation_boundary(is_boundary=last)
         self.backwards += 1
         self.waiting, self.complete = True, last
 
@@ -108,7 +154,9 @@ class EngineStepper(Stepper):
         finally:
             if scaled:
                 self.optimizer.custom_loss_scaler = False
-            self._clip_at(self.usual_clip)
+            if self._clips_otherwise:
+                self._clip_at(self.usual_clip)
+                self._clips_otherwise = False
             self._begin()
         return None
 
@@ -158,6 +206,7 @@ class EngineStepper(Stepper):
         norm = self.norm()
         if self.fixed_clip is None:
             self._clip_at(max_norm)
+            self._clips_otherwise = True
         elif self.fixed_clip != max_norm and math.isfinite(max_norm) and not self._warned:
             self._warned = True
             warn(
@@ -230,11 +279,18 @@ def _unscaled(norm: Any, scale: float) -> torch.Tensor:
 def need_operation(builder: str, purpose: str, instead: str = "") -> None:
     """Load an operation of DeepSpeed, which it compiles where that was not done, or say what is missing."""
     from deepspeed.accelerator import get_accelerator
+    from deepspeed.git_version_info import installed_ops
 
+    found = get_accelerator().create_op_builder(builder)
     try:
-        get_accelerator().create_op_builder(builder).load(verbose=False)
+        found.load(verbose=False)
     except Exception as error:
         reason = str(error).strip().splitlines()[0]
+        if installed_ops.get(found.name):
+            raise ImportError(
+                f"{purpose} needs an operation of DeepSpeed that was compiled for another torch than "
+                f"{torch.__version__} ({reason}): install deepspeed again, in this environment{instead}."
+            ) from error
         raise ImportError(
             f"{purpose} needs an operation of DeepSpeed that cannot be compiled here ({reason}): install g++ and ninja "
             f"(`pip install ninja`){instead}."
@@ -242,7 +298,18 @@ def need_operation(builder: str, purpose: str, instead: str = "") -> None:
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> Any:
-    """The optimizer of DeepSpeed for parameters on the host that stands for one of torch: Adam, AdamW or Adagrad."""
+    """Create DeepSpeed's CPU optimizer that corresponds to Adam, AdamW or Adagrad of torch.
+
+    Args:
+        optimizer: the torch optimizer.
+
+    Returns:
+        The DeepSpeed optimizer, with the same param groups and settings.
+
+    Raises:
+        ValueError: DeepSpeed has no such optimizer on the CPU.
+        ImportError: DeepSpeed's operation cannot be compiled here.
+    """
     name = type(optimizer).__name__.lower()
     if "adam" not in name and "adagrad" not in name:
         raise ValueError(f"DeepSpeed has no {type(optimizer).__name__} on the host: use Adam, AdamW or Adagrad.")

@@ -1,4 +1,4 @@
-"""Megatron-LM as a script sees it. The engine itself is not part of this version; what needs it says so."""
+"""Megatron-LM as a script sees it: stand-ins for what it makes itself, and the functions that make it."""
 
 from __future__ import annotations
 
@@ -6,37 +6,78 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
+from accelerate.engines.megatron.data import DatasetLoader, enlarged
+from accelerate.engines.megatron.engine import MegatronEngine
+from accelerate.engines.megatron.train_steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
 from accelerate.engines.wrappers import OptimizerOfEngine, SchedulerOfEngine
 from accelerate.errors import NotYetSupported
+from accelerate.state import AcceleratorState
 
-
-def _not_yet(what: str) -> NotYetSupported:
-    return NotYetSupported(f"Megatron-LM (`{what}`)", "train with FSDP, or with tensor parallelism.")
+__all__ = [
+    "AbstractTrainStep",
+    "BertTrainStep",
+    "GPTTrainStep",
+    "MegatronEngine",
+    "MegatronLMDummyDataLoader",
+    "MegatronLMDummyScheduler",
+    "MegatronLMOptimizerWrapper",
+    "MegatronLMSchedulerWrapper",
+    "T5TrainStep",
+    "avg_losses_across_data_parallel_group",
+    "finish_mpu_init",
+    "gather_across_data_parallel_groups",
+    "initialize",
+    "model_provider_func",
+    "prepare_data_loader",
+    "prepare_model_optimizer_scheduler",
+    "prepare_optimizer",
+    "prepare_scheduler",
+]
 
 
 class MegatronLMDummyDataLoader:
-    """Stands for loaders that Megatron-LM makes of its own indexed datasets. dataset_kwargs: its data arguments."""
+    """Stands for loaders that Megatron-LM makes of its own indexed datasets. dataset_kwargs: its data arguments.
+
+    Pass it to `prepare` once for each of training, validation and test, in this order.
+    """
+
+    _accelerate_kind = "loaders"
 
     def __init__(self, **dataset_kwargs: Any) -> None:
         self.dataset_args: dict[str, Any] = {**dataset_kwargs, "megatron_dataset_flag": True}
 
     def set_megatron_data_args(self) -> None:
-        """Tell Megatron-LM about the datasets."""
-        raise _not_yet("set_megatron_data_args")
+        """Put the data arguments beside the others of the plugin."""
+        _plugin().megatron_lm_default_args.update(self.dataset_args)
 
     def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Callable[..., Any]:
-        """The function that makes the three datasets."""
-        raise _not_yet("get_train_valid_test_datasets_provider")
+        """The function that makes the three datasets, from how many samples each of them is asked for."""
+        own: Callable[..., Any] | None
+        own = accelerator.state.megatron_lm_plugin.custom_megatron_datasets_provider_function
+        if own is not None:
+            return own
+        from accelerate.engines.megatron.datasets import provider
 
-    def build_train_valid_test_data_iterators(self, accelerator: Any) -> Any:
-        """The three iterators."""
-        raise _not_yet("build_train_valid_test_data_iterators")
+        return provider(accelerator.state.megatron_lm_plugin)
+
+    def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
+        """Loaders of the three datasets, each with batches for a whole step of one copy of the model."""
+        from accelerate.engines.megatron.datasets import loaders
+
+        return loaders(accelerator.state.megatron_lm_plugin, self.get_train_valid_test_datasets_provider(accelerator))
 
 
 class MegatronLMDummyScheduler:
-    """Stands for the scheduler that Megatron-LM makes."""
+    """Stands for the scheduler that Megatron-LM makes.
+
+    Args:
+        optimizer: the optimizer that is prepared with it.
+        total_num_steps: how many steps all processes with other data take together.
+        warmup_num_steps: in how many of them the learning rate grows.
+    """
+
+    _accelerate_kind = "schedulers"
 
     def __init__(
         self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
@@ -56,145 +97,105 @@ class MegatronLMOptimizerWrapper(OptimizerOfEngine):
 class MegatronLMSchedulerWrapper(SchedulerOfEngine):
     """The scheduler of Megatron-LM: it was stepped when the forward returns."""
 
-
-class AbstractTrainStep:
-    """What Megatron-LM's schedule calls for a micro-batch: get it, run the model, compute the loss."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Any:
-        """The function that takes a micro-batch from an iterator."""
-
-    def get_forward_step_func(self) -> Any:
-        """The function that runs the model."""
-
-    def get_loss_func(self, accelerator: Any) -> Any:
-        """The function that computes the loss of its outputs."""
+    def get_last_lr(self) -> list[float]:
+        """The learning rates of the optimizer's groups."""
+        return [group["lr"] for group in self.scheduler.optimizer.param_groups]
 
 
-class BertTrainStep(AbstractTrainStep):
-    """The step of a BERT."""
-
-    def __init__(self, accelerator: Any, args: Any) -> None:
-        raise _not_yet("BertTrainStep")
-
-    def get_forward_step_func(self, pretraining_flag: bool, bert_binary_head: bool) -> Any:  # type: ignore[override]
-        """The function that runs the model."""
-
-    def get_loss_func(self, accelerator: Any, pretraining_flag: bool, num_labels: int) -> Any:  # type: ignore[override]
-        """The function that computes the loss of its outputs."""
+def _plugin() -> Any:
+    plugin = AcceleratorState().megatron_lm_plugin
+    if plugin is None:
+        raise ValueError(
+            "Megatron-LM is not the engine of this process: pass a `megatron_lm_plugin` to `Accelerator()`, or launch "
+            "with `--use_megatron_lm`."
+        )
+    return plugin
 
 
-class GPTTrainStep(AbstractTrainStep):
-    """The step of a GPT."""
+def initialize(
+    accelerator: Any,
+    extra_args_provider: Any = None,
+    args_defaults: dict[str, Any] | None = None,
+) -> None:
+    """Set Megatron-LM up in this process. `Accelerator()` has done so; here arguments can be added.
 
-    def __init__(self, accelerator: Any, args: Any) -> None:
-        raise _not_yet("GPTTrainStep")
-
-
-class T5TrainStep(AbstractTrainStep):
-    """The step of a T5. In its masks, True is what may not be looked at."""
-
-    def __init__(self, accelerator: Any, args: Any) -> None:
-        raise _not_yet("T5TrainStep")
-
-    @staticmethod
-    def attn_mask_postprocess(attention_mask: torch.Tensor) -> torch.Tensor:
-        """From which places of a padded sequence to which others."""
-        return attention_mask.unsqueeze(1) * attention_mask.unsqueeze(2) < 0.5
-
-    @staticmethod
-    def get_decoder_mask(seq_length: int, device: torch.device | str) -> torch.Tensor:
-        """From each place to those after it."""
-        return torch.ones(1, seq_length, seq_length, device=device).tril() < 0.5
-
-    @staticmethod
-    def get_enc_dec_mask(attention_mask: torch.Tensor, dec_seq_length: int, device: torch.device | str) -> torch.Tensor:
-        """From each place of the decoder to the padding of the encoder."""
-        here = torch.ones(attention_mask.shape[0], dec_seq_length, 1, device=device)
-        return attention_mask.unsqueeze(1) * here < 0.5
-
-
-class MegatronEngine(nn.Module):
-    """Model, optimizer and scheduler of Megatron-LM in one: a forward is a whole step."""
-
-    def __init__(self, accelerator: Any, model: Any, optimizer: Any, scheduler: Any) -> None:
-        raise _not_yet("MegatronEngine")
-
-    def get_module_config(self) -> Any:
-        """The config of the model."""
-
-    def train(self) -> None:  # type: ignore[override]
-        """Train in the forwards that follow."""
-
-    def eval(self) -> None:  # type: ignore[override]
-        """Evaluate in the forwards that follow."""
-
-    def get_batch_data_iterator(self, batch_data: Any) -> Any:
-        """The micro-batches of a batch."""
-
-    def train_step(self, **batch_data: Any) -> Any:
-        """A step of training."""
-
-    def eval_step(self, **batch_data: Any) -> Any:
-        """A step of evaluation."""
-
-    def forward(self, **batch_data: Any) -> Any:
-        """A step of one or the other."""
-
-    def log_eval_results(self) -> None:
-        """Log what evaluation has found."""
-
-    def save_checkpoint(self, output_dir: Any) -> None:
-        """Save in the format of Megatron-LM."""
-
-    def load_checkpoint(self, input_dir: Any) -> None:
-        """Load what `save_checkpoint` has saved."""
-
-
-def initialize(accelerator: Any, extra_args_provider: Any = None, args_defaults: Any = None) -> None:
-    """Set Megatron-LM up in this process."""
-    raise _not_yet("initialize")
+    args_defaults: arguments, beside those of the plugin. extra_args_provider: is not called, since arguments are not
+    read from the command line.
+    """
+    if extra_args_provider is not None:
+        raise NotYetSupported("`extra_args_provider`", "put arguments into `other_megatron_args` of the plugin.")
+    accelerator.state.megatron_lm_plugin.megatron_lm_default_args.update(args_defaults or {})
+    finish_mpu_init()
 
 
 def finish_mpu_init() -> None:
-    """Set up the groups of processes."""
-    raise _not_yet("finish_mpu_init")
+    """Make the groups of processes, unless they are there."""
+    from accelerate.engines.megatron import parallel
+
+    parallel.begin(_plugin(), AcceleratorState().num_processes)
 
 
 def model_provider_func(
     pre_process: bool = True, post_process: bool = True, add_encoder: bool = True, add_decoder: bool = True
 ) -> Any:
-    """Build this process's part of the model."""
-    raise _not_yet("model_provider_func")
+    """This process's part of the model that was prepared, with new weights."""
+    from accelerate.engines.megatron.models import build_model
+
+    plugin = _plugin()
+    if plugin.model_config is None:
+        raise ValueError("No model of transformers was prepared, so there is nothing to build: call `prepare` first.")
+    return build_model(plugin, plugin.model_config, pre_process=pre_process, post_process=post_process)
 
 
-def prepare_model_optimizer_scheduler(accelerator: Any) -> Any:
-    """Make model, optimizer and scheduler."""
-    raise _not_yet("prepare_model_optimizer_scheduler")
+def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[list[torch.nn.Module], Any, Any]:
+    """Make model, optimizer and scheduler from the arguments of the plugin, with new weights."""
+    from accelerate.engines.megatron import building
+    from accelerate.engines.megatron.arguments import arguments
+
+    plugin = accelerator.state.megatron_lm_plugin
+    args = arguments(plugin)
+    models = building.make_models(plugin, args, accelerator.device, None)
+    optimizer = prepare_optimizer(accelerator, models)
+    return models, optimizer, prepare_scheduler(accelerator, optimizer, None)
 
 
 def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
-    """Make the loader."""
-    raise _not_yet("prepare_data_loader")
+    """The loader of this process, with batches for whole steps; three of them for a `MegatronLMDummyDataLoader`."""
+    if not isinstance(dataloader, MegatronLMDummyDataLoader):
+        larger = enlarged(dataloader, accelerator.state.megatron_lm_plugin.num_micro_batches)
+        return accelerator.prepare_data_loader(larger)
+    made = [DatasetLoader(dataloader, accelerator.prepare_data_loader) for _ in range(3)]
+    for each, loader in zip(made, made[0].build(accelerator), strict=True):
+        each.fill(loader)
+    return tuple(made)
 
 
-def prepare_optimizer(accelerator: Any, model: Any) -> Any:
-    """Make the optimizer."""
-    raise _not_yet("prepare_optimizer")
+def prepare_optimizer(accelerator: Any, model: list[torch.nn.Module]) -> Any:
+    """Make the optimizer that the arguments of the plugin describe."""
+    from accelerate.engines.megatron import building
+    from accelerate.engines.megatron.arguments import arguments
+
+    plugin = accelerator.state.megatron_lm_plugin
+    return building.make_optimizer(plugin, arguments(plugin), model, None)
 
 
 def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
-    """Make the scheduler."""
-    raise _not_yet("prepare_scheduler")
+    """Make the scheduler that the arguments of the plugin describe. scheduler: is not used."""
+    from accelerate.engines.megatron import building
+    from accelerate.engines.megatron.arguments import arguments
+
+    return building.make_scheduler(arguments(accelerator.state.megatron_lm_plugin), optimizer)
 
 
 def avg_losses_across_data_parallel_group(losses: list[torch.Tensor]) -> torch.Tensor:
     """The mean of losses over the processes with other data."""
-    raise _not_yet("avg_losses_across_data_parallel_group")
+    from accelerate.engines.megatron import parallel
+
+    return parallel.avg_losses_across_data_parallel_group(losses)
 
 
 def gather_across_data_parallel_groups(tensor: Any) -> Any:
     """The tensors of the processes with other data, one after the other."""
-    raise _not_yet("gather_across_data_parallel_groups")
+    from accelerate.engines.megatron import parallel
+
+    return parallel.gather_across_data_parallel_groups(tensor)

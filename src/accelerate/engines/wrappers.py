@@ -55,4 +55,9 @@ class SchedulerOfEngine(AcceleratedScheduler):
         super().__init__(scheduler, optimizers)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to do."""
+        """Do nothing, since the engine has stepped the scheduler.
+
+        Args:
+            *args: not used.
+            **kwargs: not used.
+        """

@@ -8,7 +8,15 @@ from typing import Any
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
-    """What the Hub knows of a model; "gated" for one that needs permission, False for one that is not there."""
+    """Return what the Hub knows about a model.
+
+    Args:
+        repo: the name of the model.
+        token: an access token.
+
+    Returns:
+        The model's info; "gated" if it needs permission, False if there is no such model.
+    """
     from huggingface_hub import model_info
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
@@ -21,7 +29,14 @@ def verify_on_hub(repo: str, token: str | None = None) -> Any:
 
 
 def check_has_model(error: Exception) -> str:
-    """The library that says with an error that it has no such model; "unknown" if it says something else."""
+    """Return the library whose error means that it has no such model.
+
+    Args:
+        error: the error.
+
+    Returns:
+        "timm", "transformers", or "unknown" for any other error.
+    """
     text = str(error)
     if isinstance(error, RuntimeError) and "Unknown model" in text:
         return "timm"
@@ -31,19 +46,30 @@ def check_has_model(error: Exception) -> str:
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """The name by which timm finds a model of the Hub; timm's own names stay as they are."""
+    """Return the name by which timm finds a model of the Hub; timm's own names stay as they are.
+
+    Args:
+        model_name: the name of the model.
+    """
     return f"hf-hub:{model_name}" if "/" in model_name and not model_name.startswith("hf-hub:") else model_name
 
 
 def create_empty_model(
     model_name: str, library_name: str | None, trust_remote_code: bool = False, access_token: str | None = None
 ) -> Any:
-    """The model without weights, on the `meta` device.
+    """Build a model without weights, on the meta device.
 
-    model_name: of the Hub, or a local folder or config file.
-    library_name: "transformers" or "timm"; may be None where the Hub, or the config, says it.
-    trust_remote_code: run the model's own code.
-    access_token: for models that need one.
+    Args:
+        model_name: the name of a model on the Hub, or a local folder or config file.
+        library_name: "transformers" or "timm". May be None if the Hub or the config says it.
+        trust_remote_code: run the model's own code.
+        access_token: for models that need one.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: there is no such model, or its library is unknown or not installed.
     """
     from accelerate.big_modeling import init_empty_weights
 
@@ -58,7 +84,7 @@ def create_empty_model(
 
 
 def library_of(model_name: str, library_name: str | None, token: str | None = None) -> str:
-    """The library that builds a model: `library_name`, or what its config or the Hub says. It has to be here."""
+    """Return the library that builds a model, which must be installed: `library_name`, or what config or Hub say."""
     if library_name is None:
         local = _local_config(model_name)
         if local is not None:
@@ -116,7 +142,7 @@ def _json(path: Path) -> Any:
 
 
 def transformers_config(model_name: str, trust_remote_code: bool, token: str | None = None) -> Any:
-    """The config of a model of transformers."""
+    """Load the config of a transformers model."""
     from transformers import AutoConfig
 
     local = _local_config(model_name)
@@ -124,7 +150,7 @@ def transformers_config(model_name: str, trust_remote_code: bool, token: str | N
 
 
 def timm_model(model_name: str) -> Any:
-    """A model of timm, on the default device."""
+    """Create a timm model on the default device."""
     import timm
 
     local = Path(model_name).expanduser().is_dir()

@@ -11,47 +11,46 @@ from weakref import WeakValueDictionary
 import torch
 from torch import nn
 
-from accelerate.big_modeling.copier import copier_for
-from accelerate.big_modeling.graphs import outside_graphs
-from accelerate.big_modeling.parameters import is_quantized
-from accelerate.big_modeling.placeholder import casting
-from accelerate.big_modeling.slot import Slot, refuse_shapes
-from accelerate.big_modeling.store import OffloadedWeightsLoader, full_name, root_of
-from accelerate.big_modeling.streaming import Block, Streamer
-from accelerate.big_modeling.tensors import (
+from accelerate.comm.tree import find_device, send_arguments_to_device, send_to_device
+from accelerate.devices.base import DeviceLike
+from accelerate.hooks.base import ModelHook, SequentialHook, add_hook_to_module
+from accelerate.offload.module_tensors import (
     STAND_INS,
     find_tensor,
     get_non_persistent_buffers,
     set_module_tensor_to_device,
     table_of,
 )
-from accelerate.comm.tree import find_device, send_arguments_to_device, send_to_device
-from accelerate.hooks.base import ModelHook, SequentialHook, add_hook_to_module
+from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, full_name, root_of
+from accelerate.offload.parameters import is_quantized
+from accelerate.offload.placeholder import casting
+from accelerate.offload.slot import Slot, refuse_shapes
+from accelerate.offload.streaming import Block, Streamer, copier_for
+from accelerate.torch_internals.compile import outside_graphs
 from accelerate.torch_internals.modules import add_pre_load_hook, buffers_of, parameters_of, refresh_flat_weights
 from accelerate.torch_internals.offloaded_tensors import apply_of_class, replace_apply, restore_apply
-
-Device = int | str | torch.device
 
 # One streamer for all hooks whose weights come from the same mapping and go to the same device.
 _STREAMERS: WeakValueDictionary[tuple[int, torch.device], Streamer] = WeakValueDictionary()
 
 
 class AlignDevicesHook(ModelHook):
-    """Brings the inputs of a module, and its weights if they are offloaded, to the device it runs on.
+    """Bring the inputs of a module, and its weights if they are offloaded, to the device it runs on.
 
-    execution_device: where the module runs; None leaves inputs and weights where they are.
-    offload: whether the weights lie elsewhere, and are brought in for each forward.
-    io_same_device: whether the output goes back to the device of the input.
-    weights_map: by name, the weights of an offloaded module; by default those it has now, on the CPU.
-    offload_buffers: whether buffers are offloaded too; they otherwise stay on the execution device.
-    place_submodules: whether all this is done for the modules inside as well.
-    skip_keys: keyword arguments (and keys of the output) that are not moved.
-    tied_params_map: by address, then by device, the tensors that several modules share.
+    Args:
+        execution_device: where the module runs. None leaves inputs and weights where they are.
+        offload: keep the weights elsewhere, and bring them in for each forward.
+        io_same_device: send the output back to the device of the input.
+        weights_map: the weights of an offloaded module by name. By default those it has now, on the CPU.
+        offload_buffers: offload buffers as well. Otherwise they stay on the execution device.
+        place_submodules: do all this for the submodules as well.
+        skip_keys: keyword arguments of the forward (and keys of its output) that are not moved.
+        tied_params_map: tensors that several modules share, by address and then by device.
     """
 
     def __init__(
         self,
-        execution_device: Device | None = None,
+        execution_device: DeviceLike | None = None,
         offload: bool = False,
         io_same_device: bool = False,
         weights_map: Mapping[str, Any] | None = None,
@@ -152,7 +151,7 @@ class AlignDevicesHook(ModelHook):
         self._forget()
 
     def _forget(self) -> None:
-        """RNNs have a list of their weights besides: it must not keep those that have left."""
+        """Update the list that RNNs keep of their weights: it must not keep offloaded ones alive."""
         for holder in self._lists:
             refresh_flat_weights(holder)
 
@@ -177,14 +176,23 @@ class AlignDevicesHook(ModelHook):
         return args, kwargs
 
     def cast_stand_ins(self, dtype: torch.dtype) -> None:
-        """Weights that are in their module now are offloaded in this dtype when they leave it."""
+        """Offload weights that are in the module now in another dtype from now on.
+
+        Args:
+            dtype: the dtype.
+        """
         for slot in [] if self._block is None else self._block.slots:
             if slot.placeholder.is_floating_point():
                 slot.placeholder.data = slot.placeholder.to(dtype)
 
     @contextlib.contextmanager
     def brought_in(self, module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
-        """Outside a forward: has the offloaded tensors in their modules inside the `with`, on this or their device."""
+        """Bring in the offloaded tensors inside a `with` block, outside of a forward.
+
+        Args:
+            module: the module.
+            device: where to. By default the device the module runs on.
+        """
         missing = [] if self._block is None else self._block.missing()
         brought = [(slot, slot.fill(slot.host().detach().to(device or slot.device))) for slot in missing]
         for name in self._quantized:
@@ -250,7 +258,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def streamer_for(weights: Mapping[str, Any], device: torch.device) -> Streamer:
-    """The streamer of a mapping of weights: hooks that share the one share the other."""
+    """Return the streamer of a mapping of weights, which all hooks with this mapping share."""
     root = root_of(weights)
     key = id(root), device
     streamer = _STREAMERS.get(key)
@@ -296,7 +304,7 @@ def _streamers(model: nn.Module) -> list[Streamer]:
 
 
 def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
-    """The hooks of this kind that a module has, in the order in which they run."""
+    """Return the hooks of this kind that a module has, in the order in which they run."""
     hooks: list[Any] = [getattr(module, "_hf_hook", None)]
     while any(isinstance(hook, SequentialHook) for hook in hooks):
         hooks = [part for hook in hooks for part in getattr(hook, "hooks", (hook,))]
@@ -304,7 +312,7 @@ def align_hooks(module: nn.Module) -> list[AlignDevicesHook]:
 
 
 def _tensors(module: nn.Module, recurse: bool) -> dict[str, torch.Tensor]:
-    """All tensors of a module by name; one that has several names is there several times."""
+    """Return all tensors of a module by name; one with several names is there several times."""
     parts = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
     return {
         f"{path}.{name}" if path else name: tensor
@@ -315,7 +323,7 @@ def _tensors(module: nn.Module, recurse: bool) -> dict[str, torch.Tensor]:
 
 
 def _home_device(tensor: Any) -> torch.device:
-    """Where a tensor is, or was before it was offloaded."""
+    """Return the device of a tensor, or the one it had before it was offloaded."""
     device: torch.device = tensor.slot.home if isinstance(tensor, STAND_INS) else tensor.device
     return device
 
@@ -326,7 +334,7 @@ def _home(module: nn.Module, name: str) -> tuple[MutableMapping[str, Any], str]:
 
 
 def _fill_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """The entries of a state dict that lie elsewhere, as they lie there: in memory, or mapped from their file."""
+    """Replace offloaded entries of a state dict by their values: in memory, or mapped from their file."""
     for attribute in (*parameters_of(module).keys(), *buffers_of(module).keys()):
         entry = state_dict.get(f"{prefix}{attribute}")
         # With keep_vars the entry is the parameter itself.
@@ -335,7 +343,7 @@ def _fill_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_m
 
 
 def _apply(module: nn.Module, function: Callable[[torch.Tensor], Any], *args: Any, **kwargs: Any) -> nn.Module:
-    """Casts of a module are put off until its weights are used; what would hold all of them in memory is refused."""
+    """Postpone casts of a module until its weights are used, and refuse what would need all of them in memory."""
 
     def checked(tensor: torch.Tensor) -> Any:
         result = function(tensor)
@@ -365,7 +373,7 @@ def take_over(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Values that are loaded are written to where the weights lie: torch would take these for empty, and warn."""
+    """Load values to where the weights are; torch would take these for empty, and warn."""
     if local_metadata.get("assign_to_params_buffers", False):
         return
     for attribute, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.big_modeling.store import PrefixedDataset
-from accelerate.big_modeling.tensors import named_module_tensors, set_module_tensor_to_device
+from accelerate.devices.base import DeviceLike
 from accelerate.hooks.align import AlignDevicesHook, align_hooks
 from accelerate.hooks.base import add_hook_to_module
+from accelerate.offload.module_tensors import named_module_tensors, set_module_tensor_to_device
+from accelerate.offload.offloaded_weights import PrefixedDataset
 from accelerate.torch_internals.modules import buffers_of, non_persistent_buffers, parameters_of
 
-Device = int | str | torch.device
 Tied = dict[int, dict[Any, torch.Tensor]]
 
 
@@ -24,14 +24,19 @@ def _dotted(module_name: str, child: str) -> str:
 
 def attach_execution_device_hook(
     module: nn.Module,
-    execution_device: Device,
+    execution_device: DeviceLike,
     skip_keys: str | list[str] | None = None,
     preload_module_classes: list[str] | None = None,
     tied_params_map: Tied | None = None,
 ) -> None:
-    """Make all modules that have weights, and no hook yet, bring their inputs to a device.
+    """Make all submodules that have weights, and no hook yet, bring their inputs to a device.
 
-    preload_module_classes: classes whose insides get no hooks.
+    Args:
+        module: the module.
+        execution_device: the device.
+        skip_keys: keyword arguments of the forward that are not moved.
+        preload_module_classes: names of classes whose submodules get no hooks.
+        tied_params_map: tensors that several modules share, by address and then by device.
     """
     if not hasattr(module, "_hf_hook") and _has_state(module):
         hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
@@ -51,7 +56,7 @@ def _has_state(module: nn.Module) -> bool:
 
 def attach_align_device_hook(
     module: nn.Module,
-    execution_device: Device | None = None,
+    execution_device: DeviceLike | None = None,
     offload: bool = False,
     weights_map: Mapping[str, Any] | None = None,
     offload_buffers: bool = False,
@@ -60,10 +65,19 @@ def attach_align_device_hook(
     preload_module_classes: list[str] | None = None,
     tied_params_map: Tied | None = None,
 ) -> None:
-    """Put a hook on each module that has weights of its own.
+    """Add an `AlignDevicesHook` to each submodule that has weights itself.
 
-    module_name: what the keys of `weights_map` begin with. preload_module_classes: classes whose weights come in all
-    at once, because their forward uses those of the modules inside.
+    Args:
+        module: the module.
+        execution_device: where it runs.
+        offload: keep the weights elsewhere, and bring them in for each forward.
+        weights_map: the weights by name. By default those that the modules have now, on the CPU.
+        offload_buffers: offload buffers as well.
+        module_name: the name of the module in `weights_map`.
+        skip_keys: keyword arguments of the forward that are not moved.
+        preload_module_classes: names of classes whose weights are brought in all at once, submodules included, because
+            their forward uses weights of submodules directly.
+        tied_params_map: tensors that several modules share, by address and then by device.
     """
     named = type(module).__name__ in (preload_module_classes or ())
     # The hooks inside of a module of TorchScript would never run.
@@ -98,7 +112,7 @@ def attach_align_device_hook(
 
 def attach_align_device_hook_on_blocks(
     module: nn.Module,
-    execution_device: Device | Mapping[str, Device] | None = None,
+    execution_device: DeviceLike | Mapping[str, DeviceLike] | None = None,
     offload: bool | Mapping[str, bool] = False,
     weights_map: Mapping[str, Any] | None = None,
     offload_buffers: bool = False,
@@ -107,9 +121,18 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: list[str] | None = None,
     tied_params_map: Tied | None = None,
 ) -> None:
-    """Put hooks on the modules that a device map names.
+    """Add an `AlignDevicesHook` to the modules that a device map names.
 
-    execution_device, offload: by module name, where it runs and whether its weights lie elsewhere; or one for all.
+    Args:
+        module: the model.
+        execution_device: where modules run, by name, or one device for all.
+        offload: whether the weights of modules are kept elsewhere, by name, or one answer for all.
+        weights_map: the weights by name.
+        offload_buffers: offload buffers as well.
+        module_name: the name of `module` in the maps.
+        skip_keys: keyword arguments of the forward that are not moved.
+        preload_module_classes: as in `attach_align_device_hook`.
+        tied_params_map: tensors that several modules share, by address and then by device.
     """
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
         common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
@@ -144,7 +167,7 @@ def _by_name(value: Any, names: Any) -> Mapping[str, Any]:
 
 
 class _Blocks:
-    """A walk over a model that puts hooks on the modules of a device map.
+    """Walk over a model, and add hooks to the modules of a device map.
 
     A module or tensor without an entry has that of the closest module around it.
     """
@@ -179,7 +202,7 @@ class _Blocks:
         return name if name in self.execution_device and name in self.offload else around
 
     def _block(self, module: nn.Module, name: str, entry: str) -> None:
-        """All of a module lies in one place."""
+        """Add hooks to a module that is in one place as a whole."""
         device: Any = self.execution_device[entry]
         if self.offload[entry]:
             self._offloaded(module, name, device)
@@ -195,7 +218,7 @@ class _Blocks:
             attach_execution_device_hook(module, device, **self.common)
 
     def _own(self, module: nn.Module, name: str, entry: str | None) -> None:
-        """The modules inside have entries of their own: what is left are a module's own tensors."""
+        """Add a hook for the tensors that a module has directly; its submodules have entries themselves."""
         own = (*parameters_of(module).items(), *buffers_of(module).items())
         tensors = [key for key, tensor in own if tensor is not None]
         places = {key: self._entry(_dotted(name, key), entry) for key in tensors}

@@ -8,39 +8,88 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.big_modeling.graphs import outside_graphs
+from accelerate.torch_internals.compile import outside_graphs
 
 
 class ModelHook:
-    """What a hook may do. This one does nothing: override what you need.
+    """Run code before and after the forward of a module. This base class changes nothing: override what you need.
 
-    no_grad: run the forward of the module without gradients.
+    Attributes:
+        no_grad: run the forward without gradients.
+
+    Example:
+        ```python
+        class Double(ModelHook):
+            def post_forward(self, module, output):
+                return 2 * output
+
+        add_hook_to_module(model.head, Double())
+        ```
     """
 
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is put on a module. Returns the module."""
+        """Prepare a module that the hook is added to.
+
+        Args:
+            module: the module.
+
+        Returns:
+            The module.
+        """
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Called before each forward. Returns the arguments that the forward gets."""
+        """Run before each forward.
+
+        Args:
+            module: the module.
+            *args: positional arguments of the forward.
+            **kwargs: keyword arguments of the forward.
+
+        Returns:
+            The positional and keyword arguments that the forward gets.
+        """
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Called after each forward. Returns what the caller gets."""
+        """Run after each forward.
+
+        Args:
+            module: the module.
+            output: what the forward returned.
+
+        Returns:
+            What the caller gets.
+        """
         return output
 
     def after_error(self, module: nn.Module) -> None:
-        """Called instead of `post_forward` when the forward has raised an exception."""
+        """Run instead of `post_forward` if the forward raises an exception.
+
+        Args:
+            module: the module.
+        """
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Called when the hook is taken off a module. Returns the module."""
+        """Undo `init_hook` on a module that the hook is removed from.
+
+        Args:
+            module: the module.
+
+        Returns:
+            The module.
+        """
         return module
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one, each called in turn."""
+    """Run several hooks as one, in their order.
+
+    Args:
+        *hooks: the hooks.
+    """
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -83,9 +132,15 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
-    """Put a hook on a module: its forward then runs between the hook's `pre_forward` and `post_forward`.
+    """Add a hook to a module: its forward then runs between the hook's `pre_forward` and `post_forward`.
 
-    A hook that is there already is replaced, or with `append=True` kept and run before the new one.
+    Args:
+        module: the module.
+        hook: the hook.
+        append: keep a hook that the module already has, and run it before the new one. Otherwise it is replaced.
+
+    Returns:
+        The module.
     """
     old_hook = getattr(module, "_hf_hook", None)
     old_forward: Any = module.forward
@@ -126,7 +181,15 @@ def _forward(module: Any, hook: ModelHook, args: tuple[Any, ...], kwargs: dict[s
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Take the hook off a module, if it has one; with `recurse=True` also off all modules inside."""
+    """Remove the hook of a module, if it has one.
+
+    Args:
+        module: the module.
+        recurse: remove the hooks of all submodules as well.
+
+    Returns:
+        The module.
+    """
     if hasattr(module, "_hf_hook"):
         hook: Any = module._hf_hook
         hook.detach_hook(module)
@@ -145,5 +208,9 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks off a module and all modules inside."""
+    """Remove the hooks of a module and all its submodules.
+
+    Args:
+        module: the module.
+    """
     remove_hook_from_module(module, recurse=True)

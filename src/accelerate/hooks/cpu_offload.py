@@ -7,20 +7,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.big_modeling.graphs import outside_graphs
-from accelerate.big_modeling.tensors import with_index
 from accelerate.comm.tree import send_arguments_to_device
 from accelerate.hooks.base import ModelHook, remove_hook_from_module
 from accelerate.memory import clear_device_cache
+from accelerate.offload.module_tensors import with_index
 from accelerate.state import PartialState
+from accelerate.torch_internals.compile import outside_graphs
 from accelerate.torch_internals.modules import buffers_of, parameters_of
 
 
 class CpuOffload(ModelHook):
-    """Keeps a module on the CPU until it is called, then leaves it on the device.
+    """Keep a module on the CPU until it is called, then leave it on the device.
 
-    execution_device: where it runs; by default the first accelerator of this machine.
-    prev_module_hook: what `cpu_offload_with_hook` returned for the module that ran before; it leaves the device first.
+    Args:
+        execution_device: where it runs. By default the first accelerator of this machine.
+        prev_module_hook: the hook that `cpu_offload_with_hook` returned for the module that runs before this one. That
+            module leaves the device first.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class CpuOffload(ModelHook):
 
 
 def _is_on(module: nn.Module, device: torch.device) -> bool:
-    """Whether all tensors of a module are on a device: a tenth of the time that `to` takes to do nothing."""
+    """Tell whether all tensors of a module are on a device, in a tenth of the time that `to` takes to do nothing."""
     return all(
         tensor is None or tensor.device == device
         for part in module.modules()
@@ -63,14 +65,21 @@ def _is_elsewhere(module: nn.Module) -> bool:
 
 
 class UserCpuOffloadHook:
-    """What `cpu_offload_with_hook` gives to its caller: sends the model back to the CPU, or ends the offload."""
+    """Control a model that `cpu_offload_with_hook` offloads.
+
+    Args:
+        model: the model.
+        hook: its hook.
+    """
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model
         self.hook = hook
 
     def offload(self) -> None:
+        """Send the model back to the CPU."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
+        """Remove the hook, which ends the offload."""
         remove_hook_from_module(self.model)

@@ -48,7 +48,8 @@ def main(argv: list[str] | None = None) -> int:
 def _run(words: list[str], own: list[str], folder: Path) -> int:
     quiet = "--quiet" in own
     program.adopt_orphans()
-    _limit_interrupts()
+    said = threading.Event()
+    _limit_interrupts(said)
     kills = processes.out_of_memory_kills()
 
     from torch.distributed import run as torchrun
@@ -96,6 +97,7 @@ def _run(words: list[str], own: list[str], folder: Path) -> int:
         number = int(stopped.sigval)
         if note.exists():
             return PREEMPTED  # the ranks have said what they did
+        said.set()
         _say(f"The run {processes.signal_in_words(number)}.")
         return 128 + number
     except RendezvousError as problem:
@@ -155,20 +157,30 @@ def _report(failure: Any, quiet: bool, memory_kills: int, teed: bool) -> int:
         return code
     traceback = details(first.error_file_data).get("py_callstack")
     failed = {number: other for number, other in failure.failures.items() if other.exitcode != -signal.SIGTERM}
-    alike = [n for n, other in failed.items() if details(other.error_file_data).get("py_callstack") == traceback]
-    others = len(failed) - (len(alike) if traceback and len(alike) > 1 else 1)
+    alike = _alike(first, failed) if traceback else {rank}
+    others = len(failed.keys() - alike)
     also = f" (and {others} more after it)" if others > 0 else ""
-    records = [details(failed[number].error_file_data) for number in alike]
+    records = [details(failed[number].error_file_data) for number in alike & failed.keys()]
     shown = all(record.get("said") and (teed or record.get("on_screen")) for record in records)
     if first.exitcode == ABORTED and not details(first.error_file_data):  # else the script has chosen that code
         _say("The run was ended because its ranks waited for each other, as shown above.")
     elif traceback and len(alike) > 1:
-        say_of_several(alike, _host(), traceback, also, shown=shown)
+        say_of_several(sorted(alike), _host(), traceback, also, shown=shown)
     elif traceback:
         say(rank, _host(), traceback, also, shown=shown)
     else:
         _say(f"{who} was the first to fail{also}, with exit code {first.exitcode}.")
     return code
+
+
+def _alike(first: Any, failed: dict[int, Any]) -> set[int]:
+    """The ranks that failed as the first one did."""
+    record = details(first.error_file_data)
+    alike = {
+        number for number, other in failed.items() if details(other.error_file_data).get("alike") == record.get("alike")
+    }
+    # Whose traceback is on the screen may have been ended before it could write its failure down.
+    return alike | {int(number) for number in [record.get("said_by", "")] if number}
 
 
 def _when(process: Any) -> tuple[int, float]:
@@ -202,8 +214,8 @@ def _pass_on(number: int, frame: FrameType | None) -> None:
     raise SignalException(f"Process {os.getpid()} got signal: {number}", sigval=signal.Signals(number))
 
 
-def _limit_interrupts() -> None:
-    """After Ctrl-C the run ends within seconds, whatever its processes do.
+def _limit_interrupts(said: threading.Event) -> None:
+    """After Ctrl-C the run ends within seconds, whatever its processes do. said: set when the screen says so.
 
     Every handler that torch elastic installs writes the number of the signal to this pipe first.
     """
@@ -217,6 +229,8 @@ def _limit_interrupts() -> None:
                 return
         time.sleep(processes.GRACE)
         program.signal_descendants()
+        if not said.is_set():
+            _say(f"The run {processes.signal_in_words(signal.SIGINT)}.")
         os._exit(128 + signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()

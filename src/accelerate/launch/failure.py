@@ -42,9 +42,14 @@ def say_of_several(ranks: list[int], host: Any, traceback: str, also: str = "", 
 def _last(who: str, traceback: str, shown: bool) -> None:
     text = traceback.rstrip()
     if shown:
-        lines = text.splitlines()
-        # The error itself: what comes after the lines of the stack, which are indented.
-        stack = max((number for number, line in enumerate(lines) if line.startswith(" ")), default=-1)
-        who, text = f"{who}, as shown above", "\n".join(lines[stack + 1 :]) or text
+        who, text = f"{who}, as shown above", _error_alone(text)
     sys.stdout.flush()
     print(f"\n{who}:\n{text}", file=sys.stderr, flush=True)
+
+
+def _error_alone(traceback: str) -> str:
+    """The error itself: what comes after the lines of the last stack. They are indented, as lines of it may be, too."""
+    lines = traceback.splitlines()
+    stack = max((number for number, line in enumerate(lines) if line.startswith("Traceback (most recent")), default=-1)
+    error = next((number for number in range(stack + 1, len(lines)) if not lines[number].startswith(" ")), 0)
+    return "\n".join(lines[error:])

@@ -17,7 +17,9 @@ def note_killed(folder: Path) -> None:
     end_those_left: Any = SubprocessContext.close
 
     def close(self: Any, *args: Any, **kwargs: Any) -> None:
-        for rank, handler in sorted(self.subprocess_handlers.items()):
+        # It is called again when those that were left have ended, by a signal: of that, none of them is the cause.
+        again, self.was_closed = getattr(self, "was_closed", False), True
+        for rank, handler in [] if again else sorted(self.subprocess_handlers.items()):
             code = handler.proc.poll()
             if code is not None and code < 0 and -code not in _CONSEQUENCES:
                 env = self.envs[rank]

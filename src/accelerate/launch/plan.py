@@ -15,6 +15,7 @@ class LaunchPlan:
     engine: who runs the processes, in words.
     becomes: the command may take the place of this process (it looks after its own children).
     each: what every one of the processes runs, where the command itself starts several.
+    machines: by their names, what starts the processes of other machines, where the command does that.
     gathers: failures are written down by the workers and told again at the end.
     carries: the variables go to other machines, in a file that DeepSpeed's launcher reads.
     missing: what this machine lacks to carry the plan out, as a sentence.
@@ -25,6 +26,7 @@ class LaunchPlan:
     argv: list[str]
     env: dict[str, str]
     each: list[str] = field(default_factory=list)
+    machines: dict[str, list[str]] = field(default_factory=dict)
     becomes: bool = False
     gathers: bool = False
     carries: bool = False

@@ -42,6 +42,20 @@ def _engine(settings: Settings, environ: Mapping[str, str]) -> None:
         )
 
 
+def _tpu(settings: Settings, environ: Mapping[str, str]) -> None:
+    """The chips of this machine, and the pod that it is part of."""
+    if settings.use_fsdp and settings.fsdp_xla == "true" and not settings.tpu:
+        settings.put("tpu", True, settings.of["fsdp_xla"].source, "FSDP is to shard over the chips of a TPU")
+    if settings.of["tpu_use_cluster"].source == "flag" and settings.tpu_use_cluster:
+        settings.put("tpu", True, "flag", "`--tpu_cluster` was given")
+    if settings.use_fsdp and settings.tpu and settings.fsdp_xla_fsdp_v2 == "false":
+        raise ValueError("FSDP on a TPU is done by SPMD alone: leave out `--fsdp_xla_fsdp_v2 no`.")
+    if settings.tpu:
+        from accelerate.launch import tpu
+
+        tpu.settle(settings, environ)
+
+
 def _precision(settings: Settings, environ: Mapping[str, str]) -> None:
     if settings.mixed_precision is None:
         settings.put("mixed_precision", "no", "default")
@@ -258,6 +272,7 @@ _DETECTED = (
     _engine,
     _precision,
     _range,
+    _tpu,
     _cluster,
     _deepspeed,
     _machines,

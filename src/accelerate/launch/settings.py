@@ -17,7 +17,11 @@ from accelerate.launch.hostfile import Hosts
 from accelerate.text import did_you_mean
 
 # At most one of each line may be asked for.
-_ONE_OF = (("multi_gpu", "tpu", "cpu"), ("use_deepspeed", "use_fsdp", "use_megatron_lm", "multi_gpu", "tpu"))
+_ONE_OF = (
+    ("multi_gpu", "tpu", "cpu"),
+    ("use_deepspeed", "use_fsdp", "use_megatron_lm", "multi_gpu"),
+    ("use_deepspeed", "use_megatron_lm", "tpu"),
+)
 
 # What a distributed type in the file stands for, unless a flag says otherwise.
 _FILE_TYPES = {
@@ -79,16 +83,16 @@ class Settings:
     @property
     def starts_all_machines(self) -> bool:
         """Whether this launch starts the processes of other machines too."""
-        if self.mpirun_hostfile is not None:
+        if self.mpirun_hostfile is not None or (self.tpu and self.tpu_use_cluster):
             return True
         return self.hosts is not None and self.deepspeed_multinode_launcher != "nossh"
 
     @property
     def elastic(self) -> bool:
         """Whether torch elastic starts the processes."""
-        if self.world is not None or self.mpirun_hostfile is not None or self.tpu:
+        if self.world is not None or self.mpirun_hostfile is not None or (self.tpu and self.tpu_use_cluster):
             return False
-        engine = self.multi_gpu or self.use_fsdp or self.use_megatron_lm or self.use_deepspeed
+        engine = not self.tpu and (self.multi_gpu or self.use_fsdp or self.use_megatron_lm or self.use_deepspeed)
         # What nobody else can do, for one process either.
         service = self.max_restarts or self.tee != "0" or self.log_dir is not None
         return bool(engine or service or self.num_processes > 1)

@@ -28,6 +28,9 @@ def show(plan: LaunchPlan, settings: Settings) -> None:
     if plan.each:
         console.print("\nEach process", style=heading)
         console.print(f"  {shlex.join(plan.each)}", markup=False)
+    for name, words in plan.machines.items():
+        console.print(f"\nFor {name}", style=heading, markup=False)
+        console.print(f"  {shlex.join(words)}", markup=False)
     console.print("\nVariables", style=heading)
     for name in sorted(plan.env):
         console.print(f"  {name}={plan.env[name]}", markup=False)
@@ -35,7 +38,8 @@ def show(plan: LaunchPlan, settings: Settings) -> None:
     _table(console, _rows(settings), terminal)
     refused = [f"{plan.refused[0]} is not part of this version: {plan.refused[1]}"] if plan.refused else []
     missing = [plan.missing] if plan.missing else []
-    for note in [*settings.notes, *plan.notes, *refused, *missing]:
+    notes = [note for note in plan.notes if note != f"starting {plan.engine}"]  # which is the heading
+    for note in [*settings.notes, *notes, *refused, *missing]:
         console.print(f"\nNote: {note}", markup=False)
 
 

@@ -40,7 +40,7 @@ def wait_for_main(host: str, port: int, limit: float) -> None:
             )
         if waited >= due:
             due *= 2
-            _say(f"waiting for the machine with rank 0 at {host}:{port} since {waited:.0f} s ({reason}).")
+            _say(f"waiting for the machine with rank 0 at {host}:{port}, for {waited:.0f} s so far ({reason}).")
         time.sleep(_LOOK)
 
 
@@ -64,7 +64,7 @@ def _say_until(over: threading.Event, host: str, port: int, others: int) -> None
         if waited >= due:
             due *= 2
             machines = "one more machine" if others == 1 else f"{others} more machines"
-            _say(f"waiting for {machines} to come to {host}:{port} since {waited:.0f} s.")
+            _say(f"waiting for {machines} to come to {host}:{port}, for {waited:.0f} s so far.")
 
 
 def _has_children() -> bool:

@@ -85,8 +85,11 @@ def run_module(name: str) -> None:
     runpy._run_module_as_main(name)  # type: ignore[attr-defined]
 
 
-def record(error: BaseException, traceback: TracebackType | None, said: bool = False) -> None:
-    """Writes the failure where the launcher looks for it, in the form torch elastic knows."""
+def record(error: BaseException, traceback: TracebackType | None, said: bool = False, said_by: str = "") -> None:
+    """Writes the failure where the launcher looks for it, in the form torch elastic knows.
+
+    said: whether its traceback is on the screen. said_by: the rank that wrote it there.
+    """
     path = _record_path()
     if path is None or os.path.exists(path):
         return
@@ -105,6 +108,8 @@ def record(error: BaseException, traceback: TracebackType | None, said: bool = F
         "rank": _rank(),
         "host": platform.node(),
         "said": said,
+        "said_by": said_by,
+        "alike": _what_is_alike(error, traceback),
         "on_screen": _shares_the_screen(),
         "about_others": _is_about_others(error),
     }
@@ -121,40 +126,50 @@ def _is_about_others(error: BaseException) -> bool:
     return lost is not None and isinstance(error, RuntimeError) and bool(lost.is_about_others(str(error)))
 
 
-def _is_first_to_say(text: str) -> bool:
-    """Whether no other process of this run has said the same on the screen that they share."""
-    folder = os.path.dirname(os.path.dirname(os.environ.get("TORCHELASTIC_ERROR_FILE", "")))
-    if not folder or not _shares_the_screen():
-        return True
-    import re
+def _what_is_alike(error: BaseException, traceback: TracebackType | None) -> str:
+    """What failures of several ranks have in common if they are one: the error, and the lines outside of this package.
+
+    Inside of it, only one rank may have met the problem that all of them raise.
+    """
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    places = []
+    while traceback is not None and not getattr(error, "is_of_all_ranks", False):
+        file = traceback.tb_frame.f_code.co_filename
+        if not file.startswith(package + os.sep):
+            places.append((file, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return repr((type(error).__name__, str(error), places))
+
+
+def _first_to_say(text: str) -> str:
+    """Which rank of this attempt was the first to say something on the screen that they share: perhaps this one."""
+    if "TORCHELASTIC_ERROR_FILE" not in os.environ or not _shares_the_screen():
+        return _rank()
     from hashlib import sha256
 
-    # Torch writes which rank it is in front of each line.
-    digest = sha256(re.sub(r"(?m)^\[rank\d+\]:", "", text).encode()).hexdigest()
+    digest = sha256(text.encode(errors="replace")).hexdigest()
     if digest in _said or len(_said) > 1000:  # what changes each time is no longer compared
-        return True
+        return _rank()
+    note = _in_scratch(f"said-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{digest}")
     try:
-        os.close(os.open(os.path.join(folder, f"said-{digest}"), os.O_CREAT | os.O_EXCL))
+        os.symlink(_rank(), note)  # there with its content, or not at all
     except FileExistsError:
-        return False
+        return os.readlink(note)
     except OSError:
         pass
     _said.add(digest)
-    return True
+    return _rank()
 
 
 @contextmanager
-def _once_on_the_screen() -> Iterator[io.StringIO]:
-    """What is written to the screen in here is not, if another process of this run has written the same: the launcher
-    says which ranks have failed like this."""
+def _captured() -> Iterator[io.StringIO]:
+    """What would be written to the screen."""
     screen = sys.stderr
     sys.stderr = said = io.StringIO()
     try:
         yield said
     finally:
         sys.stderr = screen
-    if _is_first_to_say(said.getvalue()):
-        print(said.getvalue(), end="", file=screen, flush=True)
 
 
 def warn_once() -> None:
@@ -164,7 +179,7 @@ def warn_once() -> None:
     show = warnings.showwarning
 
     def show_if_new(message, category, filename, lineno, file=None, line=None):  # type: ignore[no-untyped-def]
-        if file is not None or _is_first_to_say(f"{filename}:{lineno}: {category.__name__}: {message}"):
+        if file is not None or _first_to_say(f"{filename}:{lineno}: {category.__name__}: {message}") == _rank():
             show(message, category, filename, lineno, file, line)
 
     warnings.showwarning = show_if_new
@@ -229,7 +244,9 @@ def say_attempt() -> None:
             with open(path, encoding="utf-8") as file:
                 message = json.load(file)["message"]
             if not message["extraInfo"].get("about_others"):
-                failures.append((message["extraInfo"]["time"], message["extraInfo"]["rank"], message["message"]))
+                failures.append(
+                    (message["extraInfo"]["time"], message["extraInfo"]["rank"], _first_line(message["message"]))
+                )
         except (OSError, ValueError, KeyError, TypeError):
             continue
     if (killed := _killed(attempt - 1)) is not None:
@@ -242,6 +259,10 @@ def say_attempt() -> None:
         why = "rank {1} failed with {2}".format(*min(failures))
     most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", attempt)) + 1
     print(f"accelerate: attempt {attempt + 1} of {most}, after {why}", file=sys.stderr, flush=True)
+
+
+def _first_line(text: str) -> str:
+    return next(iter(text.splitlines()), text)
 
 
 def _in_scratch(name: str) -> str:
@@ -293,10 +314,13 @@ def main() -> None:
     except BaseException as error:
         traceback = _inside(error.__traceback__)
         # First on the screen: whoever shows an error may add to it, as which machine was lost.
-        with _once_on_the_screen() as said:
+        with _captured() as said:
             sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+        said_by = _first_to_say(_what_is_alike(error, traceback))
+        if said_by == _rank():
+            print(said.getvalue(), end="", file=sys.stderr, flush=True)
         # A script's own hook may have shown it otherwise, or not at all.
-        record(error, traceback, "Traceback (most recent call last)" in said.getvalue())
+        record(error, traceback, "Traceback (most recent call last)" in said.getvalue(), said_by)
         failed = True
     else:
         failed = False

@@ -62,7 +62,12 @@ def create(mode: str, device: Device, settings: PrecisionSettings | None = None)
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[None]:
-    """The autocast context of the current mixed precision, or one that does nothing."""
+    """Return the autocast context of the current mixed precision, or one that does nothing.
+
+    Args:
+        native_amp: whether mixed precision is used at all.
+        autocast_kwargs: settings of `torch.autocast`.
+    """
     from accelerate.state import AcceleratorState
 
     state = AcceleratorState()
@@ -74,7 +79,12 @@ def get_mixed_precision_context_manager(
 
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
-    """A gradient scaler for the current device."""
+    """Create a gradient scaler for the current device.
+
+    Args:
+        distributed_type: not used; accepted as in the 1.15 release.
+        kwargs: arguments of the scaler.
+    """
     from accelerate.state import PartialState
 
     return Scaler(PartialState().device_kind.name, **kwargs)

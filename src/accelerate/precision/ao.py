@@ -185,27 +185,49 @@ def _forget_scale(module: Any, problems: Any) -> None:
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """The names of the first and of the last linear layer: they are the ones that suffer most from fp8."""
+    """Return the names of the first and the last linear layer, which suffer most from fp8.
+
+    Args:
+        model: the model.
+    """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: list[str]) -> bool:
-    """Whether a module of this name can be converted: if its sizes suit fp8, and it is not to be left out."""
+    """Tell whether a module can be converted to fp8.
+
+    Args:
+        module: the module.
+        fqn: its name in the model.
+        layers_to_filter: names of layers that are left out.
+
+    Returns:
+        True if its sizes suit fp8 and it is not left out.
+    """
     if isinstance(module, nn.Linear) and (module.in_features % PIECE or module.out_features % PIECE):
         return False
     return fqn not in layers_to_filter
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Whether the part of this name can be converted, being neither the first nor the last linear layer of `module`."""
+    """Tell whether a layer can be converted to fp8 and is neither the first nor the last linear layer.
+
+    Args:
+        module: the whole model.
+        fqn: the name of the layer.
+    """
     first, last = find_first_last_linear_layers(module)
     return filter_linear_layers(module, fqn, [name for name in (first, last) if name is not None])
 
 
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
-    """Whether a part of the model was converted."""
+    """Tell whether a layer of a model was converted to fp8 by torchao.
+
+    Args:
+        model: the model.
+    """
     from torchao.float8.float8_linear import Float8Linear
 
     return any(isinstance(module, Float8Linear) for module in model.modules())
@@ -215,7 +237,14 @@ def has_ao_layers(model: nn.Module) -> bool:
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Any = None, module_filter_func: Callable[[nn.Module, str], bool] | None = None
 ) -> None:
-    """Convert linear layers in place; by default all whose sizes suit but the first and the last."""
+    """Convert the linear layers of a model to fp8 with torchao, in place.
+
+    Args:
+        model: the model.
+        config: torchao's `Float8LinearConfig`.
+        module_filter_func: given a module and its name, tells whether it is converted. By default all layers whose
+            sizes suit, except the first and the last.
+    """
     from torchao.float8 import convert_to_float8_training
 
     if module_filter_func is None:

@@ -150,9 +150,14 @@ def stepper_for(optimizer: Any, scaler: torch.amp.GradScaler | None, overflow: b
 
 
 def patch_optimizer_step(accelerated_optimizer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
-    """`method`, the `step` of `accelerated_optimizer.optimizer`, noting on the former that it was called.
+    """Wrap the `step` of an optimizer so that calls are noted. A scaler does not call it when it skips a step.
 
-    A scaler does not call it when it leaves a step out.
+    Args:
+        accelerated_optimizer: the prepared optimizer, on which the call is noted.
+        method: the `step` of the optimizer inside it.
+
+    Returns:
+        The wrapped method.
     """
 
     @functools.wraps(method)

@@ -53,7 +53,11 @@ def _engine(what: str) -> Any:
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Whether a part of the model is a layer of TransformerEngine."""
+    """Tell whether a model has a layer of TransformerEngine.
+
+    Args:
+        model: the model.
+    """
     te = _engine("has_transformer_engine_layers")
     return any(isinstance(module, (te.LayerNorm, te.Linear, te.TransformerLayer)) for module in model.modules())
 
@@ -61,9 +65,15 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 def convert_model(
     model: nn.Module, to_transformer_engine: bool = True, _convert_linear: bool = True, _convert_ln: bool = True
 ) -> None:
-    """Put layers of TransformerEngine in place of torch's, or the other way round; each with the parameters of the old.
+    """Replace layers of torch by those of TransformerEngine, or the other way round. Parameters are kept.
 
     Linear layers whose sizes fp8 cannot multiply stay as they are.
+
+    Args:
+        model: the model, which is changed in place.
+        to_transformer_engine: the direction.
+        _convert_linear: convert linear layers.
+        _convert_ln: convert layer norms.
     """
     te = _engine("convert_model")
     for name, child in list(model.named_children()):
@@ -110,7 +120,16 @@ def _to_torch(te: Any, layer: Any, *, linear: bool, norm: bool) -> nn.Module | N
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """A forward that computes in fp8: in training, or always. model_forward: takes the model as its first argument."""
+    """Make a forward that computes in fp8.
+
+    Args:
+        model_forward: the original forward, which takes the model as its first argument.
+        fp8_recipe: the recipe of TransformerEngine.
+        use_during_eval: compute in fp8 in evaluation as well.
+
+    Returns:
+        The new forward.
+    """
     te = _engine("contextual_fp8_autocast")
 
     @functools.wraps(model_forward)
@@ -122,7 +141,15 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: Any) -> nn.Module:
-    """Have the forward of a model compute in fp8."""
+    """Make the forward of a model compute in fp8.
+
+    Args:
+        model: the model.
+        fp8_recipe_handler: the settings, a `TERecipeKwargs`.
+
+    Returns:
+        The model.
+    """
     te = _engine("apply_fp8_autowrap")
     handler = TERecipeKwargs() if fp8_recipe_handler is None else fp8_recipe_handler
     recipe = _recipe(te, handler)

@@ -14,13 +14,13 @@ from torch import nn
 
 from accelerate.available import is_4bit_bnb_available, is_8bit_bnb_available
 from accelerate.big_modeling.device_map import infer_auto_device_map
+from accelerate.big_modeling.device_memory import get_balanced_memory
 from accelerate.big_modeling.dispatch import dispatch_model
 from accelerate.big_modeling.loading import load_checkpoint_in_model
-from accelerate.big_modeling.memory import get_balanced_memory
 from accelerate.big_modeling.meta import init_empty_weights
-from accelerate.big_modeling.tensors import Device
 from accelerate.big_modeling.ties import find_tied_parameters
 from accelerate.config.quantization import BnbQuantizationConfig
+from accelerate.devices.base import DeviceLike
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -32,18 +32,27 @@ def load_and_quantize_model(
     model: nn.Module,
     bnb_quantization_config: BnbQuantizationConfig,
     weights_location: str | os.PathLike[str] | None = None,
-    device_map: Mapping[str, Device] | str | None = None,
+    device_map: Mapping[str, DeviceLike] | str | None = None,
     no_split_module_classes: list[str] | None = None,
     max_memory: dict[int | str, int | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:
-    """Returns a model with quantized linear layers, loaded and on its devices.
+    """Load a model with quantized linear layers onto its devices.
 
-    model: best built under `init_empty_weights`, so that the full weights are never in memory at once.
-    weights_location: its checkpoint, as in `load_checkpoint_in_model`. The others: as in
-    `load_checkpoint_and_dispatch`; without a device map the model goes on one device. Modules that a map of your own
-    puts on "cpu" or "disk" beside a GPU, or on "disk" beside the CPU, are not quantized to 4 bits.
+    Args:
+        model: the model, best built under `init_empty_weights`, so that the full weights are never in memory at once.
+        bnb_quantization_config: how to quantize.
+        weights_location: its checkpoint, as in `load_checkpoint_in_model`.
+        device_map: as in `load_checkpoint_and_dispatch`. Without one, the model goes to one device. Modules that your
+            own map puts on "cpu" or "disk" beside a GPU, or on "disk" beside the CPU, are not quantized to 4 bits.
+        no_split_module_classes: as in `load_checkpoint_and_dispatch`.
+        max_memory: as in `load_checkpoint_and_dispatch`.
+        offload_folder: as in `load_checkpoint_and_dispatch`.
+        offload_state_dict: as in `load_checkpoint_and_dispatch`.
+
+    Returns:
+        The quantized model.
     """
     config = copy.copy(bnb_quantization_config)  # it may be used for other models
     _require_bnb(config)
@@ -80,7 +89,7 @@ def load_and_quantize_model(
     return dispatch_model(_marked(model, config), device_map=found, offload_dir=offload_folder)
 
 
-def _brought_in(device_map: Mapping[str, Device] | str | None) -> list[str]:
+def _brought_in(device_map: Mapping[str, DeviceLike] | str | None) -> list[str]:
     """The modules that a map has run on another device than it keeps them on; without a GPU the CPU runs all."""
     if not isinstance(device_map, Mapping) or len(set(device_map.values())) == 1:
         return []
@@ -121,11 +130,22 @@ def _one_device() -> torch.device:
 def get_quantized_model_device_map(
     model: nn.Module,
     bnb_quantization_config: BnbQuantizationConfig,
-    device_map: Mapping[str, Device] | str | None = None,
+    device_map: Mapping[str, DeviceLike] | str | None = None,
     max_memory: dict[int | str, int | str] | None = None,
     no_split_module_classes: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Returns the device map of a model that will be quantized: sizes are those after that."""
+    """Plan the device map of a model that will be quantized, with its sizes after that.
+
+    Args:
+        model: the model.
+        bnb_quantization_config: how it will be quantized.
+        device_map: a map, or the name of a strategy such as "auto".
+        max_memory: the limit of each device.
+        no_split_module_classes: names of classes that are never split.
+
+    Returns:
+        The device map.
+    """
     config = bnb_quantization_config
     if device_map is None:
         return {"": _one_device()}
@@ -158,7 +178,11 @@ def get_quantized_model_device_map(
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Returns the modules that are better not quantized: the last one, and all with tied parameters."""
+    """Return the names of modules that are better not quantized: the last one, and all with tied parameters.
+
+    Args:
+        model: the model.
+    """
     tied = [name for group in find_tied_parameters(model) for name in group]
     prefix = getattr(model, "base_model_prefix", None)
     without_head = prefix is not None and not hasattr(model, prefix)
@@ -175,10 +199,16 @@ def replace_with_bnb_layers(
     modules_to_not_convert: list[str] | None = None,
     current_key_name: list[str] | None = None,
 ) -> nn.Module:
-    """Puts layers of bitsandbytes in the place of linear ones; their weights are quantized when they are moved.
+    """Replace linear layers by those of bitsandbytes. Weights are quantized when they are moved.
 
-    modules_to_not_convert: names of modules that stay as they are, with all in them. current_key_name: where `model`
-    stands in the model that these names are of.
+    Args:
+        model: the model.
+        bnb_quantization_config: how to quantize.
+        modules_to_not_convert: names of modules that stay as they are, with all their submodules.
+        current_key_name: the path of `model` in the model that these names belong to.
+
+    Returns:
+        The model.
     """
     left_alone = modules_to_not_convert or []
     path = ".".join(current_key_name or [])
@@ -220,11 +250,19 @@ def _quantized_layer(module: nn.Linear, config: BnbQuantizationConfig) -> nn.Mod
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Says whether a model has a layer with weights in 4 bits."""
+    """Tell whether a model has a layer with 4-bit weights.
+
+    Args:
+        model: the model.
+    """
     return any(type(module).__name__ == "Linear4bit" for module in model.modules())
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device | None:
-    """Returns the device of the first parameter of a module; None where it has none."""
+    """Return the device of the first parameter of a module, or None if it has none.
+
+    Args:
+        parameter: the module.
+    """
     first = next(parameter.parameters(), None)
     return None if first is None else first.device

@@ -19,5 +19,5 @@ __all__ = [
 
 
 def is_initialized() -> bool:
-    """Whether an `Accelerator` has been created in this process."""
+    """Tell whether an `Accelerator` has been created in this process."""
     return AcceleratorState._shared_state != {}

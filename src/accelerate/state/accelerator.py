@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from accelerate import devices
 from accelerate.available import is_fp8_available
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, PrecisionType
-from accelerate.config.environment import parse_flag_from_env
 from accelerate.errors import NotYetSupported
 from accelerate.per_rank import ThreadLocalSharedDict
 from accelerate.state import engines
@@ -19,14 +19,30 @@ from accelerate.state.partial import PartialState
 if TYPE_CHECKING:
     from accelerate.config.deepspeed import DeepSpeedPlugin
     from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+    from accelerate.config.megatron import MegatronLMPlugin
     from accelerate.parallelism_config import ParallelismConfig
 
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
+# What engines set for libraries that look there.
+_FLAGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 
 
 class AcceleratorState(PartialState):
-    """Shared by all instances. Made by the first `Accelerator`; read anywhere afterwards."""
+    """Hold the settings of a run. The first `Accelerator` creates it, and all instances share them.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
+        cpu: run on the CPU even if there is an accelerator.
+        dynamo_plugin: how models are compiled.
+        deepspeed_plugin: the settings of DeepSpeed.
+        fsdp_plugin: the settings of FSDP.
+        torch_tp_plugin: the settings of tensor parallelism.
+        megatron_lm_plugin: the settings of Megatron-LM.
+        parallelism_config: the axes of the device mesh.
+        _from_accelerator: whether an `Accelerator` creates it.
+        **kwargs: arguments of `PartialState`.
+    """
 
     _shared_state: Any = ThreadLocalSharedDict()
 
@@ -34,10 +50,14 @@ class AcceleratorState(PartialState):
     dynamo_plugin: TorchDynamoPlugin | None
     # There only where FSDP is the engine: that is how scripts ask.
     fsdp_plugin: FullyShardedDataParallelPlugin
+    # None where Megatron-LM is not the engine.
+    megatron_lm_plugin: MegatronLMPlugin | None = None
     parallelism_config: ParallelismConfig | None
     # By name, where DeepSpeed is the engine.
     deepspeed_plugins: Any = None
     device_mesh: Any
+    # Whether parameters on an XLA device are kept in bf16, too.
+    downcast_bfloat: bool
 
     def __init__(
         self,
@@ -54,8 +74,6 @@ class AcceleratorState(PartialState):
     ) -> None:
         self.__dict__ = self._shared_state
         mixed_precision = _checked_precision(mixed_precision)
-        if _from_accelerator:
-            _refuse_megatron(megatron_lm_plugin)
         if _from_accelerator and self._group_ended:
             # A second training after `end_training`: all processes come here, and meet again.
             self._reset_state(reset_partial_state=True)
@@ -65,6 +83,7 @@ class AcceleratorState(PartialState):
             "torch_tp_plugin": torch_tp_plugin,
             "parallelism_config": parallelism_config,
             "dynamo_plugin": dynamo_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
         }
         if self.initialized:
             self._check_unchanged(mixed_precision, cpu)
@@ -82,31 +101,43 @@ class AcceleratorState(PartialState):
             raise NotYetSupported("mixed_precision='fp8' with DeepSpeed", "use 'bf16', or FSDP to spread the model.")
         for plugin in deepspeed.values():
             plugin.set_mixed_precision(mixed_precision)
+        others = {"FSDP": fsdp_plugin, "DeepSpeed": deepspeed or None, "a ParallelismConfig": parallelism_config}
+        megatron = engines.megatron_plugin(megatron_lm_plugin, others, mixed_precision)
         dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
         plugins |= {
             "fsdp_plugin": fsdp_plugin,
             "parallelism_config": parallelism_config,
             "dynamo_plugin": dynamo_plugin,
+            "megatron_lm_plugin": megatron,
         }
         # As they are now: a mesh fills in its sizes, and the precision sets that of a sharded model.
         asked = {name: (plugin, engines.settings_of(plugin)) for name, plugin in plugins.items() if plugin is not None}
         if fsdp_plugin is not None and mixed_precision != "no":
             fsdp_plugin.set_mixed_precision(mixed_precision)
+        if fsdp_plugin is not None:
+            devices.choose(os.environ, cpu).device.will_shard()
         partial = PartialState(cpu, **kwargs)
+        downcast = engines.downcast_is_on(mixed_precision, partial)
         if deepspeed:
             engines.set_up_deepspeed(partial)
+        if megatron is not None:
+            engines.set_up_megatron(partial)
         mesh = engines.mesh(parallelism_config, fsdp_plugin, partial, deepspeed=bool(deepspeed))
         self.__dict__.update(partial.__dict__)
         self.parallelism_config = parallelism_config
         self.device_mesh = mesh
         if engines.fsdp_is_on(fsdp_plugin, partial):
             self.fsdp_plugin = fsdp_plugin
-            self.distributed_type = DistributedType.FSDP
+            self.distributed_type = partial.device_kind.sharding_label
         if deepspeed:
             self.deepspeed_plugins = deepspeed
             self.distributed_type = DistributedType.DEEPSPEED
             self.select_deepspeed_plugin(next(iter(deepspeed)))
+        if megatron is not None:
+            self.megatron_lm_plugin = megatron
+            self.distributed_type = DistributedType.MEGATRON_LM
         self._mixed_precision = mixed_precision
+        self.downcast_bfloat = downcast
         self.dynamo_plugin = dynamo_plugin
         self._asked = asked
 
@@ -125,7 +156,7 @@ class AcceleratorState(PartialState):
     def _forgotten_if_refused() -> Iterator[None]:
         """Forget a state that is made in here where an error follows: the next Accelerator may ask for another one."""
         before = AcceleratorState._shared_state.get("_asked")
-        flags = {name: os.environ.get(name) for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")}
+        flags = {name: os.environ.get(name) for name in _FLAGS}
         try:
             yield
         except BaseException:
@@ -150,14 +181,22 @@ class AcceleratorState(PartialState):
         return plugin
 
     def get_deepspeed_plugin(self, name: str) -> DeepSpeedPlugin:
-        """One of several plugins, by the name it was given."""
+        """Return one of several DeepSpeed plugins.
+
+        Args:
+            name: the name it was given.
+        """
         if self.deepspeed_plugins is None:
             raise ValueError("DeepSpeed is not the engine of this process, so there are no plugins of it.")
         plugin: DeepSpeedPlugin = self.deepspeed_plugins[name]
         return plugin
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Use another one of several plugins for what is prepared from here on."""
+        """Use another one of several DeepSpeed plugins for what is prepared from now on.
+
+        Args:
+            name: the name it was given.
+        """
         if name is None:
             raise ValueError("Say which plugin to use: `select_deepspeed_plugin(name)`.")
         chosen = self.get_deepspeed_plugin(name)
@@ -226,12 +265,3 @@ def _checked_precision(mode: str | None, name: str = "mixed_precision") -> str |
             "`pip install torchao`, or use 'bf16'."
         )
     return mode
-
-
-def _refuse_megatron(plugin: Any) -> None:
-    """Training a model that was meant to be sharded as if it were not would be a silent surprise."""
-    if plugin is not None:
-        raise NotYetSupported("Megatron-LM (the argument `megatron_lm_plugin`)", "leave it out to train with DDP.")
-    variable = "ACCELERATE_USE_MEGATRON_LM"
-    if parse_flag_from_env(variable):
-        raise NotYetSupported(f"Megatron-LM ({variable})", "unset the variable to train with DDP.")

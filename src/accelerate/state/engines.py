@@ -10,22 +10,25 @@ from importlib import import_module
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from accelerate.available import is_deepspeed_available
+from accelerate.available import has_package, is_deepspeed_available
 from accelerate.comm.torch_dist import join_alone
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.environment import parse_flag_from_env
+from accelerate.errors import NotYetSupported
 from accelerate.state.partial import PartialState
 from accelerate.versions import compare_versions
 
 if TYPE_CHECKING:
     from accelerate.config.deepspeed import DeepSpeedPlugin
     from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+    from accelerate.config.megatron import MegatronLMPlugin
     from accelerate.config.parallel import TorchTensorParallelPlugin
     from accelerate.parallelism_config import ParallelismConfig
 
 logger: logging.Logger = logging.getLogger(__name__)
 
 OLDEST_DEEPSPEED = "0.16.4"
+OLDEST_MEGATRON = "0.16.0"
 
 
 def mesh_config(
@@ -87,6 +90,8 @@ def deepspeed_plugins(given: Any, fsdp: FullyShardedDataParallelPlugin | None) -
         if not isinstance(plugin, DeepSpeedPlugin):
             which = f"deepspeed_plugins[{name!r}]" if isinstance(given, dict) else "deepspeed_plugin"
             raise TypeError(f"{which} is a {type(plugin).__name__}: pass a DeepSpeedPlugin.")
+        if plugin.hf_ds_config.is_true("msamp.enabled"):
+            raise NotYetSupported("MS-AMP with DeepSpeed (`enable_msamp`)", "leave it out, and use 'bf16'.")
     if not plugins:
         raise ValueError("deepspeed_plugins is an empty dict: give each DeepSpeedPlugin a name in it.")
     if fsdp is not None:
@@ -114,6 +119,39 @@ def set_up_deepspeed(state: PartialState) -> None:
     os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # libraries that load pretrained models look there
     os.environ.update({name: value for name, value in state.world.variables().items() if name not in os.environ})
     if state.backend is None:
+        state.backend = join_alone(state.device_kind.name, state.device_kind.backend)
+
+
+def megatron_plugin(given: Any, others: dict[str, Any], mixed_precision: str) -> MegatronLMPlugin | None:
+    """The settings of Megatron-LM, where it was asked for. others: what else may spread a model, by its name."""
+    if given is None and not parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
+        return None
+    from accelerate.config.megatron import MegatronLMPlugin
+
+    if given is not None and not isinstance(given, MegatronLMPlugin):
+        raise TypeError(f"megatron_lm_plugin is a {type(given).__name__}: pass a MegatronLMPlugin.")
+    for name, other in others.items():
+        if other is not None:
+            raise ValueError(f"A model is spread either by Megatron-LM or by {name}: leave out one of the two.")
+    if mixed_precision == "fp8":
+        raise NotYetSupported("mixed_precision='fp8' with Megatron-LM", "use 'bf16', or FSDP to spread the model.")
+    if not has_package("megatron.core"):
+        raise ImportError("Megatron-LM was asked for and is not installed: pip install megatron-core")
+    if compare_versions("megatron-core", "<", OLDEST_MEGATRON):
+        raise ImportError(
+            f"The installed megatron-core is older than {OLDEST_MEGATRON}, whose way to make optimizers is used here: "
+            "pip install --upgrade megatron-core"
+        )
+    plugin = MegatronLMPlugin() if given is None else given
+    plugin.set_mixed_precision(mixed_precision)
+    return plugin
+
+
+def set_up_megatron(state: PartialState) -> None:
+    """A group of processes for Megatron-LM to divide, also where there is one process."""
+    os.environ["ACCELERATE_USE_MEGATRON_LM"] = "true"  # where scripts ask whether it is the engine
+    if state.backend is None:
+        os.environ.update({name: value for name, value in state.world.variables().items() if name not in os.environ})
         state.backend = join_alone(state.device_kind.name, state.device_kind.backend)
 
 
@@ -160,6 +198,17 @@ def fsdp_is_on(plugin: FullyShardedDataParallelPlugin | None, state: PartialStat
     # Libraries that load pretrained models look there.
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     return True
+
+
+def downcast_is_on(mixed_precision: str, state: PartialState) -> bool:
+    """Whether parameters on an XLA device are kept in bf16, as `--downcast_bf16` asks."""
+    asked = parse_flag_from_env("ACCELERATE_DOWNCAST_BF16")
+    if asked and (mixed_precision != "bf16" or state.device.type != "xla"):
+        raise ValueError(
+            f"ACCELERATE_DOWNCAST_BF16 (`--downcast_bf16`) is for mixed_precision='bf16' on an XLA device, and this is "
+            f"{mixed_precision!r} on {state.device}: leave it out."
+        )
+    return asked
 
 
 def mesh(

@@ -47,9 +47,13 @@ _loaders = _Loaders()
 
 
 class GradientState:
-    """Shared by all instances made without an owner; each `Accelerator` has its own `sync_gradients` and settings.
+    """Tell whether gradients are being synchronized, and hold the settings of accumulation.
 
-    The first living accelerator owns the shared one, so that `GradientState()` shows what it does.
+    The first living `Accelerator` owns the shared state, so that `GradientState()` shows what it does. Every other one
+    has a separate state.
+
+    Args:
+        gradient_accumulation_plugin: the settings.
     """
 
     _shared_state: Any = ThreadLocalSharedDict()
@@ -67,7 +71,12 @@ class GradientState:
 
     @classmethod
     def owned_by(cls, owner: Any, plugin: GradientAccumulationPlugin) -> GradientState:
-        """The gradient state of one accelerator: the shared one, unless another living accelerator has it."""
+        """Return the gradient state of an accelerator: the shared one, unless another living accelerator owns it.
+
+        Args:
+            owner: the accelerator.
+            plugin: its settings of accumulation.
+        """
         state = cls()
         holder = state.__dict__.get("_owner", lambda: None)()
         if holder is not None and holder is not owner:
@@ -105,28 +114,32 @@ class GradientState:
 
     @property
     def initialized(self) -> bool:
+        """Whether the state was set up."""
         return "sync_gradients" in self.__dict__
 
     @property
     def num_steps(self) -> int:
-        """How many micro-batches make one optimizer step."""
+        """The number of micro-batches per optimizer step."""
         return self.plugin_kwargs.get("num_steps") or 1
 
     @property
     def adjust_scheduler(self) -> bool:
+        """The setting of that name in `GradientAccumulationPlugin`."""
         return bool(self.plugin_kwargs.get("adjust_scheduler", True))
 
     @property
     def sync_with_dataloader(self) -> bool:
+        """Whether the last batch of a loader ends a window, even if it is not full."""
         return bool(self.plugin_kwargs.get("sync_with_dataloader", True))
 
     @property
     def sync_each_batch(self) -> bool:
+        """Whether gradients are averaged between ranks at every batch."""
         return bool(self.plugin_kwargs.get("sync_each_batch", False))
 
     @property
     def active_dataloader(self) -> Any | None:
-        """The loader that the batch at hand came from."""
+        """The loader that the current batch came from."""
         return _loaders.top()
 
     @property
@@ -141,13 +154,13 @@ class GradientState:
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the batch at hand is the last one of its loader."""
+        """Whether the current batch is the last one of its loader."""
         loader = _loaders.top()
         return loader is not None and loader.end_of_dataloader
 
     @property
     def remainder(self) -> int:
-        """How many samples of the last global batch are no repeats, or -1 when that is not known."""
+        """The number of samples of the last global batch that are not repeats, or -1 if that is not known."""
         loader = _loaders.top()
         return -1 if loader is None else loader.remainder
 

@@ -21,10 +21,11 @@ from accelerate.state.processes import ProcessControl
 
 
 class PartialState(ProcessControl):
-    """The distributed set-up of this process, shared by all instances and made by the first one.
+    """The distributed environment of this process. It is shared by all instances, and set up by the first.
 
-    cpu: use the CPU even where there is something better.
-    kwargs: arguments for `torch.distributed.init_process_group` (`backend`, `timeout`, `init_method`, ...).
+    Args:
+        cpu: use the CPU even if there is an accelerator.
+        kwargs: arguments for `torch.distributed.init_process_group`, such as `backend`, `timeout` and `init_method`.
     """
 
     _shared_state: Any = ThreadLocalSharedDict()
@@ -92,7 +93,11 @@ class PartialState(ProcessControl):
             self.device = _select(devices.choose(os.environ, self._cpu), environments.detect(os.environ))
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Take the process group (or the given one) down."""
+        """Destroy a process group.
+
+        Args:
+            group: the group. By default the main one.
+        """
         if self.fork_launched and group is None:
             return  # the notebook's main process still needs it
         if dist.is_available() and dist.is_initialized():

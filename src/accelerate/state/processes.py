@@ -16,7 +16,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """What a decorated function becomes on the processes that should not run it."""
+    """Do nothing: what a decorated function becomes on the ranks that should not run it.
+
+    Args:
+        args: ignored.
+        kwargs: ignored.
+    """
     return
 
 
@@ -47,19 +52,19 @@ class ProcessControl:
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait here until every process has come to this point."""
+        """Wait until every rank has reached this point."""
         if self.num_processes > 1:
             self._communicator.barrier()
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """The main process goes through the block first, the others when it is done."""
+        """Run the block on the main process first, then on the others."""
         with self._first(self.is_main_process):
             yield
 
     @contextmanager
     def local_main_process_first(self) -> Iterator[None]:
-        """The main process of each machine goes through the block first, the others when it is done."""
+        """Run the block on the first rank of each machine first, then on the others."""
         with self._first(self.is_local_main_process):
             yield
 
@@ -80,10 +85,14 @@ class ProcessControl:
         inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor | Any,
         apply_padding: bool = False,
     ) -> Iterator[Any]:
-        """Give each process its own part of `inputs`; the first ones get one more when it does not divide evenly.
+        """Give each rank its part of some inputs. The first ranks get one more if they do not divide evenly.
 
-        inputs: a list, tuple, tensor, `datasets.Dataset`, or a dict of equally long ones.
-        apply_padding: repeat the last item so that all parts are equally long (to gather them afterwards).
+        Args:
+            inputs: a list, tuple, tensor, `datasets.Dataset`, or a dict of those with equal lengths.
+            apply_padding: repeat the last item so that all parts have the same length, to gather them afterwards.
+
+        Yields:
+            The part of this rank.
         """
         yield split_inputs(inputs, self.process_index, self.num_processes, apply_padding)
 
@@ -91,23 +100,40 @@ class ProcessControl:
         return function if chosen or self.num_processes == 1 else do_nothing  # type: ignore[return-value]
 
     def on_main_process(self, function: F | None = None) -> Any:
-        """Decorator: run the function on the main process only."""
+        """Decorate a function so that it runs on the main process only.
+
+        Args:
+            function: the function.
+        """
         if function is None:
             return self.on_main_process
         return self._only_if(self.is_main_process, function)
 
     def on_local_main_process(self, function: F | None = None) -> Any:
-        """Decorator: run the function on the main process of each machine only."""
+        """Decorate a function so that it runs on the first rank of each machine only.
+
+        Args:
+            function: the function.
+        """
         if function is None:
             return self.on_local_main_process
         return self._only_if(self.is_local_main_process, function)
 
     def on_last_process(self, function: F) -> F:
-        """Decorator: run the function on the last process only."""
+        """Decorate a function so that it runs on the last rank only.
+
+        Args:
+            function: the function.
+        """
         return self._only_if(self.is_last_process, function)
 
     def on_process(self, function: F | None = None, process_index: int | None = None) -> Any:
-        """Decorator: run the function on process `process_index` only."""
+        """Decorate a function so that it runs on one rank only.
+
+        Args:
+            function: the function.
+            process_index: the rank.
+        """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return self._only_if(self.process_index == process_index, function)
@@ -119,9 +145,12 @@ class ProcessControl:
         *,
         local_process_idx: int | None = None,
     ) -> Any:
-        """Decorator: run the function on process `local_process_index` of each machine only.
+        """Decorate a function so that it runs on one rank of each machine only.
 
-        local_process_idx: the same number, under the name that older texts give it.
+        Args:
+            function: the function.
+            local_process_index: the local rank.
+            local_process_idx: the same, under the name that older documents use.
         """
         if local_process_index is None:
             local_process_index = local_process_idx
@@ -130,7 +159,12 @@ class ProcessControl:
         return self._only_if(self.local_process_index == local_process_index, function)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, once per machine."""
+        """Print once per machine.
+
+        Args:
+            args: what to print.
+            kwargs: keyword arguments of `print`.
+        """
         if self.is_local_main_process:
             print(*args, **kwargs)
 

@@ -35,6 +35,10 @@ def _fsdp(version: int) -> Callable[[AcceleratorState], bool]:
     return lambda state: hasattr(state, "fsdp_plugin") and state.fsdp_plugin.fsdp_version == version
 
 
+def _on_xla(state: AcceleratorState) -> bool:
+    return state.device.type == "xla"
+
+
 def _tensor_parallel(state: AcceleratorState) -> bool:
     config = state.parallelism_config
     return state.backend is not None and config is not None and config.tp_enabled
@@ -42,8 +46,10 @@ def _tensor_parallel(state: AcceleratorState) -> bool:
 
 # The first that matches is taken: what was asked for, else DDP where a process group exists, else nothing at all.
 STRATEGIES: list[Row] = [
-    Row("accelerate.strategies.xla", "XLA", lambda state: state.device.type == "xla"),
+    Row("accelerate.strategies.xla_fsdp", "XLAFSDP", lambda state: _on_xla(state) and hasattr(state, "fsdp_plugin")),
+    Row("accelerate.strategies.xla", "XLA", _on_xla),
     Row("accelerate.strategies.deepspeed", "DeepSpeed", lambda state: state.deepspeed_plugins is not None),
+    Row("accelerate.strategies.megatron", "Megatron", lambda state: state.megatron_lm_plugin is not None),
     Row("accelerate.strategies.fsdp1", "FSDP1", _fsdp(1)),
     Row("accelerate.strategies.fsdp2", "FSDP2", _fsdp(2)),
     Row("accelerate.strategies.tensor", "TensorParallel", _tensor_parallel),

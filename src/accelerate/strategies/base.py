@@ -22,10 +22,10 @@ from accelerate.torch_internals.tensors import change_mark, multiply_
 from accelerate.unwrap import extract_model_from_parallel
 
 if TYPE_CHECKING:
-    from accelerate.checkpoint.parts import Part, Put
-    from accelerate.checkpoint.reading import Reader
-    from accelerate.checkpoint.state import Run
-    from accelerate.checkpoint.weights import Fetch
+    from accelerate.checkpoint.model_weights import Fetch
+    from accelerate.checkpoint.parts import Part, StagedLoad
+    from accelerate.checkpoint.reader import CheckpointReader
+    from accelerate.checkpoint.run_state import Run
 
 
 class Outputs(NamedTuple):
@@ -218,6 +218,9 @@ class Strategy:
             return None
         return torch.nn.utils.get_total_norm(gradients).isfinite().logical_not().float()
 
+    def complete_gradients(self, parameters: list[torch.Tensor]) -> None:
+        """The gradients of a window are to be those of all processes by now: for engines that exchange them later."""
+
     def averaged_ranks(self) -> int:
         """What the engine divides the sum of all processes' gradients by."""
         return self.state.num_processes
@@ -246,7 +249,7 @@ class Strategy:
         inner: torch.nn.Module = self.unwrap(model, keep_torch_compile=False) if unwrap else model
         return inner.state_dict()
 
-    def coming(self, model: torch.nn.Module) -> tuple[dict[str, Any], Fetch] | None:
+    def stream_weights(self, model: torch.nn.Module) -> tuple[dict[str, Any], Fetch] | None:
         """Of a model in pieces: a description of its weights, each once, and how to put them together, some at a time.
 
         None where they are at hand, in `state_dict`.
@@ -269,17 +272,17 @@ class Strategy:
         something to choose. An engine whose processes write together gives parts that do so, on every process, before
         any other part, and failing on all processes alike.
         """
-        from accelerate.checkpoint import whole
+        from accelerate.checkpoint import full_state
 
-        return whole.save(run, weights, safe=safe, main=main)
+        return full_state.save(run, weights, safe=safe, main=main)
 
-    def load(self, run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
+    def load(self, run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kwargs: Any) -> StagedLoad:
         """Read what `save` wrote and see that it fits, changing nothing; returns what puts it in place.
 
         Called on all processes. reader: reads files of `reader.folder` and compares their checksums. A file that the
         engine reads in another way is compared afterwards, before anything is put in place.
         torch_load: arguments for `torch.load`. kwargs: those of `load_state`; here for a model's `load_state_dict`.
         """
-        from accelerate.checkpoint import whole
+        from accelerate.checkpoint import full_state
 
-        return whole.load(run, reader, torch_load=torch_load, **kwargs)
+        return full_state.load(run, reader, torch_load=torch_load, **kwargs)

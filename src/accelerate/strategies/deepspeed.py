@@ -20,10 +20,10 @@ from torch import nn
 
 from accelerate.bundle import Bundle, Entry
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.parts import File, Part, Put
-from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.state import Run
-from accelerate.checkpoint.weights import Fetch
+from accelerate.checkpoint.model_weights import Fetch
+from accelerate.checkpoint.parts import File, Part, StagedLoad
+from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.checkpoint.run_state import Run
 from accelerate.compilation import compile_regions_deepspeed
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
@@ -34,18 +34,18 @@ from accelerate.engines.deepspeed import (
     DeepSpeedSchedulerWrapper,
     EngineStepper,
     map_pytorch_optim_to_deepspeed,
-    need_operation,
     undo_first_step,
 )
 from accelerate.errors import NotYetSupported, warn
-from accelerate.files import clean_state_dict_for_safetensors
+from accelerate.io.objects import clean_state_dict_for_safetensors
 from accelerate.precision.stepping import Stepper
 from accelerate.state import AcceleratorState
 from accelerate.strategies import deepspeed_checkpoint
+from accelerate.strategies import deepspeed_checks as checks
+from accelerate.strategies import deepspeed_pieces as pieces
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.deepspeed_settings import Objects, fill
+from accelerate.strategies.deepspeed_settings import Objects, fill, open_again
 from accelerate.torch_internals.optimizers import call_stepped
-from accelerate.unwrap import extract_model_from_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -186,12 +186,14 @@ class DeepSpeed(Strategy):
             model.value = model.value.to(self.device, _DTYPES.get(self.state.mixed_precision))
             self._cast_inputs(model.value)
             return
-        _check_disk(plugin)
-        _check_exchange()
+        checks.check_disk(plugin, model.value)
+        checks.check_exchange()
         given = None if optimizer is None else optimizer.value
         schedule = None if scheduler is None else scheduler.value
         steps = accelerator.gradient_accumulation_steps
         shares = len(set(super().data_shares()))
+        if given is not None:  # else what the config has of a training before stays
+            open_again(plugin)
         fixed_clip = None if plugin.is_auto("gradient_clipping") else plugin.get_value("gradient_clipping") or None
         fill(plugin, Objects(model.value, given, schedule, sizes, shares, accelerator.split_batches, steps))
         plugin.set_moe_leaf_modules(model.value)
@@ -214,11 +216,11 @@ class DeepSpeed(Strategy):
             arguments["mpu"] = self._share_sequences(model.value)
         had_state = bool(getattr(given, "state", None))
         if stage != 0 and isinstance(given, torch.optim.Optimizer):
-            _leave_states(given)
+            checks.leave_states(given)
         engine, made, _, stepped = deepspeed.initialize(**arguments)
         self._cast_inputs(engine.module)
-        if _is_sharded(engine):
-            _warn_of_pieces(engine)
+        if pieces.is_sharded(engine):
+            pieces.warn_of_empty_state_dict(engine)
         self.last_engine = model.value = engine
         if optimizer is not None:
             optimizer.value = made
@@ -276,8 +278,10 @@ class DeepSpeed(Strategy):
     # --- one step -----------------------------------------------------------------------------------------------
 
     def micro_batch(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
+        if sync:
+            return None
         stepper = next((stepper for stepper in self.steppers if stepper.engine is model), None)
-        return None if sync or stepper is None else _kept_back(stepper)
+        return None if stepper is None else _kept_back(stepper)
 
     def backward(self, loss: torch.Tensor, *, divide: bool = True, scale_wrt_gas: bool = True, **kwargs: Any) -> None:
         """scale_wrt_gas: DeepSpeed's word for dividing by the accumulation steps."""
@@ -287,9 +291,11 @@ class DeepSpeed(Strategy):
         if not reached:
             share.backward(**kwargs)
             return
+        for stepper in reached:
+            stepper.check(alone=len(reached) == 1)
         last = self.gradient_state.sync_gradients
         for other in reached[1:]:
-            other.expect(last and not other.kept_back)  # it sees this backward in its own parameters
+            other.expect(last)  # it sees this backward in its own parameters
         reached[0].backward(share, last=last, **kwargs)
 
     def _reached_by(self, loss: torch.Tensor) -> list[EngineStepper]:
@@ -347,7 +353,7 @@ class DeepSpeed(Strategy):
 
     def state_dict(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         engine: Any = model
-        if not _is_sharded(model):
+        if not pieces.is_sharded(model):
             whole: dict[str, Any] = clone_tensors_for_torch_save(super().state_dict(model, unwrap=unwrap))
             return whole
         if not engine.zero_gather_16bit_weights_on_model_save():
@@ -359,20 +365,8 @@ class DeepSpeed(Strategy):
         gathered: dict[str, Any] | None = engine._consolidated_16bit_state_dict()
         return gathered or {}  # on other processes than the first
 
-    def coming(self, model: nn.Module) -> tuple[dict[str, Any], Fetch] | None:
-        if not _is_sharded(model):
-            return None
-        inner = extract_model_from_parallel(model, keep_torch_compile=False)
-        own: dict[str, Any] = inner.state_dict(keep_vars=True)
-        first: dict[int, str] = {}
-        own = {name: value for name, value in own.items() if first.setdefault(id(value), name) == name}
-
-        def fetch(part: dict[str, Any], keep: bool) -> dict[str, Any]:
-            pieces = [own[name] for name in part if hasattr(own[name], "ds_id")]
-            with deepspeed.zero.GatheredParameters(pieces):
-                return {name: own[name].detach().cpu().clone() for name in part} if keep else {}
-
-        return {name: _described(value) for name, value in own.items()}, fetch
+    def stream_weights(self, model: nn.Module) -> tuple[dict[str, Any], Fetch] | None:
+        return pieces.stream(model) if pieces.is_sharded(model) else None
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
@@ -387,7 +381,7 @@ class DeepSpeed(Strategy):
             if self._is_trained(model):
                 yield from deepspeed_checkpoint.parts(model, number, **kwargs)
                 continue
-            own = self._gathered(model, keep=main)
+            own = pieces.gathered(model, keep=main) if pieces.is_sharded(model) else self.state_dict(model)
             if main:
                 yield File(layout.model(number, True), clean_state_dict_for_safetensors(own), True)
 
@@ -395,17 +389,9 @@ class DeepSpeed(Strategy):
         """Whether a model has an engine with an optimizer: DeepSpeed saves no others."""
         return any(stepper.engine is model for stepper in self.steppers)
 
-    def _gathered(self, model: nn.Module, *, keep: bool) -> dict[str, Any]:
-        """The whole weights of a model that is not trained, put together one after the other. keep: on this process."""
-        described = self.coming(model)
-        if described is None:
-            return self.state_dict(model)
-        names, fetch = described
-        return {name: value for each in names for name, value in fetch({each: None}, keep).items()}
-
-    def load(self, run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
+    def load(self, run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kwargs: Any) -> StagedLoad:
         numbers = {id(model): number for number, model in enumerate(run.models)}
-        puts = [self._read(model, numbers[id(model)], reader, torch_load, kwargs) for model in run.without_hooks]
+        puts = [self._read(model, numbers[id(model)], reader, torch_load, kwargs) for model in run.models_to_load]
 
         def rest() -> None:
             for stepper in self.steppers:
@@ -415,18 +401,23 @@ class DeepSpeed(Strategy):
             for optimizer, engine in self.replaced:
                 optimizer.param_groups = engine.basic_optimizer.param_groups
 
-        return Put(rest)
+        return StagedLoad(rest)
 
     def _read(
-        self, model: nn.Module, number: int, reader: Reader, torch_load: dict[str, Any], kwargs: dict[str, Any]
+        self,
+        model: nn.Module,
+        number: int,
+        reader: CheckpointReader,
+        torch_load: dict[str, Any],
+        kwargs: dict[str, Any],
     ) -> Callable[[], Any]:
         if self._is_trained(model):
             return deepspeed_checkpoint.read(model, reader, number, torch_load, **kwargs)
         inner = self.unwrap(model, keep_torch_compile=False)
         weights = reader.weights(layout.model(number, True), {})
-        if not _is_sharded(model):
+        if not pieces.is_sharded(model):
             return functools.partial(inner.load_state_dict, weights, **kwargs)
-        return functools.partial(_share_out, weights, inner)
+        return functools.partial(pieces.share_out, weights, inner)
 
 
 @cache
@@ -468,79 +459,8 @@ def _casting(dtype: torch.dtype) -> Callable[..., Any]:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if len(args) == 1 and not kwargs:
+            return (recursively_apply(cast, args[0]),), kwargs
         return recursively_apply(cast, args), recursively_apply(cast, kwargs)
 
     return hook
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    """Whether the parameters of a model lie in pieces."""
-    return isinstance(model, deepspeed.DeepSpeedEngine) and model.zero_optimization_partition_weights()
-
-
-def _check_disk(plugin: DeepSpeedPlugin) -> None:
-    parts = ("offload_optimizer", "offload_param")
-    if not any(plugin.get_value(f"zero_optimization.{part}.device") == "nvme" for part in parts):
-        return
-    if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
-        raise ImportError(
-            "Offloading to a disk needs DeepSpeed's async_io, which cannot be compiled here: install the libaio "
-            "library with its headers (libaio-dev), or offload to 'cpu'."
-        )
-
-
-def _leave_states(optimizer: torch.optim.Optimizer) -> None:
-    """Say that what an optimizer has learned is lost, and forget it: DeepSpeed cannot save states of parameters that
-    are gone. Some optimizers have states from the start, of no step."""
-    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
-        warn(
-            f"The states of this {type(optimizer).__name__} are not taken over, since DeepSpeed makes its own for "
-            "pieces of the parameters: prepare an optimizer that has none, and load a checkpoint with `load_state`."
-        )
-        optimizer.state.clear()
-
-
-def _check_exchange() -> None:
-    """On CPU, DeepSpeed compiles how processes exchange tensors, where it can."""
-    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
-    if builder is not None and deepspeed.ops.__compatible_ops__.get(builder.NAME):
-        need_operation("ShareMemCommBuilder", "Training on a CPU")
-
-
-def _warn_of_pieces(engine: Any) -> None:
-    """Have the `state_dict` of a model in pieces say, once, that what it returns is empty; not to its engine."""
-    asks, said = False, False
-    own = engine.module_state_dict
-
-    def module_state_dict(*args: Any, **kwargs: Any) -> Any:
-        nonlocal asks
-        asks = True
-        try:
-            return own(*args, **kwargs)
-        finally:
-            asks = False
-
-    def hook(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        nonlocal said
-        if asks or said or keep_vars:  # with keep_vars it is about the parameters, not about their values
-            return
-        said = True
-        warn(
-            f"`state_dict()` of this {type(module).__name__} holds empty tensors, since ZeRO-3 keeps its parameters in "
-            "pieces: call `accelerator.get_state_dict(model)`, or `accelerator.save_model(model, folder)`."
-        )
-
-    engine.module_state_dict = module_state_dict
-    engine.module.register_state_dict_pre_hook(hook)
-
-
-def _share_out(weights: dict[str, torch.Tensor], model: nn.Module) -> None:
-    """Put whole weights into a model in pieces, one after the other."""
-    own: dict[str, Any] = model.state_dict(keep_vars=True)
-    for name, value in weights.items():
-        with torch.no_grad(), deepspeed.zero.GatheredParameters([own[name]], modifier_rank=0):
-            own[name].copy_(value)
-
-
-def _described(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty(getattr(value, "ds_shape", value.shape), dtype=value.dtype, device="meta")

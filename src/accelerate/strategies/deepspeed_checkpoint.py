@@ -12,18 +12,21 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-from accelerate.checkpoint import layout, stream
-from accelerate.checkpoint.disk import Entry
-from accelerate.checkpoint.files import read_torch, write_torch
-from accelerate.checkpoint.host import HostMemory
-from accelerate.checkpoint.parts import File, Part
-from accelerate.checkpoint.reading import Reader
+from accelerate.checkpoint import layout
+from accelerate.checkpoint.parts import FileInFolder, Part
+from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.errors import CheckpointError
+from accelerate.io import blocks
+from accelerate.io.blocks import Entry
+from accelerate.io.host_memory import HostMemory
+from accelerate.io.safe_load import read_torch
+from accelerate.strategies import deepspeed_disk
 from accelerate.strategies.deepspeed_resharding import own_part
 
 # What DeepSpeed's files hold beside tensors and plain values.
@@ -77,19 +80,6 @@ def _instead(engine: Any, other: CheckpointEngine, names: list[str] | None = Non
 
 
 @dataclass
-class _InFolder(File):
-    """A file that `torch.load` reads, in a folder of the checkpoint."""
-
-    def copied(self, memory: HostMemory) -> File:
-        return _InFolder(self.name, super().copied(memory).content)
-
-    def write(self, folder: Path, group: Any = None) -> dict[str, Entry]:
-        path = folder / self.name
-        path.parent.mkdir(exist_ok=True)
-        return {self.name: write_torch(self.content, path)}
-
-
-@dataclass
 class _Left:
     """A file that the engine has written by itself. folder: where, for as long as anybody needs it."""
 
@@ -102,7 +92,7 @@ class _Left:
     def write(self, folder: Path, group: Any) -> dict[str, Entry]:
         source, path = Path(self.folder.name, self.name), folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        entry = stream.write_file(path, [stream.mapped(source)])
+        entry = blocks.write_file(path, [blocks.mapped(source)])
         path.chmod(source.stat().st_mode)
         return {self.name: entry}
 
@@ -115,13 +105,15 @@ def parts(engine: Any, number: int, **kwargs: Any) -> Iterator[Part]:
     with _instead(engine, collected):
         engine.save_checkpoint(folder.name, tag=layout.engine_folder(number), **kwargs)
     for path, content in collected.files.items():
-        yield _InFolder(os.path.relpath(path, folder.name), content)
+        yield FileInFolder(os.path.relpath(path, folder.name), content)
     for left in sorted(Path(folder.name).rglob("*")):
         if left.is_file():
             yield _Left(folder, str(left.relative_to(folder.name)))
 
 
-def read(engine: Any, reader: Reader, number: int, torch_load: dict[str, Any], **kwargs: Any) -> Callable[[], None]:
+def read(
+    engine: Any, reader: CheckpointReader, number: int, torch_load: dict[str, Any], **kwargs: Any
+) -> Callable[[], None]:
     """Read what `parts` has written and see that it fits; returns what puts it into the engine."""
     folder, tag = str(reader.folder), layout.engine_folder(number)
     # In stage 3 each process has a file of its own, and there may be more of them now.
@@ -150,14 +142,37 @@ def read(engine: Any, reader: Reader, number: int, torch_load: dict[str, Any], *
             files[path] = {"optimizer_state_dict": _recut(engine, content["param_shapes"], saved, path, torch_load)}
             content["dp_world_size"] = here
     arguments: dict[str, Any] = {"load_module_strict": kwargs.pop("strict", True), **kwargs}
+    on_disk = deepspeed_disk.files(engine, reader.folder, tag) if engine.zero_nvme_offload_optimizer() else None
 
     def put() -> None:
         with _instead(engine, _HandingOut(files), names):
-            found, _ = engine.load_checkpoint(folder, tag, **arguments)
+            if on_disk is None:
+                found, _ = engine.load_checkpoint(folder, tag, **arguments)
+            else:
+                deepspeed_disk.put_rest(engine, files[path]["optimizer_state_dict"])
+                with deepspeed_disk.linked(on_disk) as links:
+                    found, _ = engine.load_checkpoint(links, tag, **arguments)
         if found is None:
             raise CheckpointError(f"DeepSpeed has found nothing to load in {reader.folder / tag}.")
+        _count_again(engine.basic_optimizer)
 
     return put
+
+
+def _count_again(optimizer: Any) -> None:
+    """DeepSpeed's Adam for the host keeps powers of its betas, multiplied step by step, and no checkpoint has them.
+
+    Computed at once from the number of the step they differ in the last digit, and so would all that follows.
+    """
+    if not isinstance(optimizer, DeepSpeedCPUAdam):
+        return
+    steps = max((int(state["step"]) for state in optimizer.state.values()), default=0)
+    group = optimizer.param_groups[0]
+    settings = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
+    optimizer.ds_opt_adam.create_adam(optimizer.opt_id, *settings, optimizer.adam_w_mode, False)
+    nothing = [torch.empty(0)] * 4
+    for step in range(1, steps + 1):
+        optimizer.ds_opt_adam.adam_update(optimizer.opt_id, step, *settings, group["bias_correction"], *nothing)
 
 
 def _recut(engine: Any, shapes: Any, saved: int, own: str, torch_load: dict[str, Any]) -> dict[str, Any]:

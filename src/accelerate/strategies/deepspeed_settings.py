@@ -59,9 +59,20 @@ def fill(plugin: DeepSpeedPlugin, objects: Objects) -> None:
             "The DeepSpeed config and the objects given to `prepare` do not fit together:\n"
             + "\n".join(f"- {sentence}" for sentence in wrong)
         )
+    left_open = _autos(plugin.deepspeed_config)
     plugin.deepspeed_config_process(must_match=False, **values)
+    plugin.filled |= {key: plugin.get_value(key) for key in left_open}
     if isinstance(objects.optimizer, torch.optim.Optimizer):
         plugin.deepspeed_config["zero_allow_untested_optimizer"] = True
+
+
+def open_again(plugin: DeepSpeedPlugin) -> None:
+    """Make "auto" again what an engine before has filled in, unless the script has written something else since."""
+    for key, value in plugin.filled.items():
+        node, last = plugin.hf_ds_config.find_config_node(key)
+        if node is not None and node.get(last) == value:
+            node[last] = "auto"
+    plugin.filled.clear()
 
 
 def _roles(plugin: DeepSpeedPlugin, optimizer: Any, scheduler: Any) -> list[str]:

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate.checkpoint.named import Names, named, names_of, numbered
-from accelerate.checkpoint.state import named_parameters, plain
-from accelerate.checkpoint.whole import added
+from accelerate.checkpoint.gradients import added
+from accelerate.checkpoint.optimizer_keys import Names, parameter_names, to_indices, to_names
+from accelerate.checkpoint.run_state import named_parameters, unwrapped
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel.shards import complete, is_first_copy, local, scale_down, spread_as, total_norm, whole
 from accelerate.state import AcceleratorState
@@ -85,7 +85,7 @@ class DTensors(Sharded):
 
     def state_dict(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict on the first process, put together tensor by tensor; nothing on the others."""
-        model = plain(model) if unwrap else model
+        model = unwrapped(model) if unwrap else model
         twins = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
         first = dist.get_rank() == 0
         done: dict[int, Any] = {}
@@ -104,10 +104,10 @@ class DTensors(Sharded):
         return state
 
     def names(self, models: list[nn.Module], optimizer: Any) -> Names:
-        return names_of(models, optimizer)
+        return parameter_names(models, optimizer)
 
     def optimizer_pieces(self, models: list[nn.Module], optimizer: Any) -> dict[str, Any]:
-        return named(optimizer.state_dict(), self.names(models, optimizer))
+        return to_names(optimizer.state_dict(), self.names(models, optimizer))
 
     def put_optimizer_pieces(self, models: list[nn.Module], optimizer: Any, content: dict[str, Any]) -> None:
-        optimizer.load_state_dict(numbered(content, self.names(models, optimizer)))
+        optimizer.load_state_dict(to_indices(content, self.names(models, optimizer)))

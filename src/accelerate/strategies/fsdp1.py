@@ -23,9 +23,9 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from accelerate.checkpoint.named import Names
-from accelerate.checkpoint.state import plain
-from accelerate.checkpoint.whole import added
+from accelerate.checkpoint.gradients import added
+from accelerate.checkpoint.optimizer_keys import Names
+from accelerate.checkpoint.run_state import unwrapped
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.errors import CheckpointError
 from accelerate.parallel import values
@@ -193,7 +193,7 @@ class FSDP1(Sharded):
         found: dict[str, torch.Tensor] = {}
         for number, model in enumerate(models):
             flat = _flat(model)
-            own = {name_before(name): parameter for name, parameter in plain(model).named_parameters()}
+            own = {name_before(name): parameter for name, parameter in unwrapped(model).named_parameters()}
             found |= _numbered({name: p for name, p in own.items() if flat is None or flat.counts(p) is None}, number)
         return found
 

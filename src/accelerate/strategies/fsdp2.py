@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
-from accelerate.checkpoint.state import named_parameters
+from accelerate.checkpoint.run_state import named_parameters
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel import tensor, values
 from accelerate.parallel.mesh import axis_rank, sharding_mesh
@@ -45,7 +45,9 @@ def _check_torch(device: torch.device, leaves_out: bool) -> None:
 def _gloo_takes_means() -> bool:
     """Older ones add up the gradients that they are told to average, without a word."""
     mean = torch.zeros(1)
-    dist.reduce_scatter_tensor(mean, torch.ones(dist.get_world_size()), op=dist.ReduceOp.AVG)
+    # Its name since torch 2.13, which warns of the one before.
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    reduce_scatter(mean, torch.ones(dist.get_world_size()), op=dist.ReduceOp.AVG)
     return mean.item() == 1.0
 
 

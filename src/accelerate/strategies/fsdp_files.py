@@ -13,7 +13,7 @@ import torch
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.agreement import agree
 from accelerate.checkpoint.parts import Part, write_parts
-from accelerate.checkpoint.reading import Reader
+from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.errors import CheckpointError
 from accelerate.modules import is_peft_model
 from accelerate.parallel.shards import local
@@ -33,11 +33,17 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write a sharded model into a folder, as the plugin's `state_dict_type` says. Call it on all processes.
+    """Write a sharded model to a folder, as the `state_dict_type` of the plugin says. Call it on all ranks.
 
-    model_index: its number, if there are several. adapter_only: of a model of `peft`, the adapter alone.
-    use_dcp: False writes one file per process, with no word to the others; only as many processes, sharding in the
-    same way, can load it.
+    Args:
+        fsdp_plugin: the plugin.
+        accelerator: the Accelerator.
+        model: the prepared model.
+        output_dir: the folder.
+        model_index: the number of the model, if there are several.
+        adapter_only: save only the adapter of a `peft` model.
+        use_dcp: False writes one file per rank, without communication. Only the same number of ranks, sharded in the
+            same way, can load it.
     """
     engine = _engine(accelerator)
     gathers = _gathers(fsdp_plugin)
@@ -60,7 +66,17 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what `save_fsdp_model` wrote, or a model that was saved as a whole, into a sharded model."""
+    """Load what `save_fsdp_model` wrote, or a full checkpoint, into a sharded model. Call it on all ranks.
+
+    Args:
+        fsdp_plugin: the plugin.
+        accelerator: the Accelerator.
+        model: the prepared model.
+        input_dir: the folder.
+        model_index: the number of the model, if there are several.
+        adapter_only: load only the adapter of a `peft` model.
+        use_dcp: as in `save_fsdp_model`.
+    """
     engine = _engine(accelerator)
     adapter = adapter_only and is_peft_model(model)
     own_file = Path(input_dir) / layout.own_model(model_index, _rank(accelerator))
@@ -73,7 +89,7 @@ def load_fsdp_model(
             found = _load_own(own_file, {name: own[inside] for name, inside in stored.items()})
             _check_names(own_file, found, stored)
             return {stored[name]: value for name, value in found.items()}
-        return engine.read_model(model, Reader(Path(input_dir)), model_index, names=names)
+        return engine.read_model(model, CheckpointReader(Path(input_dir)), model_index, names=names)
 
     engine.put_pieces(model, _agreed(accelerator, read))
 
@@ -87,7 +103,17 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of a sharded model's optimizer into a folder. Call it on all processes; see `save_fsdp_model`."""
+    """Write the state of a sharded model's optimizer to a folder. Call it on all ranks.
+
+    Args:
+        fsdp_plugin: the plugin.
+        accelerator: the Accelerator.
+        optimizer: the prepared optimizer.
+        model: the prepared model.
+        output_dir: the folder.
+        optimizer_index: the number of the optimizer, if there are several.
+        use_dcp: as in `save_fsdp_model`.
+    """
     engine = _engine(accelerator)
     gathers = _gathers(fsdp_plugin)
     if gathers or use_dcp:
@@ -108,7 +134,18 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Read what `save_fsdp_optimizer` wrote, or the file of an optimizer that was saved as a whole."""
+    """Load what `save_fsdp_optimizer` wrote, or the state of an unsharded optimizer. Call it on all ranks.
+
+    Args:
+        fsdp_plugin: the plugin.
+        accelerator: the Accelerator.
+        optimizer: the prepared optimizer.
+        model: the prepared model.
+        input_dir: the folder.
+        optimizer_index: the number of the optimizer, if there are several.
+        adapter_only: load only the state of the adapter of a `peft` model.
+        use_dcp: as in `save_fsdp_model`.
+    """
     engine = _engine(accelerator)
     inner = getattr(optimizer, "optimizer", optimizer)
     if not use_dcp and not _gathers(fsdp_plugin):
@@ -117,7 +154,8 @@ def load_fsdp_optimizer(
         inner.load_state_dict(content)
         return
     content = _agreed(
-        accelerator, lambda: engine.read_optimizer([model], optimizer, Reader(Path(input_dir)), optimizer_index)
+        accelerator,
+        lambda: engine.read_optimizer([model], optimizer, CheckpointReader(Path(input_dir)), optimizer_index),
     )
     engine.put_optimizer_pieces([model], inner, content)
 

@@ -20,9 +20,15 @@ from accelerate.torch_internals.modules import parameters_of
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device
 ) -> set[nn.Parameter]:
-    """The parameters of modules, which are moved to the device.
+    """Collect the parameters of modules, and move them to a device.
 
-    modules: a list, or a regular expression for whole names in the model; None for none.
+    Args:
+        modules: a list, or a regular expression that matches whole names in the model; None for none.
+        model: the model.
+        device: the device.
+
+    Returns:
+        The parameters.
     """
     if modules is None:
         return set()
@@ -31,7 +37,14 @@ def get_parameters_from_modules(
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
-    """Names without what `torch.compile` and checkpointing of activations put into them."""
+    """Remove from names what `torch.compile` and activation checkpointing add to them.
+
+    Args:
+        named_params: anything by name.
+
+    Returns:
+        The same values by their original names.
+    """
     clean = {}
     for name, value in named_params.items():
         for prefix in ADDED_TO_NAMES:
@@ -41,7 +54,15 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
-    """A function that says which parts of this model are sharded by themselves; None where none is."""
+    """Make a function that tells which modules of a model are sharded on their own.
+
+    Args:
+        fsdp2_plugin: the plugin.
+        model: the model.
+
+    Returns:
+        The function, or None if no module is.
+    """
     fsdp2_plugin.set_auto_wrap_policy(model)
     if fsdp2_plugin.auto_wrap_policy is None:  # what `prepare` does then is not a policy of the plugin
         return None
@@ -50,7 +71,15 @@ def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Calla
 
 
 def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Have the parts of a model that the plugin's policy chooses compute their activations again in the backward."""
+    """Apply activation checkpointing to the modules that the plugin's policy chooses.
+
+    Args:
+        accelerator: the Accelerator.
+        model: the model.
+
+    Returns:
+        The model.
+    """
     plugin = accelerator.state.fsdp_plugin
     for part in parts(plugin, model, ignored_modules(plugin, model)) or [model]:
         compute_twice(part, offload=bool(plugin.activation_checkpointing_offload))
@@ -58,7 +87,15 @@ def fsdp2_apply_ac(accelerator: Any, model: nn.Module) -> nn.Module:
 
 
 def fsdp2_prepare_model(accelerator: Any, model: nn.Module) -> nn.Module:
-    """Shard a model, in place, as the plugin says."""
+    """Shard a model in place, as the plugin says.
+
+    Args:
+        accelerator: the Accelerator.
+        model: the model.
+
+    Returns:
+        The model.
+    """
     prepared: nn.Module = accelerator._strategy.shard(model)
     return prepared
 
@@ -69,18 +106,24 @@ OWN_PREPARE_MODEL = fsdp2_prepare_model
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: Mapping[str, Any], cpu_offload: bool = False
 ) -> None:
-    """Hand out a whole state dict, of which only the first process needs to have any, to a sharded model.
+    """Load a full state dict into a sharded model. Only rank 0 needs the values.
 
-    cpu_offload: leave the pieces in host memory.
+    Args:
+        accelerator: the Accelerator.
+        model: the sharded model.
+        full_sd: the full state dict.
+        cpu_offload: keep the shards in host memory.
     """
     first = accelerator.is_main_process
     values.give(model, dict(full_sd) if first else {}, accelerator.device, torch.device("cpu") if cpu_offload else None)
 
 
 def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping: Mapping[int, nn.Parameter]) -> None:
-    """Give an optimizer new parameters, with the groups and the state of the old ones.
+    """Replace the parameters of an optimizer, keeping its groups and state.
 
-    mapping: from the `data_ptr()` of an old parameter to the new one.
+    Args:
+        optimizer: the optimizer.
+        mapping: from the `data_ptr()` of an old parameter to the new one.
     """
     new: dict[int, nn.Parameter] = {}
     for group in optimizer.param_groups:
@@ -95,14 +138,27 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
-    """A gradient scaler whose processes agree on which steps are skipped."""
+    """Create a gradient scaler whose ranks agree on which steps are skipped.
+
+    Args:
+        kwargs: arguments of the scaler.
+    """
     return ShardedScaler(**{"device": PartialState().device.type, **kwargs})
 
 
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], None], model: nn.Module, device: torch.device
 ) -> Callable[[nn.Module], None]:
-    """A function that gives modules their memory as `param_init_fn` does, and leaves shared parameters shared."""
+    """Make a function that materializes modules like `param_init_fn` and keeps shared parameters shared.
+
+    Args:
+        param_init_fn: materializes one module.
+        model: the model.
+        device: the device.
+
+    Returns:
+        The new function.
+    """
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in parameters_of(module).items():

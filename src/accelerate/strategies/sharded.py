@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,13 +10,13 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.named import Names, named
-from accelerate.checkpoint.parts import File, Part, Put
-from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.shards import Shards, read
-from accelerate.checkpoint.state import Run, plain
-from accelerate.checkpoint.weights import Fetch
-from accelerate.checkpoint.whole import read_gradients
+from accelerate.checkpoint.gradients import read_gradients
+from accelerate.checkpoint.model_weights import Fetch, check_fit
+from accelerate.checkpoint.optimizer_keys import Names, to_names
+from accelerate.checkpoint.parts import File, Part, StagedLoad
+from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.checkpoint.run_state import Run, unwrapped
+from accelerate.checkpoint.sharded_state import Shards, read
 from accelerate.comm import current
 from accelerate.compilation import compile_regions_fsdp2
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
@@ -50,14 +49,14 @@ class Sharded(Strategy):
 
     def pieces(self, model: nn.Module) -> dict[str, Any]:
         """The state dict of a model, with tensors that know which piece this process has."""
-        return plain(model).state_dict()
+        return unwrapped(model).state_dict()
 
     def put_pieces(self, model: nn.Module, pieces: dict[str, Any]) -> None:
-        plain(model).load_state_dict(pieces, strict=False)
+        unwrapped(model).load_state_dict(pieces, strict=False)
 
     def same(self, model: nn.Module) -> list[set[str]]:
         """The names of each parameter of a model."""
-        return names_of_each(plain(model))
+        return names_of_each(unwrapped(model))
 
     def names(self, models: list[nn.Module], optimizer: Any) -> Names:
         """The names of an optimizer's parameters."""
@@ -72,7 +71,7 @@ class Sharded(Strategy):
 
     # --- saving -------------------------------------------------------------------------------------------------
 
-    def coming(self, model: nn.Module) -> tuple[dict[str, Any], Fetch] | None:
+    def stream_weights(self, model: nn.Module) -> tuple[dict[str, Any], Fetch] | None:
         pieces = self.pieces(model)
         for names in self.same(model):
             for twin in [name for name in pieces if name in names][1:]:
@@ -152,9 +151,9 @@ class Sharded(Strategy):
 
     # --- loading ------------------------------------------------------------------------------------------------
 
-    def load(self, run: Run, reader: Reader, *, torch_load: dict[str, Any], **kwargs: Any) -> Put:
+    def load(self, run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kwargs: Any) -> StagedLoad:
         strict = kwargs.get("strict", True)
-        models = [self.read_model(model, reader, number, strict) for number, model in enumerate(run.without_hooks)]
+        models = [self.read_model(model, reader, number, strict) for number, model in enumerate(run.models_to_load)]
         optimizers = [
             self.read_optimizer(run.models, optimizer, reader, number)
             for number, optimizer in enumerate(run.optimizers)
@@ -162,18 +161,18 @@ class Sharded(Strategy):
         waiting, exchanged = read_gradients(run, reader, alike=not self.takes_back)
 
         def apply() -> None:
-            for model, pieces in zip(run.without_hooks, models, strict=True):
+            for model, pieces in zip(run.models_to_load, models, strict=True):
                 self.put_pieces(model, pieces)
             self.put_gradients(run.models, waiting, exchanged)
             for optimizer, content in zip(run.optimizers, optimizers, strict=True):
                 self.put_optimizer_pieces(run.models, _inner(optimizer), content)
 
-        return Put(apply)
+        return StagedLoad(apply)
 
     def read_model(
         self,
         model: nn.Module,
-        reader: Reader,
+        reader: CheckpointReader,
         number: int,
         strict: bool = True,
         names: dict[str, str] | None = None,
@@ -195,10 +194,12 @@ class Sharded(Strategy):
             if stored_as is not None:
                 found |= {name: found[stored_as] for name in twins if name not in found}
         if strict:
-            _check_fit(model, own, found, reader.folder)
+            check_fit(model, own, found, reader.folder)
         return {(names or {}).get(name, name): value for name, value in found.items() if name in own}
 
-    def read_optimizer(self, models: list[nn.Module], optimizer: Any, reader: Reader, number: int) -> dict[str, Any]:
+    def read_optimizer(
+        self, models: list[nn.Module], optimizer: Any, reader: CheckpointReader, number: int
+    ) -> dict[str, Any]:
         """The pieces of an optimizer's state, by names, from whatever a checkpoint has of it."""
         own = {id(p) for group in optimizer.param_groups for p in group["params"]}
         owners = [index for index, model in enumerate(models) if any(id(p) in own for p in model.parameters())]
@@ -216,7 +217,7 @@ class Sharded(Strategy):
         if reader.has(folder):
             content = read(reader.folder / folder, lambda keys, size, dtype: _place(like(keys), size, dtype))
             return {"state": {}, **content}
-        content = named(reader.content(layout.optimizer(number)), self.names(models, _inner(optimizer)))
+        content = to_names(reader.content(layout.optimizer(number)), self.names(models, _inner(optimizer)))
         state = {
             name: {key: _cut(value, likes.get(name)) for key, value in values.items()}
             for name, values in content["state"].items()
@@ -263,7 +264,7 @@ def _cut(value: Any, like: Any) -> Any:
     return value
 
 
-def _model_file(reader: Reader, number: int) -> str:
+def _model_file(reader: CheckpointReader, number: int) -> str:
     names = [layout.gathered_model(number), layout.model(number, True), layout.model(number, False)]
     found = next(filter(reader.has, names), None)
     if found is None:
@@ -272,17 +273,3 @@ def _model_file(reader: Reader, number: int) -> str:
             f"of {', '.join(names)}): load a checkpoint of a run that had at least as many models."
         )
     return found
-
-
-def _check_fit(model: nn.Module, own: dict[str, Any], found: dict[str, Any], folder: Path) -> None:
-    missing, extra = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
-    shapes = [
-        f"{name} {tuple(found[name].shape)} for {tuple(value.shape)}"
-        for name, value in own.items()
-        if isinstance(value, torch.Tensor) and name in found and found[name].shape != value.shape
-    ]
-    if missing or extra or shapes:
-        raise CheckpointError(
-            f"The weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, "
-            f"unknown {extra[:5]}, other shapes {shapes[:5]}; create the model as it was when the checkpoint was saved."
-        )

@@ -1,12 +1,17 @@
-"""One XLA device: a step is closed when its optimizer has been called, so that its graph runs as a whole."""
+"""XLA devices, each with a copy of the model: gradients are averaged in the step, which is then closed.
+
+So a step is one graph: the backward, the exchange of its gradients, and the optimizer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
+from accelerate.bundle import Bundle
+from accelerate.comm import current
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.errors import Unfit
 from accelerate.precision.stepping import Stepper
@@ -20,10 +25,58 @@ class XLA(Strategy):
 
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
         super().__init__(state, ddp)
-        for plugin, name in ((state.deepspeed_plugins, "DeepSpeed"), (getattr(state, "fsdp_plugin", None), "FSDP")):
-            if plugin is not None:
-                raise Unfit(f"{name} does not run on an XLA device in this version: remove its plugin.")
+        if state.deepspeed_plugins is not None:
+            raise Unfit("DeepSpeed does not run on an XLA device: remove its plugin, or use FSDP.")
+        if state.parallelism_config is not None:
+            raise Unfit(
+                f"{state.parallelism_config!r} does not run on an XLA device: remove it, or use FSDP, which shards "
+                "over all chips."
+            )
         self._close_step = state.device_kind.close_step
+        self._several = state.num_processes > 1
+        self.needs_even_batches = self._several  # all of them have to collect the same graphs
+        # Parameters, by identity, whose gradients are averaged already, and have not changed since.
+        self._averaged: set[int] = set()
+
+    def prepare(self, bundle: Bundle) -> None:
+        if self.state.downcast_bfloat:
+            for model in bundle.models:
+                _downcast(model.value)
+        super().prepare(bundle)
+
+    def wrap(self, model: torch.nn.Module, *, placed: bool) -> torch.nn.Module:
+        """The model itself, with the values that it has on the first process."""
+        if self._several and placed:
+            with torch.no_grad():
+                for tensor in (*model.parameters(), *model.buffers()):
+                    current().broadcast(tensor)
+            self._close_step()
+        return model
+
+    def backward(self, loss: torch.Tensor, *, divide: bool = True, **kwargs: Any) -> None:
+        self._averaged.clear()
+        self.gradient_state.is_xla_gradients_synced = False
+        loss.backward(**kwargs)
+
+    def complete_gradients(self, parameters: list[torch.Tensor]) -> None:
+        self.average(parameters)
+
+    def average(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Replace gradients by their means over all processes: once, whoever asks first."""
+        if not self._several:
+            return
+        waiting = [p for p in parameters if p.grad is not None and id(p) not in self._averaged]
+        current().average([p.grad for p in waiting if p.grad is not None])
+        self._averaged.update(map(id, waiting))
+        self.gradient_state.is_xla_gradients_synced = True
+
+    def clip_grad_value_(self, parameters: list[torch.Tensor], clip_value: float) -> None:
+        self.average(parameters)
+        super().clip_grad_value_(parameters, clip_value)
+
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        self.average(parameters)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def state_dict(self, model: torch.nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """On the host, where the names of one parameter share its memory."""
@@ -31,18 +84,43 @@ class XLA(Strategy):
         return state
 
     def stepper(self, optimizer: Any, scaler: torch.amp.GradScaler | None) -> Stepper:
-        return ClosingStepper(optimizer, self._close_step)
+        return ClosingStepper(optimizer, self)
+
+    def end_step(self) -> None:
+        """The step was taken: its graph runs, and the next gradients are new ones."""
+        self._averaged.clear()
+        self.gradient_state.is_xla_gradients_synced = False
+        self._close_step()
+
+
+def _downcast(model: torch.nn.Module) -> None:
+    """Single precision becomes bf16, and double becomes single; parameters stay the same objects."""
+    smaller = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.to(smaller.get(tensor.dtype, tensor.dtype))
 
 
 class ClosingStepper(Stepper):
-    def __init__(self, optimizer: Any, close_step: Callable[[], Any]) -> None:
+    def __init__(self, optimizer: Any, strategy: XLA) -> None:
         super().__init__(optimizer)
-        self._close_step = close_step
+        self._strategy = strategy
 
     def step(self, closure: Callable[[], Any] | None = None, *, last: bool = True) -> Any:
-        result = super().step(closure, last=last)
-        self._close_step()
+        if closure is None:
+            self._average()
+            result = super().step(last=last)
+        else:
+            result = super().step(lambda: self._averaged(closure), last=last)
+        self._strategy.end_step()
         return result
 
+    def _average(self) -> None:
+        self._strategy.average(p for group in self.optimizer.param_groups for p in group["params"])
+
+    def _averaged(self, closure: Callable[[], Any]) -> Any:
+        loss = closure()
+        self._average()
+        return loss
+
     def for_other(self, optimizer: Any) -> Stepper:
-        return type(self)(optimizer, self._close_step)
+        return type(self)(optimizer, self._strategy)

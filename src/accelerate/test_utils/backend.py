@@ -14,7 +14,7 @@ _DEVICES = ("cuda", "mps", "mlu", "sdaa", "musa", "npu", "xpu", "hpu", "neuron")
 
 
 def get_backend() -> tuple[str, int, Callable[..., int]]:
-    """Returns the kind of device, how many there are, and the function that tells the memory in use."""
+    """Return the device type, the number of devices, and the function that returns the memory in use."""
     if available.is_torch_xla_available():
         return "xla", torch.cuda.device_count(), torch.cuda.memory_allocated
     for name in _DEVICES:

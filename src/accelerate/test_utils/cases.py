@@ -18,43 +18,47 @@ from accelerate.state import AcceleratorState, PartialState
 
 
 class TempDirTestCase(unittest.TestCase):
-    """A test case with a folder `tmpdir`, emptied before each test unless `clear_on_setup` is False."""
+    """Provide a folder `tmpdir`, emptied before each test unless `clear_on_setup` is False."""
 
     clear_on_setup = True
     tmpdir: Path
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Makes the folder."""
+        """Create the folder."""
         cls.tmpdir = Path(tempfile.mkdtemp())
 
     @classmethod
     def tearDownClass(cls) -> None:
-        """Removes the folder."""
+        """Remove the folder."""
         shutil.rmtree(cls.tmpdir, ignore_errors=True)
 
     def setUp(self) -> None:
-        """Empties the folder."""
+        """Empty the folder."""
         if self.clear_on_setup:
             for path in self.tmpdir.iterdir():
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 class AccelerateTestCase(unittest.TestCase):
-    """A test case after each of whose tests the state of the process starts anew."""
+    """Reset the state of the process after each test."""
 
     def tearDown(self) -> None:
-        """Forgets the state."""
+        """Reset the state."""
         super().tearDown()
         AcceleratorState._reset_state()
         PartialState._reset_state()
 
 
 class MockingTestCase(unittest.TestCase):
-    """A test case whose mocks end with the test that added them."""
+    """Stop mocks at the end of the test that added them."""
 
     def add_mocks(self, mocks: Any) -> None:
-        """Starts one mock or several."""
+        """Start one mock or several.
+
+        Args:
+            mocks: the mocks.
+        """
         self.mocks: list[Any] = list(mocks) if isinstance(mocks, (list, tuple)) else [mocks]
         for patch in self.mocks:
             patch.start()
@@ -62,14 +66,23 @@ class MockingTestCase(unittest.TestCase):
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Says whether a tensor is the same on every process."""
+    """Tell whether a tensor is the same on every rank.
+
+    Args:
+        tensor: the tensor of this rank.
+    """
     ours = tensor[None].clone().to(PartialState().device)
     return all(torch.equal(ours[0].cpu(), other) for other in gather(ours).cpu())
 
 
 @contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """Checks that a block raises such an exception, with `msg` in its message."""
+    """Check that a `with` block raises an exception.
+
+    Args:
+        exception_class: its class.
+        msg: text that its message contains.
+    """
     try:
         yield
     except Exception as error:
@@ -82,7 +95,13 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Calls a function and returns what it printed."""
+    """Call a function and return what it printed.
+
+    Args:
+        func: the function.
+        *args: its positional arguments.
+        **kwargs: its keyword arguments.
+    """
     printed = io.StringIO()
     with redirect_stdout(printed):
         func(*args, **kwargs)

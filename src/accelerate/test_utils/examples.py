@@ -7,7 +7,12 @@ from pathlib import Path
 
 
 def get_function_contents_by_name(lines: list[str], name: str) -> list[str]:
-    """Returns the lines of `main` or `training_function` of a script, up to the next statement."""
+    """Return the lines of a function of a script, up to the next statement.
+
+    Args:
+        lines: the lines of the script.
+        name: "main" or "training_function".
+    """
     if name not in ("main", "training_function"):
         raise ValueError(f"{name!r} cannot be looked up; choose 'main' or 'training_function'.")
     statements = ast.parse("".join(lines)).body
@@ -18,7 +23,11 @@ def get_function_contents_by_name(lines: list[str], name: str) -> list[str]:
 
 
 def clean_lines(lines: list[str]) -> list[str]:
-    """Leaves out comments and empty lines."""
+    """Return lines without comments and empty ones.
+
+    Args:
+        lines: the lines.
+    """
     return [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
 
 
@@ -30,11 +39,13 @@ _SWITCH = "TESTING_MOCKED_DATALOADERS"
 def compare_against_test(
     base_filename: str, feature_filename: str, parser_only: bool, secondary_filename: str | None = None
 ) -> list[str]:
-    """Returns the lines that an example of one feature adds to the plain example, and that a complete one lacks.
+    """Return the lines that an example of one feature adds to the plain example, and that a complete example lacks.
 
-    base_filename: the complete example. feature_filename: the one of a feature.
-    parser_only: compare `main`, where options are declared; else `training_function`.
-    secondary_filename: the plain example that the complete one grew out of, if not `examples/nlp_example.py`.
+    Args:
+        base_filename: the complete example.
+        feature_filename: the example of the feature.
+        parser_only: compare `main`, where options are declared, instead of `training_function`.
+        secondary_filename: the plain example that the complete one grew out of, if not `examples/nlp_example.py`.
     """
     name = "main" if parser_only else "training_function"
     template = Path("examples", "nlp_example.py")

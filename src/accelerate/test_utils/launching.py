@@ -9,7 +9,14 @@ from accelerate.test_utils.backend import device_count
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """Returns an `accelerate launch` command: a flag for True, nothing for None, else `--name=value`."""
+    """Build an `accelerate launch` command.
+
+    Args:
+        **kwargs: flags by name: True adds `--name`, None adds nothing, any other value adds `--name=value`.
+
+    Returns:
+        The words of the command.
+    """
     command = ["accelerate", "launch"]
     for name, value in kwargs.items():
         if value is True:
@@ -23,5 +30,9 @@ DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """Returns the path of something inside the installed package."""
+    """Return the path of a file inside the installed package.
+
+    Args:
+        *components: the parts of the path.
+    """
     return Path(__file__).parent.parent.joinpath(*components)

@@ -13,13 +13,22 @@ from typing import IO, Any
 
 
 class SubprocessCallException(Exception):
-    """A command failed; the message holds what it printed."""
+    """Raised when a command failed; the message has what it printed."""
 
 
 def run_command(
     command: Sequence[Any], return_stdout: bool = False, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """Runs a command, and raises with its output if it fails."""
+    """Run a command.
+
+    Args:
+        command: the words of the command.
+        return_stdout: return what it printed.
+        env: its environment. By default that of this process.
+
+    Raises:
+        SubprocessCallException: the command failed.
+    """
     words = [str(word) for word in command]
     done = subprocess.run(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, text=True, errors="replace")
     if done.returncode != 0:
@@ -31,7 +40,7 @@ def run_command(
 
 @dataclass
 class RunOutput:
-    """How a command ended, and the lines it printed."""
+    """Exit code and lines of a command."""
 
     returncode: int
     stdout: list[str] = field(default_factory=list)
@@ -46,7 +55,22 @@ def execute_subprocess_async(
     quiet: bool = False,
     echo: bool = True,
 ) -> RunOutput:
-    """Runs a command, showing its lines as they come; raises if it fails or takes too long."""
+    """Run a command, and show its lines as they come.
+
+    Args:
+        cmd: the words of the command.
+        env: its environment. By default that of this process.
+        stdin: its standard input, as in `subprocess.Popen`.
+        timeout: how many seconds it may take.
+        quiet: do not show its lines.
+        echo: print the command first.
+
+    Returns:
+        Its exit code and lines.
+
+    Raises:
+        RuntimeError: the command failed, or took too long.
+    """
     words = [str(word) for word in cmd]
     if echo:
         print("\nRunning: ", " ".join(words))
@@ -94,10 +118,10 @@ def _read(pipe: IO[str], lines: list[str], screen: IO[str] | None, label: str) -
 
 
 def pytest_xdist_worker_id() -> int:
-    """Returns the number of this worker of pytest-xdist, 0 without it."""
+    """Return the number of this pytest-xdist worker, 0 without pytest-xdist."""
     return int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
 
 def get_torch_dist_unique_port() -> int:
-    """Returns a port that no other worker of pytest-xdist uses."""
+    """Return a port that no other pytest-xdist worker uses."""
     return 29500 + pytest_xdist_worker_id()

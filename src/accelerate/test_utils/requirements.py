@@ -113,19 +113,38 @@ slow: Decorator = _require(lambda: parse_flag_from_env("RUN_SLOW"), "RUN_SLOW=1,
 
 
 def skip(test_case: Any) -> Any:
-    """Skips a test always."""
+    """Skip a test.
+
+    Args:
+        test_case: the test.
+    """
     return unittest.skip("switched off")(test_case)
 
 
 def run_first(test_case: Any) -> Any:
-    """Asks pytest-order to run a test before all others."""
+    """Run a test before all others, with pytest-order.
+
+    Args:
+        test_case: the test.
+    """
     import pytest
 
     return pytest.mark.order(1)(test_case)
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
-    """Skips a test with an older torch: `@require_torch_min_version(version="2.7")`."""
+    """Skip a test if torch is older than a version.
+
+    Args:
+        test_case: the test. Without one, a decorator is returned.
+        version: the version.
+
+    Example:
+        ```python
+        @require_torch_min_version(version="2.7")
+        def test_something(): ...
+        ```
+    """
     if test_case is None:
         return functools.partial(require_torch_min_version, version=version)
     if version is None:

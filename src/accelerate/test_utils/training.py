@@ -13,7 +13,14 @@ from accelerate.test_utils import sentence_pairs
 
 
 class RegressionDataset(Dataset[dict[str, np.float32]]):
-    """Points near the line `y = a * x + b`."""
+    """Generate points near the line `y = a * x + b`.
+
+    Args:
+        a: the slope.
+        b: the intercept.
+        length: the number of points.
+        seed: the seed of their noise and positions.
+    """
 
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
         random = np.random.default_rng(seed)
@@ -29,7 +36,13 @@ class RegressionDataset(Dataset[dict[str, np.float32]]):
 
 
 class RegressionModel(torch.nn.Module):
-    """A line with two parameters; it prints the dtypes of its first batch."""
+    """Compute a line with two parameters, and print the dtypes of the first batch.
+
+    Args:
+        a: the slope to start from.
+        b: the intercept to start from.
+        double_output: not used; accepted as in the 1.15 release.
+    """
 
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
         super().__init__()
@@ -38,7 +51,11 @@ class RegressionModel(torch.nn.Module):
         self.first_batch: bool = True
 
     def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns the points of the line."""
+        """Return the points of the line.
+
+        Args:
+            x: their positions.
+        """
         if x is None:
             raise TypeError("RegressionModel needs its input `x`.")
         if self.first_batch:
@@ -57,9 +74,11 @@ def _samples(name: str, number: int) -> list[sentence_pairs.Pair]:
 
 
 def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Returns loaders of few pairs of sentences, for training and for evaluation, in place of an example's own.
+    """Create small loaders of sentence pairs for training and evaluation, in place of those of an example.
 
-    batch_size: without effect, because few samples should still be several batches: of 2, and of 1 for evaluation.
+    Args:
+        accelerator: the Accelerator.
+        batch_size: not used: batches have 2 samples, and 1 in evaluation, so that there are several.
     """
     return sentence_pairs.loaders(accelerator, _samples("train.csv", 16), _samples("dev.csv", 8), 2, eval_size=1)
 
@@ -67,6 +86,11 @@ def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[DataLoad
 def mocked_dataloaders_for_autoregressive_models(
     accelerator: Any, batch_size: int = 16
 ) -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """Returns such loaders for models that predict the next word: the labels are the words, one further on."""
+    """Create such loaders for models that predict the next word: labels are the words, one further on.
+
+    Args:
+        accelerator: the Accelerator.
+        batch_size: not used: batches have 2 samples, and 1 in evaluation, so that there are several.
+    """
     samples = (_samples("train.csv", 16), _samples("dev.csv", 8))
     return sentence_pairs.next_word_loaders(accelerator, *samples, 2, eval_size=1)

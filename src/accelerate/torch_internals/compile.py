@@ -1,10 +1,12 @@
-"""torch.compile: the module that it returns, and the one inside."""
+"""torch.compile: the module that it returns, the one inside, and functions that stay out of its graphs."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from typing import Any
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,12 +44,12 @@ def compiled_like(compiled: Any, module: nn.Module) -> Any:
 
 
 @functools.cache
-def compiler_module() -> str:
+def _compiler_module() -> str:
     """The module in `sys.modules` without which nothing has been compiled; torch itself, where it is not known."""
     return "torch._dynamo" if importlib.util.find_spec("torch._dynamo") else "torch"
 
 
-def keep_out_of_graphs(function: Any, reason: str) -> None:
+def _keep_out_of_graphs(function: Any, reason: str) -> None:
     """Mark a function so that the compiler neither compiles it nor looks into it, without loading the compiler.
 
     Without these names the compiler looks into the function, and loses time, until it meets one that is disabled by
@@ -62,3 +64,27 @@ def keep_out_of_graphs(function: Any, reason: str) -> None:
     elif hasattr(frames, "_FrameExecStrategy") and hasattr(frames, "_FrameAction"):  # from torch 2.8 on
         action = frames._FrameAction
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(action.SKIP, action.DEFAULT))
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def outside_graphs(function: Function) -> Function:
+    """Let torch.compile run a function as it is, between two graphs.
+
+    `torch.compiler.disable` does this too, and loads the whole compiler (over a second) where nothing is compiled.
+    """
+    disabled: Callable[..., Any] | None = None
+    compiler = _compiler_module()
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None:
+            if compiler not in sys.modules:
+                return function(*args, **kwargs)
+            disabled = torch.compiler.disable(function)
+        return disabled(*args, **kwargs)
+
+    _keep_out_of_graphs(call, "hooks run between graphs")
+    return call  # type: ignore[return-value]

@@ -29,8 +29,9 @@ def all_groups() -> list[Any]:
     return [dist.group.WORLD] if groups is None else list(groups)
 
 
-def all_gather_on(group: Any | None) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    """What puts the bytes of all ranks one after the other into its first argument; group: None for the default one.
+def all_gather_on(group: Any | None) -> Callable[[torch.Tensor, torch.Tensor], Callable[[], Any]]:
+    """What begins to put the bytes of all ranks one after the other into its first argument, and returns what waits for
+    it; group: None for the default one.
 
     Straight from the group, since torch's function around it takes half as long as the exchange of a small tensor; it
     is that function where groups have no such method.
@@ -38,14 +39,17 @@ def all_gather_on(group: Any | None) -> Callable[[torch.Tensor, torch.Tensor], N
     own: Any = dist.group.WORLD if group is None else group
     method: Any = getattr(own, "all_gather_single", None) or getattr(own, "_allgather_base", None)
     if method is None:
-        return functools.partial(dist.all_gather_into_tensor, group=group)
+        method = functools.partial(dist.all_gather_into_tensor, group=group, async_op=True)
 
-    def gather(out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def gather(out: torch.Tensor, tensor: torch.Tensor) -> Callable[[], Any]:
         work = method(out, tensor)
-        if work is not None:
-            work.wait()
+        return _nothing if work is None else work.wait
 
     return gather
+
+
+def _nothing() -> None:
+    """What there is to wait for after a collective that is over."""
 
 
 def collectives_begun() -> int:

@@ -11,6 +11,10 @@ _multiply_all: Callable[..., Any] | None = getattr(torch, "_foreach_mul_", None)
 _norm_all: Callable[..., Any] | None = getattr(torch, "_foreach_norm", None)
 _unflatten: Callable[..., Any] | None = getattr(getattr(torch, "_utils", None), "_unflatten_dense_tensors", None)
 _copy_all: Callable[..., Any] | None = getattr(torch, "_foreach_copy_", None)
+_times_all: Callable[..., Any] | None = getattr(torch, "_foreach_mul", None)
+# What can be multiplied. Times True, each of them stays what it is.
+_NUMBERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+_NUMBERS |= {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 
 
 def multiply_(tensors: list[torch.Tensor], factor: torch.Tensor | float) -> None:
@@ -37,6 +41,19 @@ def copy_all_(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) 
         return
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def clone_all(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors of one device and dtype, each in memory of its own.
+
+    That memory is taken one by one, which is slower, without `torch._foreach_mul`, and for the few dtypes without
+    arithmetic.
+    """
+    if _times_all is None or tensors[0].dtype not in _NUMBERS:
+        return [tensor.clone() for tensor in tensors]
+    clones: list[torch.Tensor] = list(_times_all(tensors, True))
+    copy_all_(clones, tensors)  # bit by bit: the product of a NaN may be another one
+    return clones
 
 
 def split_like(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -66,7 +66,7 @@ def known_trackers() -> dict[str, Any]:
 
 
 def get_available_trackers() -> list[Any]:
-    """The trackers of `log_with="all"`: those whose library is installed, and those that were registered."""
+    """Return the trackers of `log_with="all"`: those whose library is installed, and those that are registered."""
     return [_as_member(name) for name, kind in LOGGER_TYPE_TO_CLASS.items() if kind.is_installed()]
 
 
@@ -75,7 +75,11 @@ def _as_member(name: str) -> Any:
 
 
 def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
-    """Make a tracker of your own known by its name, so that `log_with="its name"` finds it."""
+    """Make your own tracker known by its name, so that `log_with` finds it.
+
+    Args:
+        tracker_class: a subclass of `GeneralTracker`.
+    """
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
         raise ValueError(f"{tracker_class!r} is not a tracker class: derive it from GeneralTracker.")
     name = getattr(tracker_class, "name", None)
@@ -93,11 +97,15 @@ def register_tracker_class(tracker_class: type[GeneralTracker]) -> None:
 
 
 def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = None) -> list[Any]:
-    """The trackers to use of those asked for: instances as they are, names if their library is installed.
+    """Return the trackers to use, out of those asked for: instances as they are, names if their library is installed.
 
-    log_with: names, members of `LoggerType`, tracker objects, or several of them; "all" stands for every tracker that
-    is installed, but not for "local". A name nobody knows is an error, and so is a tracker that writes to a folder when
-    there is none.
+    Args:
+        log_with: names, members of `LoggerType`, tracker objects, or several of them. "all" means every tracker that is
+            installed, except "local".
+        logging_dir: the folder for trackers that write to one.
+
+    Raises:
+        ValueError: a name is unknown, or a tracker needs a folder and there is none.
     """
     asked = [] if log_with is None else list(log_with) if isinstance(log_with, (list, tuple, set)) else [log_with]
     for item in asked:

@@ -10,7 +10,13 @@ from accelerate.tracking.base import LibraryTracker, as_number, on_main_process,
 
 
 class AimTracker(LibraryTracker):
-    """Logs to a run called `run_name` in the repository `logging_dir`. kwargs: for `aim.Run`."""
+    """Log to a run of a local Aim repository.
+
+    Args:
+        run_name: the name of the run.
+        logging_dir: the folder of the repository.
+        **kwargs: arguments for `aim.Run`.
+    """
 
     name = "aim"
     requires_logging_directory = True
@@ -43,7 +49,13 @@ class AimTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Each value: anything `Run.track` takes. kwargs: for `Run.track`."""
+        """Log values.
+
+        Args:
+            values: the values by name: anything that `Run.track` takes.
+            step: the training step.
+            **kwargs: arguments for `Run.track`.
+        """
 
         def track(key: str, value: Any) -> None:
             number = as_number(value)
@@ -55,9 +67,12 @@ class AimTracker(LibraryTracker):
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Each value: an image, or a pair of an image and its caption.
+        """Log images.
 
-        kwargs: arguments for `aim.Image` under "aim_image", and for `Run.track` under "track".
+        Args:
+            values: an image, or a pair of an image and its caption, by name.
+            step: the training step.
+            kwargs: arguments for `aim.Image` under "aim_image", and for `Run.track` under "track".
         """
         make = self.library().Image
         options = kwargs or {}

@@ -15,7 +15,11 @@ logger: logging.Logger = logging.getLogger("accelerate.tracking")
 
 
 def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator for the methods of a tracker: with `main_process_only`, other processes skip them."""
+    """Decorate a method of a tracker so that, with `main_process_only`, other ranks skip it.
+
+    Args:
+        function: the method.
+    """
 
     @functools.wraps(function)
     def on_chosen_processes(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,15 +31,21 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GeneralTracker:
-    """The base class of trackers. Yours needs
+    """Base class of trackers.
 
-    - `name` (a string) and `requires_logging_directory` (whether it is given the logging folder), on the class;
-    - a property `tracker`: the object of the library underneath;
+    A subclass needs
+
+    - `name` (a string) and `requires_logging_directory` (whether it takes the logging folder), on the class;
+    - a property `tracker`: the object of the library;
     - `log`, and where they make sense `start`, `store_init_configuration`, `finish`, `log_images` and `log_table`.
 
-    main_process_only: with False, an `Accelerator` uses the tracker on every process.
-    in_background: `log` and the others run on a thread of the tracker's own, so that a slow one does not hold up
-    training; with False they are called on the thread that trains.
+    Args:
+        _blank: make a tracker that does nothing, which ranks without trackers get.
+
+    Attributes:
+        main_process_only: if False, an `Accelerator` uses the tracker on every rank.
+        in_background: call `log` and the other methods on a separate thread, so that a slow tracker does not hold up
+            training. If False, they are called on the thread that trains.
     """
 
     name: str
@@ -50,22 +60,32 @@ class GeneralTracker:
 
     @classmethod
     def is_installed(cls) -> bool:
-        """Whether what the tracker needs is there."""
+        """Tell whether what the tracker needs is installed."""
         return True
 
     @classmethod
     def runs_on_every_process(cls) -> bool:
-        """Whether an `Accelerator` makes this tracker on every process, not on the main one alone."""
+        """Tell whether an `Accelerator` creates this tracker on every rank, not only on rank 0."""
         return not cls.main_process_only
 
     def start(self) -> None:
-        """Open the run. Called once, before anything is stored or logged."""
+        """Open the run. It is called once, before anything is stored or logged."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the settings of the run."""
+        """Store the settings of the run.
+
+        Args:
+            values: the settings.
+        """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Write values, at a step."""
+        """Log values.
+
+        Args:
+            values: the values, by name.
+            step: the training step.
+            kwargs: arguments for the library.
+        """
 
     def finish(self) -> None:
         """Close the run. Nothing is logged after it."""
@@ -82,7 +102,7 @@ class GeneralTracker:
 
 
 def check_attributes(tracker: GeneralTracker) -> None:
-    """Say what a tracker lacks of what each one must have."""
+    """Raise an error if a tracker lacks something that each one must have."""
     needed = ("name", "requires_logging_directory", "tracker")
     # Asked of the class: the value of `tracker` is often made only in `start`.
     missing = [f"`{name}`" for name in needed if not hasattr(type(tracker), name) and name not in vars(tracker)]
@@ -94,7 +114,7 @@ def check_attributes(tracker: GeneralTracker) -> None:
 
 
 class LibraryTracker(GeneralTracker):
-    """A tracker of ours: one library, imported when the run starts."""
+    """Log with one library, which is imported when the run starts."""
 
     package: str  # what to import
     install: str  # what to pip install
@@ -104,7 +124,14 @@ class LibraryTracker(GeneralTracker):
         return has_package(cls.package)
 
     def library(self, module: str | None = None) -> Any:
-        """The library, or one of its modules."""
+        """Import the library, or one of its modules.
+
+        Args:
+            module: the module. By default the library itself.
+
+        Raises:
+            ModuleNotFoundError: it is not installed.
+        """
         try:
             return importlib.import_module(module or self.package)
         except ModuleNotFoundError as error:
@@ -114,12 +141,12 @@ class LibraryTracker(GeneralTracker):
 
 
 def missing_sentence(kind: type[LibraryTracker]) -> str:
-    """What to say when a tracker's library is not installed."""
+    """Return the sentence for a tracker whose library is not installed."""
     return f"The tracker {kind.name!r} needs the package {kind.package}: `pip install {kind.install}`."
 
 
 def as_number(value: Any) -> int | float | None:
-    """The value as a Python number, if it is one number: also that of a tensor or an array with one element."""
+    """Return a number, or a tensor or array with one element, as a Python number; None for anything else."""
     if isinstance(value, (int, float)):
         return value
     item = getattr(value, "item", None)
@@ -145,7 +172,7 @@ def one_by_one(values: dict[str, Any], log: Callable[[str, Any], Any]) -> None:
 
 
 def only_numbers(values: dict[str, Any], log: Callable[[str, Any], Any], *, and_text: bool = False) -> None:
-    """Log every number, and warn once of what is none: for libraries that keep nothing else (but text, perhaps)."""
+    """Log every number, and warn once about anything else, for libraries that keep only numbers (and perhaps text)."""
     kept = {name: value if and_text and isinstance(value, str) else as_number(value) for name, value in values.items()}
     for name, value in kept.items():
         if value is None:
@@ -159,5 +186,5 @@ def _warn_of(name: str, kind: str, kinds: str) -> None:
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:
-    """The values with one-element tensors and arrays as Python numbers, which every library takes."""
+    """Return the values with one-element tensors and arrays as Python numbers, which every library accepts."""
     return {name: value if (number := as_number(value)) is None else number for name, value in values.items()}

@@ -10,9 +10,11 @@ from accelerate.tracking.table import ShowsTables, Table
 
 
 class ClearMLTracker(ShowsTables, LibraryTracker):
-    """Logs to the task that is open, or to a new one in the project `run_name`. kwargs: for `Task.init`.
+    """Log to the ClearML task that is open, or to a new one.
 
-    `CLEARML_PROJECT` and `CLEARML_TASK` name the project and the task when `kwargs` do not.
+    Args:
+        run_name: the name of the project and the task, unless `CLEARML_PROJECT` and `CLEARML_TASK` are set.
+        **kwargs: arguments for `Task.init`, which take precedence.
     """
 
     name = "clearml"
@@ -47,9 +49,14 @@ class ClearMLTracker(ShowsTables, LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Without a step, numbers are single values; with one, points of curves. kwargs: for the logger's method.
+        """Log numbers: single values without a step, points of a curve with one.
 
-        `eval_`, `test_` and `train_` in front of a name make it a curve of that kind in the same plot.
+        A name that begins with `eval_`, `test_` or `train_` is a curve of that kind in the same plot.
+
+        Args:
+            values: the numbers by name.
+            step: the training step.
+            **kwargs: arguments for the logger's method.
         """
         logger = self.task.get_logger()
 
@@ -64,7 +71,13 @@ class ClearMLTracker(ShowsTables, LibraryTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Each value: an image. kwargs: for `Logger.report_image`."""
+        """Log images.
+
+        Args:
+            values: an image by name.
+            step: the training step.
+            **kwargs: arguments for `Logger.report_image`.
+        """
         logger = self.task.get_logger()
 
         def report(key: str, image: Any) -> None:

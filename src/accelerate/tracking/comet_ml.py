@@ -8,7 +8,12 @@ from accelerate.tracking.base import LibraryTracker, as_number, on_main_process,
 
 
 class CometMLTracker(LibraryTracker):
-    """Logs to the project `run_name`. kwargs: for `comet_ml.start`."""
+    """Log to Comet.
+
+    Args:
+        run_name: the name of the project.
+        **kwargs: arguments for `comet_ml.start`.
+    """
 
     name = "comet_ml"
     requires_logging_directory = False
@@ -33,7 +38,13 @@ class CometMLTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers and dicts of numbers become metrics, anything else is kept as a note."""
+        """Log numbers and dicts of numbers as metrics, and anything else as a note.
+
+        Args:
+            values: the values by name.
+            step: the training step.
+            **kwargs: arguments for the experiment's method.
+        """
 
         def add(key: str, value: Any) -> None:
             if isinstance(value, dict):

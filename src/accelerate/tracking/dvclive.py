@@ -8,7 +8,13 @@ from accelerate.tracking.base import LibraryTracker, on_main_process, only_numbe
 
 
 class DVCLiveTracker(LibraryTracker):
-    """Logs through a `dvclive.Live`: yours, or a new one. kwargs: for `dvclive.Live`. run_name is not used."""
+    """Log with DVCLive.
+
+    Args:
+        run_name: not used, since DVCLive has no such name.
+        live: your `dvclive.Live`. By default a new one.
+        **kwargs: arguments for a new `dvclive.Live`.
+    """
 
     name = "dvclive"
     requires_logging_directory = False
@@ -34,7 +40,13 @@ class DVCLiveTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers and text are kept. kwargs: for `Live.log_metric`."""
+        """Log numbers and text.
+
+        Args:
+            values: the values by name.
+            step: the training step. By default the next one.
+            **kwargs: arguments for `Live.log_metric`.
+        """
         if step is not None:
             self.live.step = step
         try:

@@ -27,10 +27,14 @@ _begun = 0
 
 
 class LocalTracker(GeneralTracker):
-    """Writes `runs.sqlite` in `logging_dir`. name: of this run; by default that of the project.
+    """Write to `runs.sqlite` in a folder, which `accelerate runs` reads.
 
-    The first process writes values, config and checkpoints; each one writes its step times, warnings and samples of the
-    system.
+    Rank 0 writes values, settings and checkpoints; every rank writes its step times, warnings and system metrics.
+
+    Args:
+        run_name: the name of the project.
+        logging_dir: the folder.
+        name: the name of this run. By default that of the project.
     """
 
     name = "local"
@@ -65,7 +69,13 @@ class LocalTracker(GeneralTracker):
             self._recorder.configure(own_copy(values))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers become curves, also those in nested dicts; text is kept with its time."""
+        """Log numbers as curves, including those in nested dicts, and text with its time.
+
+        Args:
+            values: the values by name.
+            step: the training step.
+            **kwargs: not used.
+        """
         if not self._first:
             return
         own = {}

@@ -11,12 +11,16 @@ from accelerate.tracking.base import LibraryTracker, logger, on_main_process, on
 
 
 class MLflowTracker(LibraryTracker):
-    """Logs to a run of the experiment `experiment_name`.
+    """Log to a run of MLflow.
 
-    experiment_name: a new one is made where it does not exist (`MLFLOW_EXPERIMENT_NAME` by default).
-    logging_dir: where a new experiment keeps its artifacts.
-    run_id: continue that run (`MLFLOW_RUN_ID` by default). run_name, description, tags: of the run; tags may be given
-    as a dict or as JSON (`MLFLOW_TAGS`). nested_run: a run inside the one that is active (`MLFLOW_NESTED_RUN`).
+    Args:
+        experiment_name: the experiment, which is created if needed. `MLFLOW_EXPERIMENT_NAME` takes precedence.
+        logging_dir: where a new experiment stores its artifacts.
+        run_id: continue this run. `MLFLOW_RUN_ID` takes precedence.
+        tags: tags of the run, as a dict or as JSON. `MLFLOW_TAGS` takes precedence.
+        nested_run: make this a run inside the active one. `MLFLOW_NESTED_RUN` takes precedence.
+        run_name: the name of the run.
+        description: a description of the run.
     """
 
     name = "mlflow"
@@ -75,7 +79,11 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the settings as parameters of the run; values that are too long for MLflow are left out."""
+        """Store the settings as parameters of the run. Values that are too long for MLflow are left out.
+
+        Args:
+            values: the settings.
+        """
         if str_to_bool(os.environ.get("MLFLOW_FLATTEN_PARAMS", "false")):
             values = dict(_flat(values))
         limit = self.library("mlflow.utils.validation").MAX_PARAM_VAL_LENGTH
@@ -96,24 +104,46 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Only numbers are kept."""
+        """Log numbers. Other values are left out.
+
+        Args:
+            values: the numbers by name.
+            step: the training step.
+            **kwargs: arguments for `mlflow.log_metrics`.
+        """
         numbers: dict[str, int | float] = {}
         only_numbers(values, numbers.__setitem__)
         self.library().log_metrics(numbers, step=step, run_id=self._id, **kwargs)
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Keep a matplotlib or plotly figure as a file of the run."""
+        """Store a matplotlib or plotly figure with the run.
+
+        Args:
+            figure: the figure.
+            artifact_file: the name of the file.
+            save_kwargs: arguments for `mlflow.log_figure`.
+        """
         self._client.log_figure(self._id, figure, artifact_file, **save_kwargs)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Keep the files of a folder with the run."""
+        """Store the files of a folder with the run.
+
+        Args:
+            local_dir: the folder.
+            artifact_path: where to store them in the run.
+        """
         self._client.log_artifacts(self._id, local_dir, artifact_path)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Keep a file with the run."""
+        """Store a file with the run.
+
+        Args:
+            local_path: the file.
+            artifact_path: where to store it in the run.
+        """
         self._client.log_artifact(self._id, local_path, artifact_path)
 
     def _active_runs(self) -> list[Any]:

@@ -58,7 +58,7 @@ class Allowance:
 
 
 class Outbox:
-    """Makes the calls of one tracker: on a thread of their own, or at once for one that is not `in_background`."""
+    """Make the calls of one tracker: on a separate thread, or at once for one that is not `in_background`."""
 
     def __init__(self, tracker: GeneralTracker) -> None:
         self.tracker = tracker

@@ -8,7 +8,12 @@ from accelerate.tracking.base import LibraryTracker, on_main_process, plain
 
 
 class ProjectTracker(LibraryTracker):
-    """Logs to the project `run_name`. kwargs: for the library's `init`."""
+    """Log to a run of a project.
+
+    Args:
+        run_name: the name of the project.
+        **kwargs: arguments for the library's `init`.
+    """
 
     requires_logging_directory = False
     main_process_only = False
@@ -36,7 +41,13 @@ class ProjectTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Each value: anything the library's `log` takes."""
+        """Log values.
+
+        Args:
+            values: the values by name: anything that the library's `log` takes.
+            step: the training step.
+            **kwargs: arguments for the library's `log`.
+        """
         self.run.log(plain(values), step=step, **kwargs)
 
     @on_main_process

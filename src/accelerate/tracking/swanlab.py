@@ -12,7 +12,12 @@ from accelerate.tracking.project import ProjectTracker
 
 
 class SwanLabTracker(ProjectTracker):
-    """Logs to the project `run_name`. kwargs: for `swanlab.init`."""
+    """Log to SwanLab.
+
+    Args:
+        run_name: the name of the project.
+        **kwargs: arguments for `swanlab.init`.
+    """
 
     name = "swanlab"
     package = install = "swanlab"
@@ -25,7 +30,13 @@ class SwanLabTracker(ProjectTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Each value: a list or batch of images. kwargs: for `swanlab.log`."""
+        """Log images.
+
+        Args:
+            values: a list or batch of images by name.
+            step: the training step.
+            **kwargs: arguments for `swanlab.log`.
+        """
         make = self.library().Image
         for key, images in values.items():
             self.log({key: [make(image) for image in images]}, step=step, **kwargs)

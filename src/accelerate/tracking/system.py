@@ -52,7 +52,7 @@ class _Use(ctypes.Structure):
 
 
 def gpu_use(device_id: str) -> Callable[[], float | None] | None:
-    """Reads how many percent of the time the GPU works; None where NVIDIA's driver cannot be asked."""
+    """Return a function that reads the utilization of the GPU in percent, or None without NVIDIA's driver."""
     try:
         library: Any = ctypes.CDLL("libnvidia-ml.so.1")
         handle = ctypes.c_void_p()

@@ -19,7 +19,7 @@ class Table:
 
 
 class ShowsTables(GeneralTracker):
-    """Gives a tracker `log_table`; how its library shows a table is in `_log_table`."""
+    """Add `log_table` to a tracker; how its library shows a table is in `_log_table`."""
 
     @on_main_process
     def log_table(
@@ -31,7 +31,16 @@ class ShowsTables(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """A table, from `columns` and `data` or from a dataframe. kwargs: for the library."""
+        """Log a table: rows, or a dataframe.
+
+        Args:
+            table_name: the name of the table.
+            columns: the names of the columns.
+            data: the rows.
+            dataframe: a dataframe, instead of rows.
+            step: the training step.
+            **kwargs: arguments for the library.
+        """
         self._log_table(Table(table_name, columns, data, dataframe), step, **kwargs)
 
     def _log_table(self, table: Table, step: int | None, **kwargs: Any) -> None:

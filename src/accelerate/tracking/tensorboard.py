@@ -11,7 +11,13 @@ from accelerate.tracking.base import LibraryTracker, as_number, on_main_process,
 
 
 class TensorBoardTracker(LibraryTracker):
-    """Writes event files to `logging_dir/run_name`. kwargs: for `SummaryWriter`."""
+    """Write TensorBoard event files to `logging_dir/run_name`.
+
+    Args:
+        run_name: the name of the run.
+        logging_dir: the folder.
+        **kwargs: arguments for `SummaryWriter`.
+    """
 
     name = "tensorboard"
     requires_logging_directory = True
@@ -44,7 +50,11 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Keep the settings as hyperparameters, and in a file `hparams.yml`."""
+        """Store the settings as hyperparameters, and in a file `hparams.yml`.
+
+        Args:
+            values: the settings.
+        """
         import yaml
 
         simple = {
@@ -64,7 +74,13 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Numbers become scalars, strings texts, and dicts of numbers several curves in one plot."""
+        """Log numbers as scalars, strings as text, and dicts of numbers as several curves in one plot.
+
+        Args:
+            values: the values by name.
+            step: the training step.
+            **kwargs: arguments for the writer's method.
+        """
 
         def add(key: str, value: Any) -> None:
             if isinstance(value, str):
@@ -74,7 +90,7 @@ class TensorBoardTracker(LibraryTracker):
             elif (number := as_number(value)) is not None:
                 self.writer.add_scalar(key, number, global_step=step, **kwargs)
             else:
-                raise TypeError(f"a {type(value).__name__} is no number, string or dict")
+                raise TypeError(f"a {type(value).__name__} is not a number, string or dict")
 
         try:
             one_by_one(values, add)
@@ -83,7 +99,13 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Each value: a batch of images, as `SummaryWriter.add_images` takes it (`dataformats="NHWC"` for arrays)."""
+        """Log batches of images.
+
+        Args:
+            values: a batch of images by name, as `SummaryWriter.add_images` takes it.
+            step: the training step.
+            **kwargs: arguments for `SummaryWriter.add_images`, such as `dataformats="NHWC"`.
+        """
         one_by_one(values, lambda key, value: self.writer.add_images(key, value, global_step=step, **kwargs))
 
     @on_main_process

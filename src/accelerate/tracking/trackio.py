@@ -6,7 +6,12 @@ from accelerate.tracking.project import ProjectTracker
 
 
 class TrackioTracker(ProjectTracker):
-    """Logs to the project `run_name`. kwargs: for `trackio.init`."""
+    """Log to Trackio.
+
+    Args:
+        run_name: the name of the project.
+        **kwargs: arguments for `trackio.init`.
+    """
 
     name = "trackio"
     package = install = "trackio"

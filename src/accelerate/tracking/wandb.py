@@ -10,7 +10,12 @@ from accelerate.tracking.table import ShowsTables, Table
 
 
 class WandBTracker(ShowsTables, ProjectTracker):
-    """Logs to the project `run_name`. kwargs: for `wandb.init`."""
+    """Log to Weights & Biases.
+
+    Args:
+        run_name: the name of the project.
+        **kwargs: arguments for `wandb.init`.
+    """
 
     name = "wandb"
     package = install = "wandb"
@@ -21,7 +26,13 @@ class WandBTracker(ShowsTables, ProjectTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Each value: a list or batch of images. kwargs: for `wandb.log`."""
+        """Log images.
+
+        Args:
+            values: a list or batch of images by name.
+            step: the training step.
+            **kwargs: arguments for `wandb.log`.
+        """
         make = self.library().Image
         for key, images in values.items():
             self.log({key: [make(image) for image in images]}, step=step, **kwargs)

@@ -1,7 +1,7 @@
-from accelerate.big_modeling.store import OffloadedWeightsLoader as OffloadedWeightsLoader
-from accelerate.big_modeling.store import PrefixedDataset as PrefixedDataset
-from accelerate.big_modeling.store import extract_submodules_state_dict as extract_submodules_state_dict
-from accelerate.big_modeling.store import load_offloaded_weight as load_offloaded_weight
-from accelerate.big_modeling.store import offload_state_dict as offload_state_dict
-from accelerate.big_modeling.store import offload_weight as offload_weight
-from accelerate.big_modeling.store import save_offload_index as save_offload_index
+from accelerate.offload.offloaded_weights import OffloadedWeightsLoader as OffloadedWeightsLoader
+from accelerate.offload.offloaded_weights import PrefixedDataset as PrefixedDataset
+from accelerate.offload.offloaded_weights import extract_submodules_state_dict as extract_submodules_state_dict
+from accelerate.offload.offloaded_weights import load_offloaded_weight as load_offloaded_weight
+from accelerate.offload.offloaded_weights import offload_state_dict as offload_state_dict
+from accelerate.offload.offloaded_weights import offload_weight as offload_weight
+from accelerate.offload.offloaded_weights import save_offload_index as save_offload_index

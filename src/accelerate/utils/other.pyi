@@ -7,10 +7,10 @@ from accelerate.compilation import has_repeated_blocks as has_repeated_blocks
 from accelerate.compilation import is_compiled_module as is_compiled_module
 from accelerate.compilation import is_repeated_blocks as is_repeated_blocks
 from accelerate.constants import FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION
-from accelerate.files import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
-from accelerate.files import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
-from accelerate.files import load as load
-from accelerate.files import save as save
+from accelerate.io.objects import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
+from accelerate.io.objects import save as save
+from accelerate.io.safe_load import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
+from accelerate.io.safe_load import load as load
 from accelerate.machine import check_os_kernel as check_os_kernel
 from accelerate.machine import get_free_port as get_free_port
 from accelerate.machine import is_port_in_use as is_port_in_use

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from accelerate.devices.staging import Stager
+
 
 class ControlC:
     """Stands in for a function that the threads of a pool call: at one of the calls, somebody presses Ctrl-C.
@@ -33,6 +35,13 @@ class ControlC:
             shutdown(pool, wait=wait, **options)
 
         monkeypatch.setattr(ThreadPoolExecutor, "shutdown", hear)
+        close = Stager.close
+
+        def hear_too(stager: Stager, *args: Any, **kwargs: Any) -> None:
+            self._heard.set()
+            close(stager, *args, **kwargs)
+
+        monkeypatch.setattr(Stager, "close", hear_too)
 
     def __call__(self, *args: Any) -> Any:
         number = next(self._numbers)

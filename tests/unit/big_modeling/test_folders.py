@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate import disk_offload, dispatch_model, init_empty_weights, load_checkpoint_and_dispatch
-from accelerate.big_modeling import store
-from accelerate.big_modeling.store import OffloadedWeightsLoader, offload_state_dict
 from accelerate.devices.staging import Job
+from accelerate.offload import offloaded_weights
+from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, offload_state_dict
 
 X = torch.ones(1, 4)
 PLACES: dict[str, Any] = {"0": "cpu", "1": "disk"}
@@ -105,20 +105,10 @@ def test_staging_reads_the_file_it_was_told_of(tmp_path: Path) -> None:
 
 
 def _staged(place: Any, out: torch.Tensor) -> torch.Tensor:
-    from accelerate.devices.staging import Buffer
-
-    class Lane:
-        def buffer(self, size: int) -> torch.Tensor:
-            return torch.empty(size, dtype=torch.uint8)
-
-        def mark(self) -> None:
-            return None
-
-    job = Job()
-    buffer: Any = Buffer(Lane(), out.nbytes)  # type: ignore[arg-type]
-    job.open(place).fill(buffer, 0, out.nbytes)
+    content, job = bytearray(out.nbytes), Job()
+    place.read(memoryview(content), 0, job.files)
     job.end()
-    return buffer.bytes.view(out.dtype)
+    return torch.frombuffer(content, dtype=out.dtype)
 
 
 class Watched(nn.Conv2d):
@@ -160,7 +150,7 @@ def test_models_that_are_mapped_from_one_file_are_apart(second: str, tmp_path: P
 
 
 def test_of_very_many_files_the_last_are_looked_for_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store, "_MOST_MAPPED", 2)
+    monkeypatch.setattr(offloaded_weights, "_MOST_MAPPED", 2)
     model = disk_offload(net(0), tmp_path, "cpu")
     assert torch.equal(model(X), net(0)(X))
     kept = [place.file is not None for _, place in model[1]._hf_hook.weights_map.dataset._ranges.values()]  # type: ignore[index,union-attr]

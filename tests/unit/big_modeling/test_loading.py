@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,10 @@ from accelerate import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accelerate.big_modeling import reading
-from accelerate.big_modeling.sources import open_weights
+from accelerate.big_modeling.weight_files import open_weights
+from accelerate.devices.staging import HostTensor, Job, PlainLane
 from accelerate.errors import CheckpointError
+from accelerate.io import read_tensors
 from accelerate.utils import OffloadedWeightsLoader, load_state_dict
 from accelerate.utils.modeling import get_state_dict_offloaded_model
 from tests.harness import run_world
@@ -81,18 +82,17 @@ def test_an_index_that_is_the_map_alone(model: Net, tmp_path: Path) -> None:
 
 def test_pieces_and_buffers(model: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tensors that come in many pieces, and by way of buffers as they do for a GPU."""
-    monkeypatch.setattr(reading, "PIECE", 24)
+    monkeypatch.setattr(read_tensors, "PIECE", 24)
     folder = saved(model, tmp_path)
     found = empty()
     load_checkpoint_in_model(found, folder)
     assert same(found, model)
 
-    def by_buffers(device: torch.device, reads: Sequence[reading.Read]) -> reading._Way:
-        for read in reads:
-            read.casts = False
-        return reading._DeviceWay(device, reads)
+    def as_on_a_gpu(self: read_tensors.Read, job: Job, pieces: Callable[..., Any] = read_tensors.Read.pieces) -> Any:
+        self.casts, self.by_buffers = False, True
+        return pieces(self, job)
 
-    monkeypatch.setattr(reading, "_way_to", by_buffers)
+    monkeypatch.setattr(read_tensors.Read, "pieces", as_on_a_gpu)
     found = Net()
     load_checkpoint_in_model(found, folder)
     assert same(found, model)
@@ -101,14 +101,31 @@ def test_pieces_and_buffers(model: Net, tmp_path: Path, monkeypatch: pytest.Monk
     assert torch.equal(found.embed.weight, model.embed.weight.double())
 
 
-def test_buffers_of_one_device_are_not_used_for_another() -> None:
+def test_buffers_of_one_device_are_not_used_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """An event that was recorded on one GPU cannot be on another one."""
-    hands = reading._Hands()
-    one, other = torch.device("cpu"), torch.device("cpu", 0)
-    first = [hands.buffer(one) for _ in range(6)]
-    assert first[0] is first[2] is first[4] and first[1] is first[3] and first[0] is not first[1]
-    assert not {id(buffer) for buffer in first} & {id(hands.buffer(other)) for _ in range(3)}
-    hands.close()
+    lanes: dict[torch.device, list[int]] = {}
+
+    class Watched(PlainLane):
+        def __init__(self, device: torch.device) -> None:
+            self.sent = lanes.setdefault(device, [])
+            self.own: list[torch.Tensor] = []
+
+        def buffer(self, size: int) -> torch.Tensor:
+            self.own.append(super().buffer(size))
+            return self.own[-1]
+
+        def send(self, outs: list[torch.Tensor], content: torch.Tensor, mark: Any) -> None:
+            assert content.data_ptr() in {buffer.data_ptr() for buffer in self.own}
+            self.sent.append(content.data_ptr())
+            super().send(outs, content, mark)
+
+    monkeypatch.setattr(read_tensors, "lane_of_caller", Watched)
+    monkeypatch.setattr(read_tensors, "PIECE", 8)
+    devices = [torch.device("cpu"), torch.device("cpu", 0)] * 2
+    reads = [read_tensors.Read(HostTensor(torch.arange(100)), device, torch.float64) for device in devices]
+    read_tensors.read_all(reads)
+    assert all(read.result is not None and torch.equal(read.result, torch.arange(100).double()) for read in reads)
+    assert [len(sent) for sent in lanes.values()] == [200, 200]
 
 
 def test_without_a_map_tensors_stay_what_they_are(model: Net, tmp_path: Path) -> None:
@@ -456,7 +473,7 @@ def test_an_error_while_reading_is_told(
 def test_an_interrupt_while_reading(model: Net, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever presses Ctrl-C does not have a model written to behind their back, nor wait for all of it."""
     folder = saved(model, tmp_path)
-    monkeypatch.setattr(reading, "PIECE", 4)
+    monkeypatch.setattr(read_tensors, "PIECE", 4)
     before = set(threading.enumerate())
     read = ControlC(os.preadv, 20, monkeypatch)
     monkeypatch.setattr(os, "preadv", read)
@@ -499,16 +516,16 @@ def test_all_ranks_are_told_what_the_first_cannot_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_pieces_are_cast_as_they_come(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "PIECE", 64)
+    monkeypatch.setattr(read_tensors, "PIECE", 64)
     weights = {"a": torch.randn(33, 7), "b": torch.randn(50).half(), "c": torch.arange(20), "d": torch.tensor(2.0)}
     save_file(weights, tmp_path / "w.safetensors", metadata={"format": "pt"})
     sources = open_weights(tmp_path / "w.safetensors").tensors
     cpu = torch.device("cpu")
-    fresh = {name: reading.Read(source, cpu, dtype) for name, source in sources.items()}
+    fresh = {name: read_tensors.Read(source, cpu, dtype) for name, source in sources.items()}
     into = {name: torch.zeros(value.shape, dtype=dtype) for name, value in weights.items()}
     turned = torch.zeros(7, 33, dtype=dtype).T
-    filled = [reading.Read(sources[name], cpu, dtype, into[name]) for name in weights]
-    reading.read_all([*fresh.values(), *filled, reading.Read(sources["a"], cpu, dtype, turned)])
+    filled = [read_tensors.Read(sources[name], cpu, dtype, into[name]) for name in weights]
+    read_tensors.read_all([*fresh.values(), *filled, read_tensors.Read(sources["a"], cpu, dtype, turned)])
     for name, value in weights.items():
         for found in (fresh[name].result, into[name]):
             assert found is not None and found.dtype == dtype and torch.equal(found, value.to(dtype))

@@ -28,7 +28,7 @@ def test_bytes_of_a_number(dtype: object, size: float) -> None:
 
 
 def test_no_dtype() -> None:
-    with pytest.raises(ValueError, match="3 is no dtype"):
+    with pytest.raises(ValueError, match="3 is not a dtype"):
         modeling.dtype_byte_size(3)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from accelerate import cpu_offload
-from accelerate.big_modeling import pagelock, slot
+from accelerate.offload import locked_memory, slot
 from accelerate.torch_internals import offloaded_tensors
 from tests.unit.torch_names import INTERNALS, hidden_names
 
@@ -39,10 +39,10 @@ def test_offloading_goes_on_without_any_of_them(tmp_path: Path) -> None:
 
 def test_small_weights_are_not_kept_where_nobody_counts_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy of a weight that was written to since would be an old one."""
-    for module in (pagelock, slot):
+    for module in (locked_memory, slot):
         monkeypatch.setattr(module, "version_of", lambda tensor: None)
     tensor = torch.ones(5)
-    copies = pagelock.LockedCopies(lambda size: torch.zeros(size, dtype=torch.uint8))
+    copies = locked_memory.LockedCopies(lambda size: torch.zeros(size, dtype=torch.uint8))
     copies.add([tensor])
     assert copies.find(tensor) is None
 

@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate import Accelerator, DataLoaderConfiguration, files
-from accelerate.checkpoint import disk, reading, stream, torchfile
-from accelerate.checkpoint.files import read_torch, write_safetensors, write_torch
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.checkpoint.manifest import Manifest, _sum
-from accelerate.checkpoint.reading import Reader
+from accelerate.checkpoint.reader import CheckpointReader, _can_bring_in
 from accelerate.checkpointing import verify_checkpoint
 from accelerate.errors import CheckpointError
-from accelerate.files import name_of
+from accelerate.io import blocks, disk, safe_load, torch_format
+from accelerate.io.safe_load import name_of, read_torch
+from accelerate.io.safetensors_format import write_safetensors
+from accelerate.io.torch_format import write_torch
 
 RECONSTRUCT, SCALAR = np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0]
 
@@ -38,7 +39,7 @@ class Call:
 
 
 def write(path: Path, pickled: bytes, storages: list[torch.UntypedStorage], order: str = sys.byteorder) -> None:
-    archive = torchfile.Archive()
+    archive = torch_format.Archive()
     archive.add("data.pkl", pickled)
     archive.add("byteorder", order.encode())
     for number, storage in enumerate(storages):
@@ -69,7 +70,7 @@ ARRAYS = [
 def test_numpy_before_and_after_version_2(tmp_path: Path, value: Any, core: str) -> None:
     """It has moved its functions: `numpy.core` was their place until 2.0, and `numpy._core` is since."""
     content = {"a": value, "b": [value, (1, (value,))], "c": deque([value], 2), "d": Counter(x=value)}
-    pickled = torchfile._pickled(content)[0].replace(b"numpy._core", b"numpy.core")
+    pickled = torch_format._pickled(content)[0].replace(b"numpy._core", b"numpy.core")
     write(tmp_path / "x", pickled.replace(b"numpy.core", b"numpy." + core.encode()), [])
     found = read_torch(tmp_path / "x")
     expected = pickle.loads(pickle.dumps(value))
@@ -86,7 +87,7 @@ def test_random_states_of_another_version_of_numpy(tmp_path: Path) -> None:
     expected = np.random.rand(3).tolist()
     (tmp_path / "accelerate_manifest.json").unlink()
     states = torch.load(tmp_path / "random_states_0.pkl", weights_only=False)
-    pickled, storages = torchfile._pickled(states)
+    pickled, storages = torch_format._pickled(states)
     here, other = (b"_core", b"core") if b"numpy._core" in pickled else (b"core", b"_core")
     write(tmp_path / "random_states_0.pkl", pickled.replace(b"numpy." + here, b"numpy." + other), storages)
     accelerator.load_state(tmp_path)
@@ -122,7 +123,7 @@ HARMFUL = {
 
 @pytest.mark.parametrize("name", HARMFUL)
 def test_an_array_is_made_of_plain_values(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "x", torchfile._pickled({"x": HARMFUL[name]})[0], [])
+    write(tmp_path / "x", torch_format._pickled({"x": HARMFUL[name]})[0], [])
     with pytest.raises(CheckpointError, match=r"x (asks for|cannot be read)") as raised:
         read_torch(tmp_path / "x")
     assert "\n" not in str(raised.value)
@@ -132,7 +133,7 @@ def test_a_dtype_is_what_its_name_says(tmp_path: Path) -> None:
     """NumPy's own would take fields, sizes and flags from the file, and with them bytes for pointers."""
     fields = {"names": ("a",), "fields": {"a": (dtype("f8"), 0)}, "flags": 63}
     content = {"a": array(dtype("S8", size=-8, align=1, **fields)), "b": dtype("f8", **fields)}
-    write(tmp_path / "x", torchfile._pickled(content)[0], [])
+    write(tmp_path / "x", torch_format._pickled(content)[0], [])
     found = read_torch(tmp_path / "x")
     assert found["a"].dtype == np.dtype("S8") and found["a"].dtype.names is None and found["a"][0] == b"AAAAAAAA"
     assert found["b"] == np.float64 and found["b"].flags == 0
@@ -140,8 +141,8 @@ def test_a_dtype_is_what_its_name_says(tmp_path: Path) -> None:
 
 def test_an_array_gets_its_contents_once(tmp_path: Path) -> None:
     """Else a tensor of its memory could be left with none."""
-    pickled = torchfile._pickled([np.arange(4.0)])[0]
-    state = torchfile._pickled((1, (0,), dtype("f8"), False, b""))[0]
+    pickled = torch_format._pickled([np.arange(4.0)])[0]
+    state = torch_format._pickled((1, (0,), dtype("f8"), False, b""))[0]
     # Between the array and the end, which puts it into the list: another state, and that it is for the array.
     write(tmp_path / "x", pickled[:-2] + state[2:-1] + b"b" + pickled[-2:], [])
     with pytest.raises(CheckpointError, match=r"x cannot be read .*twice"):
@@ -182,7 +183,7 @@ def test_an_array_of_objects_has_a_way(tmp_path: Path) -> None:
 
 def test_the_public_list_is_for_torch(tmp_path: Path) -> None:
     write_torch({"x": np.arange(3), "y": np.float32(1)}, tmp_path / "x")
-    with torch.serialization.safe_globals(files.TORCH_SAFE_GLOBALS):
+    with torch.serialization.safe_globals(safe_load.TORCH_SAFE_GLOBALS):
         found = torch.load(tmp_path / "x", weights_only=True)
     assert type(found["x"]) is np.ndarray and found["x"].tolist() == [0, 1, 2] and found["y"] == 1
 
@@ -190,7 +191,7 @@ def test_the_public_list_is_for_torch(tmp_path: Path) -> None:
 def test_a_tensor_that_a_file_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is read to, so it must still be there."""
     count = 1 << 20
-    pickled, storages = torchfile._pickled({"drop": torch.ones(count)})
+    pickled, storages = torch_format._pickled({"drop": torch.ones(count)})
     write(tmp_path / "x", pickled[:-1] + b"X\x04\x00\x00\x00dropNs.", storages)
     del storages
     others = []
@@ -199,22 +200,22 @@ def test_a_tensor_that_a_file_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         others.extend(torch.zeros(count) for _ in range(3))  # one of which would get it
         return plain(path)
 
-    plain = stream.mapped
-    monkeypatch.setattr(stream, "mapped", mapped)
-    assert Reader(tmp_path).content("x") == {"drop": None}
+    plain = blocks.mapped
+    monkeypatch.setattr(blocks, "mapped", mapped)
+    assert CheckpointReader(tmp_path).content("x") == {"drop": None}
     assert others and not any(other.any() for other in others)
 
 
 def test_what_torch_does_to_memory_is_left_to_it(tmp_path: Path) -> None:
     big = torch.arange(1 << 20, dtype=torch.int32)
     other = {"little": "big", "big": "little"}[sys.byteorder]
-    pickled, storages = torchfile._pickled({"x": big})
+    pickled, storages = torch_format._pickled({"x": big})
     write(tmp_path / "x", pickled, storages, other)
-    found = Reader(tmp_path).content("x")["x"]
+    found = CheckpointReader(tmp_path).content("x")["x"]
     assert found[1] == 1 << 24 and torch.equal(found, torch.load(tmp_path / "x", weights_only=True)["x"])
     made = Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, big, torch.int32, "cpu", False)
-    write(tmp_path / "y", *torchfile._pickled({"y": made}))
-    assert torch.equal(Reader(tmp_path).content("y")["y"], big)
+    write(tmp_path / "y", *torch_format._pickled({"y": made}))
+    assert torch.equal(CheckpointReader(tmp_path).content("y")["y"], big)
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -296,11 +297,11 @@ def test_a_file_that_is_cut_short_before_it_is_copied(
 
 def test_a_page_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A look at it would end the process."""
-    if not reading._can_bring_in():
+    if not _can_bring_in():
         pytest.skip("this system cannot tell")
     tensors = {name: torch.full((1000, 1000), 5.0) for name in "ab"}
     write_safetensors({name: torch.zeros(1000, 1000) for name in "ab"}, tmp_path / "x.safetensors")
-    reader = Reader(tmp_path)
+    reader = CheckpointReader(tmp_path)
     reader.weights("x.safetensors", tensors)
     left = [True, False]
     monkeypatch.setattr(disk, "bring_in", lambda address, size: size == mmap.PAGESIZE or left.pop(0))

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.checkpoint import disk, stream, torchfile
 from accelerate.errors import CheckpointError
+from accelerate.io import blocks, disk, torch_format
 
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch itself reads what is small."""
-    monkeypatch.setattr(torchfile, "_LARGE", 1)
-    monkeypatch.setattr(stream, "BLOCK", 4096)
+    monkeypatch.setattr(torch_format, "_LARGE", 1)
+    monkeypatch.setattr(blocks, "BLOCK", 4096)
 
 
 class Run:
@@ -62,7 +62,7 @@ def test_into_the_memory_that_is_there(
     if without == "bring_in":
         monkeypatch.setattr(disk, "bring_in", lambda address, size: False)  # an older Linux, or no Linux
     elif without == "mapped":
-        monkeypatch.setattr(stream, "mapped", lambda path: torch.empty(0, dtype=torch.uint8))
+        monkeypatch.setattr(blocks, "mapped", lambda path: torch.empty(0, dtype=torch.uint8))
     assert not same(run.tensors(), saved)
     run.accelerator.load_state(tmp_path / "x")
     assert same(run.tensors(), saved)

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.checkpoint import layout
 from accelerate.checkpointing import save_accelerator_state, save_custom_state, verify_checkpoint
 from accelerate.errors import CheckpointError
-from accelerate.files import load
+from accelerate.io.safe_load import load
 from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration
 from tests.unit.accelerator.toys import weights
 from tests.unit.checkpoint.test_save_load import Training

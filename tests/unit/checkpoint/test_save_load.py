@@ -26,12 +26,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.checkpoint import commit, disk, host, layout, sparse
-from accelerate.checkpoint.files import write_safetensors
+from accelerate.checkpoint import commit, gradients, layout
+from accelerate.checkpoint.gradients import read_gradients
 from accelerate.checkpoint.manifest import Manifest
-from accelerate.checkpoint.reading import Reader
-from accelerate.checkpoint.state import Run, own_parts, read
-from accelerate.checkpoint.whole import read_gradients
+from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.checkpoint.run_state import Run, own_parts, read
 from accelerate.checkpointing import (
     load_accelerator_state,
     load_custom_state,
@@ -41,6 +40,8 @@ from accelerate.checkpointing import (
 )
 from accelerate.devices import CPU
 from accelerate.errors import CheckpointError
+from accelerate.io import blocks, disk, host_memory
+from accelerate.io.safetensors_format import write_safetensors
 from accelerate.utils import ProjectConfiguration
 from tests.harness.torch_features import refuses_defaultdict
 from tests.unit.accelerator.toys import Net, loader, optimizer_values, weights
@@ -203,7 +204,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         run.accelerator.save_state()
     with pytest.raises(ValueError, match="pass `input_dir`"):
         run.accelerator.load_state()
-    with pytest.raises(ValueError, match="no folder"):
+    with pytest.raises(ValueError, match="is not a folder"):
         run.accelerator.load_state(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"neither accelerate_manifest.json nor random_states_0.pkl"):
@@ -429,7 +430,7 @@ def test_a_manifest_says_nothing_of_other_folders(tmp_path: Path, name: str) -> 
     name = name if name != "/mine" else str(tmp_path / "mine")
     manifest = Manifest.read(folder)
     assert manifest is not None
-    replace(manifest, files={**manifest.files, name: disk.Entry(0, [])}).write(folder)
+    replace(manifest, files={**manifest.files, name: blocks.Entry(0, [])}).write(folder / layout.MANIFEST)
     if name == "link/mine":
         for look in (run.accelerator.load_state, run.accelerator.save_state):
             with pytest.raises(CheckpointError, match=r"link leads out of the checkpoint"):
@@ -815,8 +816,8 @@ def test_a_model_saved_into_a_checkpoint(tmp_path: Path) -> None:
     "dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64]
 )
 def test_all_kinds_of_tensors(tmp_path: Path, dtype: torch.dtype) -> None:
-    from accelerate.checkpoint.files import write_safetensors
-    from accelerate.checkpoint.stream import summed_up
+    from accelerate.io.blocks import summed_up
+    from accelerate.io.safetensors_format import write_safetensors
 
     tensors = {
         "odd": torch.arange(3).to(torch.uint8),
@@ -853,38 +854,38 @@ def test_the_functions_of_the_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize("step", [4, 100])
 def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     """However a file is cut into pieces, blocks and steps, it is the same, and the sums are those of its blocks."""
-    from accelerate.checkpoint import stream
+    from accelerate.io import blocks
 
-    monkeypatch.setattr(stream, "BLOCK", 10)
-    monkeypatch.setattr(stream, "STEP", step)
+    monkeypatch.setattr(blocks, "BLOCK", 10)
+    monkeypatch.setattr(blocks, "STEP", step)
     content = os.urandom(95)
     for cuts in ([95], [3, 95], [10, 20, 95], [1, 2, 12, 13, 30, 77, 95], [0, 5, 5, 95]):
         parts = [content[start:end] for start, end in zip([0, *cuts[:-1]], cuts, strict=True)]
         pieces = [torch.frombuffer(bytearray(p), dtype=torch.uint8) if i % 2 and p else p for i, p in enumerate(parts)]
-        entry = stream.write_file(tmp_path / "x", pieces)
+        entry = blocks.write_file(tmp_path / "x", pieces)
         assert (tmp_path / "x").read_bytes() == content
-        assert entry == stream.summed_up(tmp_path / "x") and len(entry.crc32) == 10
+        assert entry == blocks.summed_up(tmp_path / "x") and len(entry.crc32) == 10
         places = [(at, torch.zeros(size, dtype=torch.uint8)) for at, size in ((2, 5), (9, 24), (40, 10), (77, 18))]
-        stream.read_file(tmp_path / "x", places, entry)
+        blocks.read_file(tmp_path / "x", places, entry)
         assert all(bytes(found.tolist()) == content[at : at + len(found)] for at, found in places)
     for place in range(95):
         damaged = bytearray(content)
         damaged[place] ^= 4
         (tmp_path / "x").write_bytes(damaged)
         with pytest.raises(CheckpointError, match="x is damaged"):
-            stream.read_file(tmp_path / "x", places, entry)
+            blocks.read_file(tmp_path / "x", places, entry)
         # Two that read it together compare half of it each.
         found = 0
         for rank in range(2):
             try:
-                stream.read_file(tmp_path / "x", places, entry, (rank, 2))
+                blocks.read_file(tmp_path / "x", places, entry, (rank, 2))
             except CheckpointError:
                 found += 1
         assert found == 1
 
 
 def test_copies_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "_PART", 64)
+    monkeypatch.setattr(host_memory, "_PART", 64)
     tensors = {
         "large": torch.rand(100),
         "other strides": torch.rand(20, 10).t(),
@@ -896,7 +897,7 @@ def test_copies_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
         "one": torch.tensor(True),
         "none": torch.empty(0),
     }
-    memory = host.HostMemory()
+    memory = host_memory.HostMemory()
     for _ in range(2):  # the second time in the memory of the first
         with memory.one_save():
             copies = memory.copy(tensors)
@@ -910,9 +911,9 @@ def test_copies_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_other_strides_are_written_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int
 ) -> None:
-    from accelerate.checkpoint import stream
+    from accelerate.io import blocks
 
-    monkeypatch.setattr(stream, "BLOCK", block)
+    monkeypatch.setattr(blocks, "BLOCK", block)
     numbers = torch.arange(120).to(dtype)
     tensors = {
         "plain": numbers,
@@ -981,13 +982,13 @@ def test_parts_of_one_memory(tmp_path: Path) -> None:
 
 
 def test_a_file_that_has_become_shorter(tmp_path: Path) -> None:
-    from accelerate.checkpoint import stream
+    from accelerate.io import blocks
 
-    content = torch.ones(3 * stream.BLOCK, dtype=torch.uint8)
-    entry = stream.write_file(tmp_path / "x", [content])
-    os.truncate(tmp_path / "x", stream.BLOCK)
+    content = torch.ones(3 * blocks.BLOCK, dtype=torch.uint8)
+    entry = blocks.write_file(tmp_path / "x", [content])
+    os.truncate(tmp_path / "x", blocks.BLOCK)
     with pytest.raises(CheckpointError, match="x is damaged"):
-        stream.read_file(tmp_path / "x", [(0, content)], entry)
+        blocks.read_file(tmp_path / "x", [(0, content)], entry)
 
 
 AT_EXIT = """
@@ -1057,8 +1058,10 @@ def test_the_mean_of_sparse_gradients(tmp_path: Path) -> None:
     one = torch.sparse_coo_tensor([[1]], [4.0], (3,), check_invariants=True)
     two = torch.sparse_coo_tensor([[2]], [2.0], (3,), check_invariants=True)
     for rank, gradient in enumerate((one, two)):
-        write_safetensors(sparse.packed({"0.x": gradient}), tmp_path / layout.gradients(rank))
-    _, found = read_gradients(Run(0, 1, Accelerator(cpu=True).state.device_kind, saved_ranks=2), Reader(tmp_path))
+        write_safetensors(gradients.packed({"0.x": gradient}), tmp_path / layout.gradients(rank))
+    _, found = read_gradients(
+        Run(0, 1, Accelerator(cpu=True).state.device_kind, saved_ranks=2), CheckpointReader(tmp_path)
+    )
     assert found["0.x"].layout == torch.sparse_coo and found["0.x"].to_dense().tolist() == [0, 2, 1]
 
 
@@ -1185,6 +1188,6 @@ def test_what_1_x_would_refuse_is_in_a_file_of_its_own(tmp_path: Path, state: An
     for file in own_parts(run):
         file.write(tmp_path)
     assert (tmp_path / layout.progress(0)).exists() is not together
-    found = read(run, Reader(tmp_path)).progress
+    found = read(run, CheckpointReader(tmp_path)).progress
     assert found is not None
     np.testing.assert_equal(found["loaders"][0]["dataset"], state)

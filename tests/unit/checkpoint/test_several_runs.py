@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 
 from accelerate import Accelerator
-from accelerate.checkpoint import background, commit, disk, layout, load
+from accelerate.checkpoint import background, commit, layout, load
 from accelerate.checkpoint.background import Background
 from accelerate.checkpoint.manifest import Manifest
 from accelerate.checkpointing import verify_checkpoint
 from accelerate.errors import CheckpointError
+from accelerate.io import disk
 from accelerate.utils import ProjectConfiguration
 from tests.unit.accelerator.toys import Net, weights
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tests.unit.commands.terminal import CONTROL_C, DOWN, ENTER, ESCAPE, Terminal
+from tests.unit.commands.terminal import CONTROL_C, DOWN, ENTER, ESCAPE, UP, Terminal
 
 COMMAND = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "config"]
 
@@ -34,8 +34,8 @@ def test_enter_all_the_way_gives_what_was_detected(tmp_path: Path) -> None:
     terminal.wait_for("Run on the CPU")
     terminal.send("n")
     terminal.wait_for("Use DeepSpeed")
-    terminal.send(ESCAPE)  # back to the question before
-    terminal.wait_for("Run on the CPU")
+    terminal.send(ESCAPE)  # back to the question before, where the answer is the suggestion now
+    terminal.wait_for("(y/N)")
     terminal.send("y")
     terminal.wait_for("Which number format")
     terminal.send(ENTER)
@@ -283,3 +283,31 @@ def test_without_a_terminal_the_way_out_is_named(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "`accelerate config default`" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_pod(tmp_path: Path) -> None:
+    terminal = Terminal(COMMAND, environment(tmp_path))
+    terminal.wait_for("Where will the training run?")
+    terminal.send(ENTER)
+    terminal.wait_for("What will it run on?")
+    terminal.send(UP + ENTER)  # from the first to the last
+    answers = {
+        "Is it a pod": "y",
+        "name of the pod": "mine",
+        "which zone": "there",
+        "with sudo": "n",
+        "Which number format": DOWN + DOWN,
+        "parameters in bf16": "y",
+        "torch.compile?": "n",
+    }
+    for question, answer in answers.items():
+        terminal.wait_for(question)
+        terminal.send(answer if answer in ("y", "n") else answer + ENTER)
+    assert terminal.end() == 0, terminal.shown
+    config = written(tmp_path)
+    assert config["distributed_type"] == "XLA" and config["mixed_precision"] == "bf16" and config["downcast_bf16"]
+    assert (config["tpu_use_cluster"], config["tpu_name"], config["tpu_zone"]) == (True, "mine", "there")
+    launch = [*COMMAND[:-1], "launch", "--dry_run", "x.py"]
+    plan = subprocess.run(launch, env=environment(tmp_path), capture_output=True, text=True, check=True).stdout
+    remote = "accelerate launch --tpu --mixed_precision bf16 --downcast_bf16 x.py"
+    assert f"gcloud compute tpus tpu-vm ssh mine --zone there --worker all --command '{remote}'" in plan

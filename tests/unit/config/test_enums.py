@@ -34,3 +34,11 @@ def test_asking_for_a_value() -> None:
 def test_a_value_has_one_spelling() -> None:
     with pytest.raises(ValueError, match="eager"):
         DynamoBackend("eager")
+
+
+def test_the_old_name_of_xla_is_answered_with_a_hint() -> None:
+    asks = [lambda: DistributedType.TPU, lambda: DistributedType["TPU"], lambda: DistributedType("TPU")]
+    for ask in asks:
+        with pytest.warns(FutureWarning, match=r"called `DistributedType.XLA` now"):
+            assert ask() is DistributedType.XLA
+    assert "TPU" not in [member.name for member in DistributedType] and not hasattr(DistributedType, "TPV")

@@ -65,6 +65,8 @@ BOTH: dict[str, Any] = {
     "cpu_ram_efficient_loading": False,
     "transformer_cls_names_to_wrap": None,
     "min_num_params": None,
+    "xla_fsdp_settings": None,
+    "xla_fsdp_grad_ckpt": False,
 }
 
 S, B, T = fsdp.ShardingStrategy, fsdp.BackwardPrefetch, fsdp.StateDictType
@@ -122,6 +124,12 @@ def test_defaults(version: int) -> None:
             {"activation_checkpointing": True, "activation_checkpointing_offload": True},
         ),
         (1, {"ignored_modules": ".*head"}, {"ignored_modules": ".*head"}),
+        (
+            2,
+            {"xla_fsdp_settings": {"shard_param_on_dim_0": True}},
+            {"xla_fsdp_settings": {"shard_param_on_dim_0": True}},
+        ),
+        (2, {"xla_fsdp_grad_ckpt": True}, {"xla_fsdp_grad_ckpt": True}),
     ],
 )
 def test_arguments(version: int, given: dict[str, Any], changed: dict[str, Any]) -> None:
@@ -146,6 +154,13 @@ def test_arguments(version: int, given: dict[str, Any], changed: dict[str, Any])
         (2, "CPU_RAM_EFFICIENT_LOADING", "true", {"cpu_ram_efficient_loading": True}),
         (1, "IGNORED_MODULES", ".*head", {"ignored_modules": ".*head"}),
         (2, "TRANSFORMER_CLS_TO_WRAP", "A", {}),
+        (2, "XLA_FSDP_GRAD_CKPT", "true", {"xla_fsdp_grad_ckpt": True}),
+        (
+            2,
+            "XLA_FSDP_SETTINGS",
+            '{"shard_param_on_dim_0": false}',
+            {"xla_fsdp_settings": {"shard_param_on_dim_0": False}},
+        ),
         (
             2,
             "STATE_DICT_TYPE",
@@ -192,6 +207,11 @@ def test_variables_that_belong_together() -> None:
         ({"auto_wrap_policy": "size_based_wrap", "min_num_params": "x"}, "min_num_params is 'x'"),
         ({"mixed_precision_policy": {"output_dtype": "bf16"}}, "has output_dtype"),
         ({"mixed_precision_policy": fsdp.MixedPrecisionPolicy()}, "FSDP version 1 takes a name"),
+        ({"xla_fsdp_settings": "x"}, "xla_fsdp_settings is 'x': give a dict"),
+        ({"xla_fsdp_settings": {"shard_params_on_dim_0": True}}, "did you mean `shard_param_on_dim_0`"),
+        ({"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, "pass `mixed_precision` to the Accelerator"),
+        ({"xla_fsdp_settings": {"flatten_parameters": True}}, "XLA decides that by itself"),
+        ({"xla_fsdp_settings": {"shard_param_on_dim_0": 1}}, "it is true or false"),
         ({"activation_checkpointing_offload": True}, "nothing to keep on the host"),
         ({"activation_checkpointing": True, "activation_checkpointing_offload": True}, "is for FSDP version 2"),
     ],

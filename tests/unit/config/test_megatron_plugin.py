@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator
-from accelerate.errors import NotYetSupported
 from accelerate.utils import MegatronLMPlugin, add_model_config_to_megatron_parser, megatron_lm
 from accelerate.utils.dataclasses import MODEL_CONFIGS_TO_MEGATRON_PARSERS
 
@@ -85,15 +83,50 @@ def test_training_optimizer_and_scheduler() -> None:
         plugin.set_optimizer_type(torch.optim.Adagrad([nn.Parameter(torch.ones(1))]))
 
 
+def test_values_of_an_optimizer_are_those_of_its_groups() -> None:
+    plugin, parameters = MegatronLMPlugin(), [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    one: dict[str, Any] = {"params": parameters, "lr": 1e-6, "betas": (0.8, 0.9), "eps": 1e-5, "weight_decay": 0.3}
+    plugin.set_optimizer_type(torch.optim.AdamW([one], lr=1e-3))
+    wanted = {"lr": 1e-6, "adam_beta1": 0.8, "adam_beta2": 0.9, "adam_eps": 1e-5, "weight_decay": 0.3}
+    assert wanted.items() <= plugin.megatron_lm_default_args.items()
+    decays = [{"params": parameters[:1], "weight_decay": 0.2}, {"params": parameters[1:], "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(decays, lr=0.5, momentum=0.7)
+    torch.optim.lr_scheduler.LinearLR(optimizer, 0.1)  # which a script may have for itself: the rate is not that of now
+    plugin.set_optimizer_type(optimizer)
+    wanted = {"lr": 0.5, "sgd_momentum": 0.7, "weight_decay": 0.2}
+    assert wanted.items() <= plugin.megatron_lm_default_args.items()
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "values"),
+    [
+        ("AdamW", "lr", (1.0, 2.0)),
+        ("AdamW", "betas", ((0.1, 0.2), (0.1, 0.3))),
+        ("AdamW", "eps", (1e-4, 1e-5)),
+        ("AdamW", "weight_decay", (0.1, 0.2)),
+        ("AdamW", "amsgrad", (True, True)),
+        ("Adam", "maximize", (False, True)),
+        ("SGD", "momentum", (0.1, 0.2)),
+        ("SGD", "nesterov", (True, True)),
+    ],
+)
+def test_an_optimizer_that_megatron_cannot_make(kind: str, name: str, values: tuple[Any, Any]) -> None:
+    groups = [{"params": [nn.Parameter(torch.ones(1))], name: value} for value in values]
+    more = {"momentum": 0.9} if name == "nesterov" else {}
+    with pytest.raises(ValueError, match=f"`{name}`") as caught:
+        MegatronLMPlugin().set_optimizer_type(getattr(torch.optim, kind)(groups, lr=0.1, **more))
+    assert "\n" not in str(caught.value)
+
+
+def test_consumed_samples_are_those_of_three_loaders() -> None:
+    mine = [8]
+    plugin = MegatronLMPlugin(consumed_samples=mine)
+    assert plugin.consumed_samples == plugin.megatron_lm_default_args["consumed_samples"] == [8, 0, 0]
+    assert mine == [8] and MegatronLMPlugin().consumed_samples is None
+
+
 def test_masks_of_t5() -> None:
     step, mask = megatron_lm.T5TrainStep, torch.tensor([[1, 1, 0]])
     assert step.attn_mask_postprocess(mask).tolist() == [[[False, False, True], [False, False, True], [True] * 3]]
     assert step.get_decoder_mask(2, "cpu").tolist() == [[[False, True], [False, False]]]
     assert step.get_enc_dec_mask(mask, 2, "cpu").tolist() == [[[False, False, True]] * 2]
-
-
-def test_the_engine_is_refused_in_one_sentence() -> None:
-    with pytest.raises(NotYetSupported, match="Megatron-LM"):
-        Accelerator(megatron_lm_plugin=MegatronLMPlugin())
-    with pytest.raises(NotYetSupported, match="MegatronEngine"):
-        megatron_lm.MegatronEngine(None, None, None, None)

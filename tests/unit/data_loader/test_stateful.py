@@ -11,8 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.data_loader import base as loader_base
-from accelerate.data_loader import prepare_data_loader
+from accelerate.data_loader import prepare_data_loader, torch_loaders
 
 torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 # torchdata calls something that torch has deprecated
@@ -102,7 +101,7 @@ def test_the_accelerator_asks_for_it() -> None:
 
 
 def test_without_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader_base, "is_torchdata_stateful_dataloader_available", lambda: False)
+    monkeypatch.setattr(torch_loaders, "is_torchdata_stateful_dataloader_available", lambda: False)
     with pytest.raises(ImportError, match=r"needs torchdata 0\.8 or later: pip install"):
         prepare_data_loader(DataLoader(torch.arange(4)), use_stateful_dataloader=True)
     assert prepare_data_loader(DataLoader(torch.arange(4))).state_dict() is None

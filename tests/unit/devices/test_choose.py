@@ -142,8 +142,8 @@ def _chooses_the_cpu() -> str:
     return "CPU"
 
 
-def test_several_processes_on_xla_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = types.SimpleNamespace(world_size=lambda: 4)
+def test_processes_that_do_not_fit_the_chips_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = types.SimpleNamespace(world_size=lambda: 4, is_spmd=lambda: False)
     monkeypatch.setattr(XLA, "module", types.SimpleNamespace(runtime=runtime))
-    with pytest.raises(Unfit, match="one of 4 processes"):
-        XLA().join(World(), {})
+    with pytest.raises(Unfit, match="one of 2 processes, but torch_xla finds 4 devices"):
+        XLA().join(World(size=2), {})

@@ -27,10 +27,12 @@ def way() -> FakeWay:
     return FakeWay()
 
 
-@pytest.fixture
-def feeder(way: FakeWay) -> Iterator[Feeder]:
+@pytest.fixture(params=["by threads", "by the loop"])
+def feeder(way: FakeWay, request: pytest.FixtureRequest) -> Iterator[Feeder]:
     feeder = Feeder(way)
     feeder.stager._size = 10_000
+    if request.param == "by threads":
+        feeder.buffers.size = 0
     yield feeder
     feeder.stager.close()
 
@@ -101,6 +103,15 @@ def many_alike(number: int) -> Any:
     return [torch.full((3, 5), float(number * 1000 + i)) for i in range(500)]
 
 
+def many_of_many_kinds(number: int) -> Any:
+    """Some travel together, some alone, and they are mixed."""
+    x = torch.arange(60.0).view(3, 20) + number
+    dtypes = [torch.float32, torch.bool, torch.int64, torch.bfloat16, torch.complex64]
+    rows = [(x[:, i % 7] if i % 5 == 4 else x[i % 3]).to(dtypes[i % 4]) for i in range(200)]
+    rest = {"odd": x.to(torch.float64), "nothing": torch.empty(0, 3), "large": large(number), "complex": x * 1j}
+    return {"rows": rows, "rest": rest, "text": "text", "turned": [x.t() + i for i in range(20)]}
+
+
 def boxed(number: int) -> Any:
     return {"box": Boxed(large(number)), "y": large(number)}
 
@@ -119,7 +130,7 @@ def with_graph(number: int) -> Any:
     return [large(number).requires_grad_()]
 
 
-KINDS = [of_all_kinds, many_small, many_alike, boxed, tiny, tiny_of_all_kinds, with_graph]
+KINDS = [of_all_kinds, many_small, many_alike, many_of_many_kinds, boxed, tiny, tiny_of_all_kinds, with_graph]
 
 
 class Made(Dataset[Any]):
@@ -186,18 +197,46 @@ def test_memory_for_buffers_does_not_grow_with_the_batches(way: FakeWay, feeder:
     assert len(way.buffers) <= 8
 
 
+def test_a_small_batch_wakes_no_thread(way: FakeWay, fed: Feeder) -> None:
+    """The loop itself copies it, in less time than a thread takes to wake up."""
+    by_loop = fed.buffers.size > 0
+
+    def medium(number: int) -> Any:
+        return {"x": large(number), "y": torch.tensor([number]), "z": large(number)[: LARGE // 2]}
+
+    loader = prepared(DataLoader(Made(medium, count=20), batch_size=None))
+    for number, batch in enumerate(loader):
+        assert_same(batch, medium(number))
+    assert bool(fed.stager._threads) is not by_loop and bool(way.entered) is not by_loop
+    assert (way.senders == {str(threading.get_ident())}) is by_loop
+    assert len(way.buffers) <= 8
+
+
+def test_a_batch_that_is_larger_than_a_buffer_of_the_loop_is_left_to_the_threads(way: FakeWay) -> None:
+    feeder = Feeder(way)
+    transfer = OverlappedTransfer(feeder, False)
+    most = torch.arange(1 << 18, dtype=torch.float32)
+    assert_same(transfer.finish(transfer.start([most])), [most])
+    assert not feeder.stager._threads
+    more = [most, torch.zeros(1)]
+    assert_same(transfer.finish(transfer.start(more)), more)
+    assert feeder.stager._threads
+    feeder.stager.close()
+
+
 def test_small_tensors_travel_together(way: FakeWay, feeder: Feeder, monkeypatch: pytest.MonkeyPatch) -> None:
     sent: list[int] = []
     send = way.send
 
     def noted(outs: list[torch.Tensor], *rest: Any) -> None:
-        sent.append(len(outs))
+        sent.append(sum(out.nbytes for out in outs))
         send(outs, *rest)
 
     monkeypatch.setattr(way, "send", noted)
     transfer = OverlappedTransfer(feeder, False)
     assert_same(transfer.finish(transfer.start(many_small(1))), many_small(1))
-    assert sum(sent) == 500 and len(sent) == 3  # 24 kB in buffers of 10
+    assert sum(sent) == sum(tensor.nbytes for tensor in many_small(1).values())
+    assert len(sent) == (1 if feeder.buffers.size else 3)  # in buffers of 10 kB
 
 
 class Reusing(Dataset[Any]):
@@ -226,6 +265,25 @@ def test_a_loop_may_break_off_at_any_time(fed: Feeder) -> None:
             if number == stop:
                 break
     assert len(list(loader)) == 6
+
+
+class ReusingMany(Reusing):
+    """The same, in many tensors."""
+
+    def __init__(self) -> None:
+        self.memory = torch.zeros(100, 20)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.memory.fill_(index).unbind()
+
+
+def test_small_tensors_are_of_their_own_though_they_travel_together(fed: Feeder) -> None:
+    for number, batch in enumerate(prepared(DataLoader(ReusingMany(), batch_size=None))):
+        assert len(batch) == 100 and all((tensor == number).all() for tensor in batch)
+        assert len({tensor.untyped_storage().data_ptr() for tensor in batch}) == 100
+        version = batch[1]._version
+        batch[0].zero_()  # autograd takes none of the others for changed
+        assert batch[1]._version == version
 
 
 class Stream(IterableDataset[Any]):
@@ -312,10 +370,13 @@ def test_batches_arrive_where_there_is_no_memory_for_buffers(
     assert all(torch.equal(batch, large(number)) for number, batch in enumerate(found))
 
 
-def test_in_inference_mode(fed: Feeder) -> None:
-    with torch.inference_mode():
-        for number, batch in enumerate(prepared(DataLoader(Made(large), batch_size=None))):
-            assert torch.equal(batch, large(number))
+@pytest.mark.parametrize("make", [large, many_small])
+def test_in_inference_mode(make: Any, fed: Feeder) -> None:
+    loader = prepared(DataLoader(Made(make), batch_size=None))
+    for inference in (True, False):  # the buffers of the one are filled in the other
+        with torch.inference_mode(inference):
+            for number, batch in enumerate(loader):
+                assert_same(batch, make(number))
 
 
 def test_a_first_batch_without_tensors_does_not_confuse_the_next(feeder: Feeder) -> None:

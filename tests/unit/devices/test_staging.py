@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.big_modeling.store import FileRange
 from accelerate.devices.staging import Job, Stager
+from accelerate.io.file_range import FileRange
 from tests.unit.devices.lanes import FakeLane
 
 ROOT = Path(__file__).parents[3]

@@ -13,7 +13,6 @@ from torch import nn
 
 import accelerate
 from accelerate import cpu_offload
-from accelerate.big_modeling.casting import attach_layerwise_casting_hooks
 from accelerate.hooks import (
     AlignDevicesHook,
     CpuOffload,
@@ -28,6 +27,7 @@ from accelerate.hooks import (
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
+from accelerate.hooks.casting import attach_layerwise_casting_hooks
 
 
 class Net(nn.Module):

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.errors import NotYetSupported
 from accelerate.state import (
     AcceleratorState,
@@ -111,22 +112,34 @@ def test_mixed_precision_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environ"),
+    ("arguments", "environ", "error", "sentence"),
     [
-        ({"megatron_lm_plugin": object()}, {}),
-        ({}, {"ACCELERATE_USE_MEGATRON_LM": "True"}),
+        ({"megatron_lm_plugin": object()}, {}, TypeError, "pass a MegatronLMPlugin"),
+        ({"megatron_lm_plugin": MegatronLMPlugin()}, {}, ImportError, "pip install megatron-core"),
+        ({}, {"ACCELERATE_USE_MEGATRON_LM": "True"}, ImportError, "pip install megatron-core"),
+        ({"mixed_precision": "fp8"}, {"ACCELERATE_USE_MEGATRON_LM": "True"}, NotYetSupported, "use 'bf16'"),
+        (
+            {},
+            {"ACCELERATE_USE_MEGATRON_LM": "True", "ACCELERATE_USE_FSDP": "True"},
+            ValueError,
+            "or by FSDP: leave out",
+        ),
     ],
 )
-def test_engines_of_later_versions(
-    arguments: dict[str, Any], environ: dict[str, str], monkeypatch: pytest.MonkeyPatch
+def test_megatron_is_refused_in_one_sentence(
+    arguments: dict[str, Any],
+    environ: dict[str, str],
+    error: type[Exception],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("accelerate.state.accelerator.is_fp8_available", lambda: True)
+    monkeypatch.setattr("accelerate.state.engines.has_package", lambda name: name != "megatron.core")
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(NotYetSupported) as caught:
+    with pytest.raises(error, match=sentence) as caught:
         Accelerator(**arguments)
-    text = str(caught.value)
-    assert "is not part of this version" in text and text.endswith(".") and "\n" not in text
-    assert next(iter(environ or arguments)).split("_")[-1] in text
+    assert "\n" not in str(caught.value)
     assert not is_initialized()
 
 

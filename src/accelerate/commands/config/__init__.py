@@ -23,7 +23,11 @@ __all__ = [
 
 
 def get_config_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate config` and of what can follow it."""
+    """Build the parser of `accelerate config` and its subcommands.
+
+    Args:
+        subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
+    """
     shared = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser = config_command_parser(subparsers)
     more = parser.add_subparsers(
@@ -48,7 +52,7 @@ if not TYPE_CHECKING:  # names that are not declared above are errors
 
 
 def main() -> None:
-    """What `accelerate-config` calls."""
+    """Run `accelerate-config`."""
     run_command(get_config_parser())
 
 

@@ -25,6 +25,7 @@ from accelerate.constants import (
 )
 from accelerate.environments.base import DEFAULT_PORT
 from accelerate.launch import machine
+from accelerate.launch.tpu import chips
 
 __all__ = [
     "DEEPSPEED_MULTINODE_LAUNCHERS",
@@ -49,13 +50,13 @@ HARDWARE = {
     "MULTI_MUSA": "several Moore Threads GPUs",
     "MULTI_HPU": "several Intel Gaudis",
     "MULTI_NEURON": "several AWS Neuron cores",
-    "XLA": "a TPU (not part of this version)",
+    "XLA": "a TPU",
 }
 ENGINES = {
     "NONE": "every process has a copy of the model (DDP)",
     "FSDP": "parameters, gradients and optimizer states are sharded by PyTorch",
     "DEEPSPEED": "the same by DeepSpeed",
-    "MEGATRON_LM": "layers and stages are spread by Megatron-LM (not part of this version)",
+    "MEGATRON_LM": "layers and stages are spread by Megatron-LM",
 }
 
 FILTERS = {
@@ -66,7 +67,11 @@ FILTERS = {
 
 
 def get_cluster_input() -> ClusterConfig:
-    """Asks everything; what is asked depends on the answers so far."""
+    """Ask for all settings of a run on your own machines; each question depends on the answers so far.
+
+    Returns:
+        The config.
+    """
     devices = machine.accelerators()
     answers: dict[str, Any] = {}
     found, reason = _hardware(devices)
@@ -95,8 +100,6 @@ def get_cluster_input() -> ClusterConfig:
         and questions.confirm("Start the processes with mpirun?", "mpirun_hostfile" in questions.earlier)
     ):
         answers["mpirun_config"] = {"mpirun_hostfile": questions.ask(option("mpirun_hostfile"), "~/hostfile")}
-    if hardware == "XLA":
-        answers["main_training_function"] = questions.ask(option("main_training_function"), "main")
     answers |= _precision(hardware, devices, answers)
     answers |= _compile()
     if several:
@@ -147,8 +150,12 @@ def _machines() -> dict[str, Any]:
 def _processes(hardware: str, devices: machine.Accelerators, machines: int) -> dict[str, Any]:
     if hardware == "NO":
         return {"num_processes": 1}
+    if hardware == "XLA" and (pod := _pod()):
+        return pod  # whose machines know how many chips they have
     if hardware == "MULTI_CPU":
         suggestion, reason = 2 * machines, "two on each machine, to begin with"
+    elif hardware == "XLA":
+        suggestion, reason = max(1, chips()), "one per chip"
     else:
         suggestion = max(1, devices.count) * machines
         reason = f"one per device and machine: {devices.reason}"
@@ -157,6 +164,17 @@ def _processes(hardware: str, devices: machine.Accelerators, machines: int) -> d
         answers["gpu_ids"] = questions.ask(option("gpu_ids"), "all") or "all"
         answers["enable_cpu_affinity"] = questions.ask(option("enable_cpu_affinity"))
     return answers
+
+
+def _pod() -> dict[str, Any]:
+    if not questions.confirm("Is it a pod of several machines, which this one starts?", False):
+        return {}
+    return {
+        "tpu_use_cluster": True,
+        "tpu_name": questions.text("What is the name of the pod?", None, str, needed=True),
+        "tpu_zone": questions.text("In which zone is it?", None, str, needed=True),
+        "tpu_use_sudo": questions.confirm("Run the script with sudo on its machines?", False),
+    }
 
 
 def _precision(hardware: str, devices: machine.Accelerators, answers: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,11 @@ DESCRIPTION = "Answer questions about the machine and the training; `accelerate 
 
 
 def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
-    """The parser of `accelerate config`."""
+    """Build the parser of `accelerate config`.
+
+    Args:
+        subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
+    """
     if subparsers is None:
         parser: argparse.ArgumentParser = CustomArgumentParser("accelerate config", description=DESCRIPTION)
     else:
@@ -32,7 +36,11 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
 
 
 def get_user_input() -> BaseConfig:
-    """Asks all questions; returns the answers."""
+    """Ask all questions of `accelerate config`.
+
+    Returns:
+        The config.
+    """
     from accelerate.commands.config import cluster, questions, sagemaker
 
     where = questions.choose(
@@ -47,7 +55,11 @@ def get_user_input() -> BaseConfig:
 
 
 def config_command(args: argparse.Namespace) -> None:
-    """Asks, shows the answers, and writes them."""
+    """Ask for the settings, show them, and write them to the config file.
+
+    Args:
+        args: the arguments, as the parser of `accelerate config` returns them.
+    """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         sys.exit(
             "accelerate config: the questions need a terminal, and there is none here: "
@@ -92,12 +104,9 @@ def _start_from(path: Path) -> None:
 
 
 def _what_now(config: BaseConfig, path: Path) -> str:
-    kind = config.distributed_type
-    absent = {"XLA": "a TPU", "MEGATRON_LM": "Megatron-LM"}.get(getattr(kind, "value", str(kind)))
     if config.compute_environment != ComputeEnvironment.LOCAL_MACHINE:
-        absent = "a job on Amazon SageMaker"
-    if absent is not None:
-        return f"; {absent} is not part of this version, so `accelerate launch` can only show it, with `--dry_run`"
+        job = "a job on Amazon SageMaker"
+        return f"; {job} is not part of this version, so `accelerate launch` can only show it, with `--dry_run`"
     flag = "" if path == file.default_path() else f" --config_file {path}"
     return f": `accelerate launch{flag}` uses it, `accelerate test{flag}` tries it out"
 
@@ -121,6 +130,7 @@ def _summary(config: BaseConfig) -> None:
 
 
 def main() -> None:
+    """Run `python -m accelerate.commands.config.config`."""
     run_command(config_command_parser())
 
 

@@ -10,4 +10,4 @@ __all__ = ["DYNAMO_BACKENDS", "SubcommandHelpFormatter"]
 
 
 class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Help that leaves its line breaks as they are written."""
+    """Format help with its line breaks as they are written."""

@@ -20,7 +20,20 @@ DESCRIPTION = "Write a config file with what suits this machine, without asking.
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | PathLike[str] | None = None) -> Path | bool:
-    """Writes a config for all devices of this machine, and returns its place; False when there is a file already."""
+    """Write a config file for all devices of this machine.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
+        save_location: the path of the file. By default that of the default config.
+
+    Returns:
+        The path, or False if there is already a file, which stays as it is.
+
+    Example:
+        ```python
+        write_basic_config(mixed_precision="bf16")
+        ```
+    """
     path = file.default_path() if save_location is None else Path(save_location).expanduser()
     if path.exists():
         print(f"{path} is there already and stays as it is: remove it first, or give another place.")
@@ -31,7 +44,12 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | PathLik
 
 
 def basic_config(mixed_precision: str, devices: machine.Accelerators | None = None) -> ClusterConfig:
-    """One process per device."""
+    """Return a config with one process per device.
+
+    Args:
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
+        devices: the devices. By default those of this machine.
+    """
     devices = machine.accelerators() if devices is None else devices
     # Called as torch calls it: an Apple GPU, or a CPU, is one device.
     several = devices.count > 1
@@ -47,7 +65,12 @@ def basic_config(mixed_precision: str, devices: machine.Accelerators | None = No
 
 
 def default_command_parser(parser: Any, parents: Sequence[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `accelerate config default`."""
+    """Build the parser of `accelerate config default`.
+
+    Args:
+        parser: the subcommands of `accelerate config`, to which this one is added.
+        parents: parsers whose arguments it has as well.
+    """
     mine: argparse.ArgumentParser = parser.add_parser(
         "default",
         parents=parents,
@@ -69,7 +92,11 @@ def default_command_parser(parser: Any, parents: Sequence[argparse.ArgumentParse
 
 
 def default_config_command(args: argparse.Namespace) -> None:
-    """Writes the file and says where."""
+    """Write a config file for this machine without asking, and print its path.
+
+    Args:
+        args: the arguments, as the parser of `accelerate config default` returns them.
+    """
     with one_sentence("accelerate config default"):
         path = write_basic_config(args.mixed_precision, args.config_file)
     if path:

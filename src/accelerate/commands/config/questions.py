@@ -29,19 +29,23 @@ class _Answers:
     def __init__(self) -> None:
         self.given: list[Any] = []
         self.repeated = 0
+        self.taken_back: list[Any] = []  # by Esc: what is suggested when the question is asked again
+
+    def suggested(self, default: Any) -> Any:
+        return self.taken_back.pop() if self.taken_back else default
 
 
 _answers = _Answers()
 
 
 def with_steps_back(ask_all: Callable[[], R]) -> R:
-    """Asks one question after the other, each of which Esc leaves for the one before."""
+    """Ask one question after the other. Esc goes back to the previous one."""
     while True:
         _answers.repeated = 0
         try:
             return ask_all()
         except _Back:
-            del _answers.given[-1:]
+            _answers.taken_back, _answers.given = _answers.given[-1:], _answers.given[:-1]
 
 
 def _one_step(asks: Callable[P, R]) -> Callable[P, R]:
@@ -70,6 +74,7 @@ def choose(question: str, choices: Mapping[str, str], default: str, reason: str 
     """One of several answers, each with a line that explains it."""
     import questionary
 
+    default = _answers.suggested(default)
     width = max(map(len, choices))
     room = (
         shutil.get_terminal_size().columns - 4
@@ -96,7 +101,7 @@ def confirm(question: str, default: bool, reason: str = "") -> bool:
     """Yes or no."""
     import questionary
 
-    return bool(_answer(questionary.confirm(_explained(question, reason), default=default)))
+    return bool(_answer(questionary.confirm(_explained(question, reason), default=_answers.suggested(default))))
 
 
 @_one_step
@@ -114,6 +119,7 @@ def text(question: str, default: Any, read: Callable[[str], Any], reason: str = 
             return f"It {error}."
         return True
 
+    default = _answers.suggested(default)
     shown = "" if default is None else str(default)
     answer = _answer(questionary.text(_explained(question, reason), default=shown, validate=check))
     return read(answer) if answer else None

@@ -15,7 +15,7 @@ SPREAD = {
 
 
 def get_sagemaker_input() -> SageMakerConfig:
-    """Asks what a job needs to be told."""
+    """Ask for all settings of a job."""
     profile = questions.text("Which profile of your AWS configuration?", "default", str)
     region = questions.text("Which region?", "us-east-1", str)
     role = questions.text("Which IAM role may run the job?", "accelerate_sagemaker_execution_role", str)

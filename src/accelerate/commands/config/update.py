@@ -16,7 +16,17 @@ DESCRIPTION = "Bring a config file up to date: rename what has a new name, add w
 
 
 def update_config(args: argparse.Namespace) -> str:
-    """Rewrites a config file and returns its path."""
+    """Bring a config file up to date.
+
+    Args:
+        args: the arguments, as the parser of `accelerate config update` returns them.
+
+    Returns:
+        Its path.
+
+    Raises:
+        ValueError: there is no such file.
+    """
     path = _path(args)
     if not path.is_file():
         raise ValueError(f"There is no config file {path} to be updated: give the path of one with `--config_file`.")
@@ -25,7 +35,12 @@ def update_config(args: argparse.Namespace) -> str:
 
 
 def update_command_parser(parser: Any, parents: Sequence[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """The parser of `accelerate config update`."""
+    """Build the parser of `accelerate config update`.
+
+    Args:
+        parser: the subcommands of `accelerate config`, to which this one is added.
+        parents: parsers whose arguments it has as well.
+    """
     mine: argparse.ArgumentParser = parser.add_parser(
         "update",
         parents=parents,
@@ -39,7 +54,11 @@ def update_command_parser(parser: Any, parents: Sequence[argparse.ArgumentParser
 
 
 def update_config_command(args: argparse.Namespace) -> None:
-    """Rewrites the file and says what has changed in it."""
+    """Bring a config file up to date, and print what has changed in it.
+
+    Args:
+        args: the arguments, as the parser of `accelerate config update` returns them.
+    """
     with one_sentence("accelerate config update"):
         path = _path(args)
         changes = migrate(file.read(path))[1] if path.is_file() else []

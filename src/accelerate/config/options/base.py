@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -107,6 +108,10 @@ def _lower(value: Any) -> str:
     return str(value).lower()
 
 
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
 TEXT = Kind("a word", str)
 LOWER = Kind("a word", str, _lower)
 WHOLE = Kind("a whole number", _whole, placeholder="N")
@@ -126,6 +131,8 @@ YES_NO = Kind("yes or no", _yes_no, placeholder="yes|no")
 YES_NO_WORD = Kind("yes or no", _yes_no_word, _lower, "yes|no")
 YES_NO_DIGIT = Kind("yes or no", _yes_no, lambda value: str(int(_yes_no(value))), "yes|no")
 THREE_YES_NO = Kind("three times yes or no, such as `yes,no,no`", _three_yes_no, placeholder="A,B,C")
+# A mapping in a file, and one word everywhere else.
+JSON = Kind("a JSON object", _json, placeholder="JSON")
 WORDS = Kind("words", list)
 
 

@@ -198,5 +198,4 @@ MEGATRON = Family(
     section="megatron_lm_config",
     prefix="megatron_lm_",
     switch="use_megatron_lm",
-    absent=True,
 )

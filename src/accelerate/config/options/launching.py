@@ -244,18 +244,17 @@ TPU = Family(
         Option("tpu_env", "variables to set there, `NAME=value`, one flag each", WORDS, flags=("--env",)),
         Option(
             "main_training_function",
-            "the function of the script to run on each core",
+            "the function of the script to call on each chip, for scripts that do not call it",
             question="What is the name of the script's main function?",
         ),
         Option(
             "downcast_bf16",
-            "under bf16, let float mean bf16 and double mean fp32; without it, both mean bf16",
+            "under bf16, keep parameters in bf16 too, and those of double precision in fp32",
             FLAG,
             False,
-            question="Under bf16, should `float` be bf16 and `double` fp32?",
+            question="Under bf16, keep parameters in bf16 too? Half the memory, and less exact steps.",
         ),
     ),
-    absent=True,
 )
 
 AWS = Family(

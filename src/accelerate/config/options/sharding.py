@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accelerate.config.options.base import LOWER, WHOLE, YES_NO, YES_NO_WORD, Family, Option
+from accelerate.config.options.base import JSON, LOWER, WHOLE, YES_NO, YES_NO_WORD, Family, Option
 
 STRATEGIES = {
     "FULL_SHARD": "parameters, gradients and optimizer states: least memory",
@@ -141,6 +141,20 @@ FSDP = Family(
             YES_NO_WORD,
             "false",
             env="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        ),
+        Option("fsdp_xla", "shard over the chips of a TPU (the same as `--tpu`)", YES_NO_WORD),
+        Option("fsdp_xla_fsdp_v2", "by SPMD, which is the only way here", YES_NO_WORD),
+        Option(
+            "fsdp_xla_fsdp_settings",
+            'on a TPU, as JSON: `{"shard_param_on_dim_0": true}` cuts parameters along their first dimension',
+            JSON,
+            env="FSDP_XLA_FSDP_SETTINGS",
+        ),
+        Option(
+            "fsdp_xla_fsdp_grad_ckpt",
+            "on a TPU: the same as `--fsdp_activation_checkpointing`",
+            YES_NO_WORD,
+            env="FSDP_XLA_FSDP_GRAD_CKPT",
         ),
         Option(
             "fsdp_ignored_modules", "names of modules that are not sharded, as a pattern", env="FSDP_IGNORED_MODULES"

@@ -270,7 +270,7 @@ def _missing(settings: Settings) -> str:
 
     if settings.no_python or is_deepspeed_available():
         return ""
-    return f"DeepSpeed is not installed for {sys.executable}: `pip install deepspeed`, or leave out `--use_deepspeed`."
+    return f"DeepSpeed is not installed for {sys.executable}: `pip install deepspeed`, or choose another engine."
 
 
 def _missing_program(settings: Settings, launcher: Launcher) -> str:

@@ -1,0 +1,183 @@
+"""The weights of a model alone: in one file or several, each tensor once."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelerate.checkpoint import layout
+from accelerate.checkpoint.manifest import Manifest
+from accelerate.constants import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    WEIGHTS_PATTERN_NAME,
+)
+from accelerate.errors import CheckpointError, Unfit
+from accelerate.io import blocks, disk
+from accelerate.io.blocks import Entry
+from accelerate.io.objects import address_of, each_once, view_of
+from accelerate.io.safetensors_format import write_safetensors
+from accelerate.io.torch_format import write_torch
+from accelerate.text import convert_file_size_to_int
+
+
+def split(weights: dict[str, Any], limit: int, alone: bool = False) -> list[dict[str, Any]]:
+    """Weights in shards of at most `limit` bytes, in their order; a tensor under two names stays in one shard.
+
+    alone: each tensor is stored by itself, also where it is a part of the same memory as others.
+    """
+    shards: list[dict[str, Any]] = [{}]
+    filled = 0
+    home: dict[Any, dict[str, Any]] = {}
+    for name, value in weights.items():
+        storage = None if alone else _storage(value)
+        if storage is not None and storage in home:
+            home[storage][name] = value
+            continue
+        size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+        if shards[-1] and filled + size > limit:
+            shards.append({})
+            filled = 0
+        shards[-1][name] = value
+        filled += size
+        if storage is not None:
+            home[storage] = shards[-1]
+    return shards
+
+
+def _storage(value: Any) -> tuple[Any, ...] | None:
+    if not isinstance(value, torch.Tensor) or value.is_meta or value.numel() == 0:
+        return None
+    return value.device, address_of(value)
+
+
+# Gives the values of some of a model's weights, if they shall be kept here. Called on all processes.
+Fetch = Callable[[dict[str, Any], bool], dict[str, Any]]
+
+
+class StreamedWeights:
+    """Weights that are described only, and fetched file by file, so that no more than one file's are here at a time."""
+
+    def __init__(self, weights: dict[str, Any], fetch: Fetch, max_shard_size: int | str) -> None:
+        self.parts = split(weights, convert_file_size_to_int(max_shard_size))
+        self._fetch = fetch
+        self._fetched = 0
+
+    def __call__(self, part: dict[str, Any]) -> dict[str, Any]:
+        self._fetched += 1
+        return self._fetch(part, True)
+
+    def finish(self) -> None:
+        """Take part in what others fetch, on processes that write nothing, or have failed to."""
+        for part in self.parts[self._fetched :]:
+            self._fetch(part, False)
+
+
+def save_weights(
+    weights: dict[str, Any] | StreamedWeights,
+    folder: Path,
+    max_shard_size: int | str,
+    safe: bool,
+) -> None:
+    """Write a state dict as `save_model` does. Files get their names when all of them are written."""
+    if folder.is_file():
+        raise ValueError(f"{folder} is a file: give a folder to save the model to.")
+    shards = weights.parts if isinstance(weights, StreamedWeights) else _parts(weights, max_shard_size, safe)
+    disk.make_folder(folder)
+    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
+    if len(shards) == 1:
+        names = [SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME]
+    else:
+        names = [pattern.format(suffix=f"-{i + 1:05d}-of-{len(shards):05d}") for i in range(len(shards))]
+    entries: dict[str, Entry] = {}
+    index = [SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME] * (len(shards) > 1)
+    with ExitStack() as stack:
+        # In this order, since a stack ends with what it began with: the index gets its name last.
+        drafts = {name: stack.enter_context(disk.replacing(folder / name)) for name in (*index, *reversed(names))}
+        for name, shard in zip(names, shards, strict=True):
+            values = weights(shard) if isinstance(weights, StreamedWeights) else shard
+            entries[name] = (write_safetensors if safe else write_torch)(values, drafts[name])
+        for name in index:
+            entries[name] = _write_index(drafts[name], names, shards)
+    _remove_stale(folder, set(entries), pattern)
+    disk.sync_folder(folder)
+    tell_manifest(folder, entries)
+
+
+def _parts(weights: dict[str, Any], max_shard_size: int | str, safe: bool) -> list[dict[str, Any]]:
+    if any(isinstance(value, torch.Tensor) and value.is_meta for value in weights.values()):
+        raise Unfit("This model has parameters on the meta device, which hold no values: load them before saving.")
+    return split(each_once(weights) if safe else weights, convert_file_size_to_int(max_shard_size), alone=safe)
+
+
+def _write_index(path: Path, names: list[str], shards: list[dict[str, Any]]) -> Entry:
+    stored = {view_of(v) or name: v for shard in shards for name, v in shard.items() if isinstance(v, torch.Tensor)}
+    content = {
+        "metadata": {"total_size": sum(value.numel() * value.element_size() for value in stored.values())},
+        "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in sorted(shard)},
+    }
+    return blocks.write_file(path, [(json.dumps(content, indent=2, sort_keys=True) + "\n").encode()])
+
+
+def _remove_stale(folder: Path, written: set[str], pattern: str) -> None:
+    """An earlier model in as many files as this one has not would be mixed up with it; drafts are of a killed save."""
+    name = re.escape(pattern).replace(re.escape("{suffix}"), r"(-\d{5}-of-\d{5})?") + r"(\.index\.json)?"
+    stale = re.compile(rf"{name}|\.{name}\.[\w-]+{re.escape(disk.DRAFT)}")
+    for path in folder.iterdir():
+        if path.name not in written and stale.fullmatch(path.name):
+            disk.remove(path)
+
+
+def tell_manifest(folder: Path, entries: dict[str, Entry]) -> None:
+    """What is saved into the folder of a checkpoint by itself replaces a file of it, on purpose."""
+    manifest = Manifest.read(folder)
+    if manifest is None:
+        return
+    kept = {name: entry for name, entry in manifest.files.items() if (folder / name).exists()}
+    changed = {name: entry for name, entry in entries.items() if name in kept}
+    if changed or len(kept) != len(manifest.files):
+        with disk.replacing(folder / layout.MANIFEST) as draft:
+            replace(manifest, files=kept | changed).write(draft)
+
+
+def with_tied(model: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Weights under all names that the model has for them, where they were stored under one."""
+    state = model.state_dict()
+    missing = {name: view for name, value in state.items() if name not in weights and (view := view_of(value))}
+    if not missing:
+        return weights
+    homes = {view_of(value): name for name, value in state.items() if name in weights}
+    tied = {name: weights[homes[view]] for name, view in missing.items() if view in homes}
+    return {**weights, **tied}
+
+
+def check_fit(
+    model: torch.nn.Module, own: dict[str, Any], found: dict[str, Any], folder: Path, strict: bool = True
+) -> None:
+    """Raise where the weights in a folder are of another model. own: its state dict, or this rank's part of it.
+
+    strict: whether all names have to be the same; shapes have to be in any case.
+    """
+    missing, extra = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
+    if not strict:
+        missing, extra = [], []
+    shapes = [
+        f"{name} {tuple(found[name].shape)} for {tuple(value.shape)}"
+        for name, value in own.items()
+        if isinstance(value, torch.Tensor) and name in found and found[name].shape != value.shape
+    ]
+    if missing or extra or shapes:
+        raise CheckpointError(
+            f"The weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, "
+            f"unknown {extra[:5]}, other shapes {shapes[:5]}; create the model as it was when the checkpoint was saved."
+        )

@@ -1,0 +1,227 @@
+"""Reading large files straight to where their tensors belong, with a look at the checksums on the way."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from accelerate.errors import CheckpointError
+from accelerate.io import blocks, disk, host_memory, torch_format
+from accelerate.io.blocks import Entry
+from accelerate.io.disk import check_plain
+from accelerate.io.file_range import FileRange
+from accelerate.io.safe_load import explaining, missing, read_torch
+from accelerate.io.safetensors_format import SafetensorsFile
+
+CPU = torch.device("cpu")
+
+# Where a tensor of a file goes: to a device, or into a tensor of the run.
+Destination = torch.device | torch.Tensor
+# By the keys under which it is found in the file.
+FindDestination = Callable[[tuple[Any, ...]], Destination]
+
+
+@dataclass
+class CheckpointReader:
+    """Reads the files of one checkpoint.
+
+    What goes into a tensor of the run is read twice: to compare the checksums, and when all of the checkpoint is known
+    to be good, by `fill`. What gets memory of its own, which nobody sees until then, is read once.
+
+    unchecked: what the manifest says of files whose checksums nobody has compared; those that are read here leave it.
+    share: which of how many processes this one is that read the same files at once: each compares its part.
+    names: the files and folders of the checkpoint, where it is known that others in its folder are not of it.
+    """
+
+    folder: Path
+    unchecked: dict[str, Entry] = field(default_factory=dict)
+    share: tuple[int, int] = (0, 1)
+    names: frozenset[str] | None = None
+    # Tensors of the run, by the address of their memory, with what they take and the file that it is in.
+    _later: dict[int, tuple[torch.Tensor, torch.Tensor, Path]] = field(default_factory=dict)
+    # What the files were when they were mapped.
+    _about: dict[Path, os.stat_result] = field(default_factory=dict)
+
+    def know(self, files: Iterable[str]) -> None:
+        """These are the files of the checkpoint."""
+        names = frozenset(files)
+        folders = {PurePosixPath(name).parent for name in names}
+        self.names = names | {way.as_posix() for folder in folders for way in (folder, *folder.parents)}
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file, or a folder, of that name in the checkpoint."""
+        if self.names is None:
+            return (self.folder / name).exists()
+        return name in self.names
+
+    def path(self, name: str) -> Path:
+        """Where a file of the checkpoint is; raises where it has none of that name."""
+        if not self.has(name):
+            if self.names is not None and not (self.folder / name).exists():  # a manifest says what was saved
+                raise CheckpointError(
+                    f"{self.folder} holds no {name}, since fewer objects were saved than are prepared here: prepare "
+                    "those alone that were there at the save, and others after the load."
+                )
+            raise missing(self.folder / name)
+        return self.folder / name
+
+    def weights(self, name: str, places: Mapping[str, Destination]) -> dict[str, Any]:
+        """The weights in a file, in the places of their names."""
+
+        def place(keys: tuple[Any, ...]) -> Destination:
+            return places.get(keys[0], CPU)
+
+        if name.endswith(".safetensors"):
+            return self._safetensors(name, place)
+        found: dict[str, Any] = self.content(name, place)
+        return found
+
+    def content(self, name: str, place: FindDestination = lambda keys: CPU) -> Any:
+        """What is in a file of `torch.save`; large tensors where `place` says."""
+        path = self.path(name)
+        with explaining(path):
+            check_plain(path)
+        if not zipfile.is_zipfile(path):
+            return read_torch(path)  # as torch did before 1.6; it is compared later on
+        with explaining(path):
+            opened = torch_format.Opened(path)
+        mapped = self._mapped(path)
+        places = dict(opened.places)
+        found = _users(opened.content, places)
+        for address, users in found.items():
+            if address in opened.together:
+                continue
+            offset, memory = places[address]
+            targets = {place(keys) for _, keys, _ in users}
+            whole = all(t.is_contiguous() and t.nbytes == len(memory) for _, _, t in users)
+            if not whole or targets == {CPU} or len(targets) > 1 or len({_kind(t) for _, _, t in users}) > 1:
+                continue
+            stored, target = users[0][2], targets.pop()
+            if isinstance(target, torch.Tensor):
+                if not self._takes(target, stored, mapped[offset : offset + len(memory)], path):
+                    continue
+                moved = target
+                del places[address]
+            else:
+                moved = torch.empty_like(stored, device=target)
+                places[address] = (offset, blocks.flat(moved))
+            for holder, keys, _ in users:
+                holder[keys[-1]] = moved
+        self._read(name, list(places.values()), mapped)
+        for address in opened.together:
+            for holder, keys, tensor in found.get(address, ()):
+                if isinstance(holder, (dict, list)):
+                    holder[keys[-1]] = tensor.clone()
+        return opened.content
+
+    def _safetensors(self, name: str, place: FindDestination) -> dict[str, torch.Tensor]:
+        path = self.path(name)
+        with explaining(path):
+            ranges = SafetensorsFile(path).ranges()
+        mapped = self._mapped(path)
+        found, places = {}, []
+        for key, stored in ranges.items():
+            target = place((key,))
+            if isinstance(target, torch.Tensor):
+                content = mapped[stored.offset : stored.offset + stored.nbytes]
+                found[key] = target if self._takes(target, stored, content, path) else stored.mapped()
+            elif target == CPU:
+                found[key] = stored.mapped()
+            else:
+                found[key] = torch.empty(stored.shape, dtype=stored.dtype, device=target)
+                places.append((stored.offset, blocks.flat(found[key])))
+        self._read(name, places, mapped)
+        return found
+
+    def fill(self) -> None:
+        """Have the tensors of the run take what is for them."""
+        self.bring_in()
+        copies, self._later = list(self._later.values()), {}
+        host_memory.copy([(tensor, content) for tensor, content, _ in copies])
+
+    def bring_in(self) -> None:
+        """Raise if some of what `fill` copies is not there any more: a look at it would end the process."""
+        for path in {path for _, _, path in self._later.values()}:
+            self._check_length(path)
+        for _, content, path in self._later.values():
+            if not _brought_in(content):
+                raise blocks.damaged(path)
+
+    def _mapped(self, path: Path) -> torch.Tensor:
+        self._about[path] = path.stat()
+        return blocks.mapped(path)
+
+    def _check_length(self, path: Path) -> None:
+        """Raise for a file that was cut short since it was mapped; one that was replaced is still there for us."""
+        with suppress(FileNotFoundError):
+            now, before = path.stat(), self._about[path]
+            if os.path.samestat(now, before) and now.st_size < before.st_size:
+                raise blocks.damaged(path)
+
+    def _takes(self, tensor: torch.Tensor, stored: torch.Tensor | FileRange, content: torch.Tensor, path: Path) -> bool:
+        """Have a tensor of the run take a stored one, if it is just like it, and does not take another one already."""
+        if not _in_plain_memory(tensor) or _kind(tensor) != _kind(stored) or content.nbytes != tensor.nbytes:
+            return False
+        address = tensor.untyped_storage().data_ptr()
+        if address in self._later:
+            return False
+        self._later[address] = (tensor, content, path)
+        return True
+
+    def _read(self, name: str, places: list[tuple[int, torch.Tensor]], mapped: torch.Tensor) -> None:
+        places = sorted((place for place in places if len(place[1])), key=lambda place: place[0])
+        with explaining(self.folder / name):
+            blocks.read_file(self.folder / name, places, self.unchecked.pop(name, None), self.share, mapped)
+
+
+def _brought_in(content: torch.Tensor) -> bool:
+    """Whether a part of a mapped file is there; taken for true where the system cannot tell."""
+    if not len(content):
+        return True
+    first = content.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    return disk.bring_in(first, content.data_ptr() + len(content) - first) or not _can_bring_in()
+
+
+def _can_bring_in() -> bool:
+    page = mmap.mmap(-1, mmap.PAGESIZE)
+    return disk.bring_in(torch.frombuffer(page, dtype=torch.uint8).data_ptr(), mmap.PAGESIZE)
+
+
+def _in_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the bytes of a tensor are one piece of host memory, and mean what they are."""
+    if not host_memory.is_plain(tensor) or tensor.device != CPU:
+        return False
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
+
+
+def _kind(tensor: torch.Tensor | FileRange) -> tuple[Any, ...]:
+    return tensor.dtype, tuple(tensor.shape)
+
+
+def _users(content: Any, addresses: Container[int]) -> dict[int, list[tuple[Any, tuple[Any, ...], torch.Tensor]]]:
+    """The tensors in nested contents that have their memory at these addresses: what holds each, under which keys."""
+    found: dict[int, list[tuple[Any, tuple[Any, ...], torch.Tensor]]] = defaultdict(list)
+
+    def look(holder: Any, keys: tuple[Any, ...], value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            if value.layout == torch.strided and (address := value.untyped_storage().data_ptr()) in addresses:
+                found[address].append((holder, keys, value))
+        elif isinstance(value, (dict, list, tuple)):
+            for key, item in _items(value):
+                look(value, (*keys, key), item)
+
+    look(None, (), content)
+    return found
+
+
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(list(value.items()) if isinstance(value, dict) else list(enumerate(value)))

@@ -1,0 +1,331 @@
+"""Folders of torch.distributed.checkpoint: each process writes its shards, any number of them reads or merges them."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+import io
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+from accelerate.checkpoint import layout
+from accelerate.checkpoint.agreement import explained
+from accelerate.comm.tree import recursively_apply
+from accelerate.constants import FSDP_MODEL_NAME
+from accelerate.errors import CheckpointError, WrongFolder
+from accelerate.io import disk
+from accelerate.io.blocks import Entry, flat, summed_up
+from accelerate.io.disk import open_plain
+from accelerate.io.host_memory import HostMemory
+from accelerate.io.safe_load import explaining, load
+from accelerate.io.safetensors_format import header_of
+from accelerate.io.torch_format import write_torch
+from accelerate.state import PartialState
+
+# Which tensor takes what is stored under these keys: given its size and dtype.
+FindTensor = Callable[[tuple[Any, ...], torch.Size, torch.dtype], torch.Tensor]
+
+
+@dataclass
+class Shards:
+    """A folder that all processes write together.
+
+    name: of the folder. key: under which the content is stored. content: nested, with tensors whole or in pieces.
+    """
+
+    name: str
+    key: str
+    content: dict[str, Any]
+
+    def copied(self, memory: HostMemory) -> Shards:
+        # Tensors in pieces have to stay such, so the memory of files is of no use here.
+        return Shards(self.name, self.key, recursively_apply(_on_host, self.content))
+
+    def write(self, folder: Path, group: Any = None) -> dict[str, Entry]:
+        path = folder / self.name
+        writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                dcp.save({self.key: self.content}, storage_writer=writer, process_group=group)
+            except CheckpointException as error:  # no Exception, but raised on all processes alike
+                failed, (failure, _) = next(iter(error.failures.items()))
+                known = failure if isinstance(failure, Exception) else RuntimeError(failure)
+                raise CheckpointError(explained(known, failed)) from error
+        rank = dist.get_rank() if _several() else 0
+        own = [*path.glob(f"__{rank}_*"), *([path / ".metadata"] if rank == 0 else [])]
+        disk.sync_folder(path)
+        return {f"{self.name}/{file.name}": summed_up(file) for file in own}
+
+
+def read(folder: Path, place: FindTensor) -> dict[str, Any]:
+    """What is in a folder, nested as it was saved, without the key that all is stored under.
+
+    place: gives the tensor that a stored one is read into, which may hold a piece only. Other processes are not asked.
+    """
+    reader = FolderReader(folder)
+    metadata = reader.read_metadata()
+    paths = {key: (metadata.planner_data or {}).get(key, (key,)) for key in metadata.state_dict_metadata}
+    flat: dict[str, Any] = {}
+    for key, kind in metadata.state_dict_metadata.items():
+        flat[key] = None
+        if isinstance(kind, TensorStorageMetadata):
+            flat[key] = place(paths[key][1:], kind.size, kind.properties.dtype)
+    fill(flat, reader)
+    (content,) = _nested(flat, paths).values()
+    return content
+
+
+def _nested(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """What was flattened to be stored, put together. paths: of each key, by names in a dict and places in a list."""
+    root: dict[str, Any] = {}
+    for key, value in flat.items():
+        holder: Any = root
+        *way, last = paths[key]
+        for step, following in zip(way, (*way[1:], last), strict=True):
+            holder = _at(holder, step, {} if isinstance(following, str) else [])
+        _at(holder, last, None)
+        holder[last] = value
+    return root
+
+
+def _at(holder: Any, step: Any, new: Any) -> Any:
+    """What is at one step of a path; `new`, if nothing is there yet."""
+    if isinstance(holder, dict):
+        return holder.setdefault(step, new)
+    holder.extend([None] * (step + 1 - len(holder)))
+    if holder[step] is None:
+        holder[step] = new
+    return holder[step]
+
+
+def fill(flat: dict[str, Any], reader: FolderReader) -> None:
+    """Read what is stored under these keys into their tensors; what is no tensor is put in their place."""
+    folder = Path(reader.path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is used, which is the point
+        try:
+            _load_alone(flat, storage_reader=reader, planner=_Planner(folder), no_dist=True)
+        except CheckpointException as error:
+            failure, _ = next(iter(error.failures.values()))
+            if isinstance(failure, CheckpointError):
+                raise failure from error
+            raise CheckpointError(
+                f"{folder} cannot be read ({type(failure).__name__}: {failure}): copy the checkpoint again, or load "
+                "another one."
+            ) from error
+
+
+def _load_alone(*args: Any, **kwargs: Any) -> None:
+    # Before torch 2.7 `load` knows no `no_dist`, and asks all processes of the group.
+    knows = "no_dist" in inspect.signature(dcp.load).parameters
+    (dcp.load if knows else dcp.load_state_dict)(*args, **kwargs)
+
+
+def whole(keys: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """A place for all of a tensor, in host memory."""
+    return torch.empty(size, dtype=dtype)
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+class _Planner(DefaultLoadPlanner):
+    def __init__(self, folder: Path) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._folder = folder
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # Plain data, and nothing that is run.
+        with explaining(self._folder):
+            self.state_dict[read_item.dest_index.fqn] = load(value)
+
+
+class FolderReader(dcp.FileSystemReader):
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        path = Path(self.path) / ".metadata"
+        try:
+            with open_plain(path) as file:
+                metadata: Metadata = _Unpickler(file).load()
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path} is missing: this is not a complete folder of shards; load another one."
+            ) from None
+        except Exception as error:  # a damaged pickle may fail with anything
+            raise CheckpointError(f"{path} cannot be read ({error}): load another checkpoint.") from error
+        metadata.storage_meta = metadata.storage_meta or dcp.metadata.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads descriptions of tensors and nothing else: names of classes that hold values, one by one.
+
+    A name may be a path of attributes, and lead from any module to all that it has imported: so none is looked up that
+    is not written here.
+    """
+
+    _PLAIN = {
+        "builtins": {"set", "frozenset", "list", "dict", "tuple", "int", "str", "bytes", "slice", "complex", "float"},
+        "collections": {"OrderedDict", "defaultdict"},
+        "pathlib": {"Path", "PosixPath", "PurePosixPath"},
+        "pathlib._local": {"Path", "PosixPath", "PurePosixPath"},
+        "torch.serialization": {"_get_layout"},
+        "torch.distributed.checkpoint.metadata": {
+            *("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata", "TensorStorageMetadata"),
+            *("BytesStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        # As torch wrote them before 2.3.
+        "torch.distributed._shard.sharded_tensor.metadata": {"TensorProperties", "MEM_FORMAT_ENCODING"},
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        found: Any = None
+        if (module, name) == ("builtins", "getattr"):
+            found = _member
+        elif module == "torch":
+            found = getattr(torch, name, None)
+            plain = isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
+            found = found if plain or found in (torch.Size, torch.device) else None
+        elif name in self._PLAIN.get(module, ()):
+            found = super().find_class(module, name)
+        if found is None:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not run")
+        return found
+
+
+def _member(kind: Any, name: Any) -> enum.Enum:
+    """In place of `getattr`, which Python 3.11.0 to 3.11.3 call for a member of an enumeration."""
+    if isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__:
+        return kind.__members__[name]
+    raise pickle.UnpicklingError(f"it names builtins.getattr of {kind!r}, which is not run")
+
+
+# Tensors are read together up to this size: as few calls as possible, and never the whole model.
+GROUP_BYTES = 1 << 28
+
+
+def merge_fsdp_weights(
+    checkpoint_dir: str, output_path: str, safe_serialization: bool = True, remove_checkpoint_dir: bool = False
+) -> None:
+    """Merge the shards of a model that was saved as `SHARDED_STATE_DICT` into one weight file.
+
+    Rank 0 does it, and the other ranks wait: call it on all ranks.
+
+    Args:
+        checkpoint_dir: the folder of the shards, such as `pytorch_model_fsdp_0` in a checkpoint, or the checkpoint.
+        output_path: the folder for `model.safetensors`. The model is never in memory as a whole.
+        safe_serialization: False writes `pytorch_model.bin` instead, which needs memory for the whole model.
+        remove_checkpoint_dir: delete the folder of the shards afterwards.
+    """
+    several = PartialState._shared_state != {} and PartialState().num_processes > 1
+    if not several or PartialState().is_main_process:
+        _merge(_folder_of_shards(Path(checkpoint_dir)), Path(output_path), safe_serialization, remove_checkpoint_dir)
+    if several:
+        PartialState().wait_for_everyone()
+
+
+def _merge(source: Path, target: Path, safe: bool, remove: bool) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    path = target / layout.model(0, safe)
+    with disk.replacing(path) as draft:
+        (_write_safetensors if safe else _write_torch)(FolderReader(source), draft)
+    if remove:
+        shutil.rmtree(source)
+
+
+def _folder_of_shards(folder: Path) -> Path:
+    if not folder.is_dir():
+        raise WrongFolder(f"There is no folder {folder}: correct its name or path.")
+    if (folder / ".metadata").is_file():
+        return folder
+    inside = sorted(path.parent for path in folder.glob(f"{FSDP_MODEL_NAME}_*/.metadata"))
+    if len(inside) == 1:
+        return inside[0]
+    if inside:
+        names = ", ".join(path.name for path in inside)
+        raise CheckpointError(f"{folder} holds the shards of several models: name one of its folders {names}.")
+    if whole := sorted(path.name for path in folder.glob("model*.safetensors")):
+        raise WrongFolder(f"{folder} needs no merging: the weights are there as a whole, in {', '.join(whole)}.")
+    raise WrongFolder(
+        f"{folder} holds no shards of a model (there is no file `.metadata` in it): name the folder that was written "
+        f"with SHARDED_STATE_DICT, as `{FSDP_MODEL_NAME}_0` in a checkpoint."
+    )
+
+
+def _names(metadata: Metadata) -> dict[str, str]:
+    """The name of each entry in the merged file -> its name in the shards, which may all be below one key ("model")."""
+    paths = metadata.planner_data or {}
+    paths = {key: paths.get(key, (key,)) for key in metadata.state_dict_metadata}
+    below_one = len({path[0] for path in paths.values()}) == 1 and all(len(path) > 1 for path in paths.values())
+    return {".".join(map(str, path[1:] if below_one else path)): key for key, path in paths.items()}
+
+
+def _write_safetensors(reader: FolderReader, path: Path) -> None:
+    metadata = reader.read_metadata()
+    tensors = {
+        name: key
+        for name, key in _names(metadata).items()
+        if isinstance(metadata.state_dict_metadata[key], TensorStorageMetadata)
+    }
+    empty = {name: _empty(metadata, key, "meta") for name, key in tensors.items()}
+    order, header = header_of(empty)
+    with path.open("wb") as file:
+        file.write(header)
+        for group in _groups(order, empty):
+            part = {tensors[name]: _empty(metadata, tensors[name], "cpu") for name in group}
+            fill(part, reader)
+            for name in group:
+                file.write(flat(part[tensors[name]]).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_torch(reader: FolderReader, path: Path) -> None:
+    metadata = reader.read_metadata()
+    names = _names(metadata)
+    kinds = metadata.state_dict_metadata
+    content: dict[str, Any] = {
+        key: _empty(metadata, key, "cpu") if isinstance(kinds[key], TensorStorageMetadata) else None for key in kinds
+    }
+    fill(content, reader)
+    write_torch({name: content[key] for name, key in names.items()}, path)
+
+
+def _empty(metadata: Metadata, key: str, device: str) -> torch.Tensor:
+    kind: Any = metadata.state_dict_metadata[key]
+    return torch.empty(kind.size, dtype=kind.properties.dtype, device=device)
+
+
+def _groups(order: list[str], tensors: dict[str, torch.Tensor]) -> Iterator[list[str]]:
+    group: list[str] = []
+    filled = 0
+    for name in order:
+        size = tensors[name].nbytes
+        if group and filled + size > GROUP_BYTES:
+            yield group
+            group, filled = [], 0
+        group.append(name)
+        filled += size
+    if group:
+        yield group

@@ -1,0 +1,231 @@
+"""A part of an epoch, an iteration over it, and what a position asks of the prepared loader around them."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate.data_loader.iterable import IterableDatasetShard, SkippedDataset, without_first_samples
+from accelerate.data_loader.torch_loaders import (
+    kept_arguments,
+    same_batches,
+    skipped_batches,
+    skipped_samples,
+    stateful_loader,
+)
+
+if TYPE_CHECKING:
+    from accelerate.data_loader.resume import Resume
+
+RngStates = dict[str, Any]  # by the name of the global generator: "python", "numpy", "torch"
+
+
+class DrawnStates(TypedDict):
+    """The random states of a dataset that draws from global generators.
+
+    before: of this process, when the batches were read that were not handed out yet.
+    workers: by worker, after its last batch that was handed out.
+    """
+
+    before: RngStates
+    workers: dict[int, RngStates]
+
+
+@dataclass(frozen=True, eq=False)
+class EpochPart:
+    """A whole epoch, or what is left of one when some of it was read already.
+
+    torch_loader: reads it. Its sampler or dataset leaves out what was read before, where that is possible.
+    skip_batches: where it is not, how many steps to read and throw away.
+    whole: whether it is an epoch as `prepare` made it, and nothing was asked to be left out.
+    samples: how many samples were read before it in batches of another size. batches: how many steps after those.
+    steps: in how many steps all of that was read.
+    rng: what the dataset drew from then, where a loaded checkpoint knows it.
+    """
+
+    torch_loader: Any
+    skip_batches: int = 0
+    whole: bool = True
+    samples: int = 0
+    batches: int = 0
+    steps: int = 0
+    rng: DrawnStates | None = None
+
+    @functools.cached_property
+    def is_iterable(self) -> bool:
+        return isinstance(self.torch_loader.dataset, IterableDataset)
+
+    @functools.cached_property
+    def indices(self) -> Any:
+        """What decides the batches of the torch loader: its batch sampler or, without one, its sampler."""
+        torch_loader = self.torch_loader
+        return torch_loader.sampler if torch_loader.batch_sampler is None else torch_loader.batch_sampler
+
+    @functools.cached_property
+    def shard(self) -> Any:
+        """What decides which samples this process gets."""
+        if not self.is_iterable:
+            return self.indices
+        dataset = self.torch_loader.dataset
+        return dataset if isinstance(dataset, IterableDatasetShard) else self.torch_loader
+
+    @property
+    def total_length(self) -> int:
+        """How many samples the dataset has, on all processes together."""
+        dataset = self.torch_loader.dataset
+        if hasattr(dataset, "total_length"):
+            return int(dataset.total_length)
+        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+
+    @property
+    def samples_left(self) -> int | None:
+        """How many samples this part has but for whole batches that are left out; None if that is not known."""
+        dataset = self.torch_loader.dataset
+        dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+        try:
+            # A dataset that leaves samples out by itself tells the length of the rest.
+            return max(self.total_length - (0 if isinstance(dataset, SkippedDataset) else self.samples), 0)
+        except (TypeError, NotImplementedError):  # a dataset without a length
+            return None
+
+    def after_steps(self, count: int, batches_per_step: int) -> EpochPart:
+        """The same part without its first `count` steps."""
+        skipped = skipped_batches(self.torch_loader, count * batches_per_step)
+        return replace(
+            self,
+            torch_loader=self._reading(skipped or same_batches(self.torch_loader)),
+            skip_batches=self.skip_batches + (count if skipped is None else 0),
+            whole=False,
+            batches=self.batches + count,
+            steps=self.steps + count,
+        )
+
+    def after_samples(self, count: int, total_batch_size: int) -> EpochPart:
+        """The same part without its first `count` samples, over all processes, which were in batches of any size."""
+        dataset, batches, skip_batches = self.torch_loader.dataset, same_batches(self.torch_loader), 0
+        if not self.is_iterable:
+            batches = skipped_samples(self.torch_loader, count)
+        elif self.torch_loader.num_workers == 0:
+            dataset = without_first_samples(dataset, count)
+        else:
+            # Only the workers know whose sample is the next one: whole steps, and rather one sample twice than none.
+            skip_batches = count // total_batch_size
+        torch_loader = self._reading(batches, dataset)
+        samples = self.samples + count
+        return replace(self, torch_loader=torch_loader, skip_batches=skip_batches, whole=False, samples=samples)
+
+    def from_here(self, samples: int) -> EpochPart:
+        """What is left when the dataset itself stands behind its first `samples` samples already."""
+        torch_loader = self._reading(same_batches(self.torch_loader))
+        return replace(self, torch_loader=torch_loader, skip_batches=0, whole=False, samples=self.samples + samples)
+
+    def again(self, indices: Any = None, **changes: Any) -> EpochPart:
+        """The same part, read by another torch loader, with other arguments. indices: or batches of them, in place of
+        those that the torch loader has."""
+        batches = same_batches(self.torch_loader)
+        if indices is not None:
+            batches["batch_sampler" if "batch_sampler" in batches else "sampler"] = indices
+        return replace(self, torch_loader=self._reading(batches, **changes))
+
+    def _reading(self, batches: dict[str, Any], dataset: Any = None, **changes: Any) -> Any:
+        base = self.torch_loader
+        make = DataLoader if type(base) is DataLoader else stateful_loader
+        return make(base.dataset if dataset is None else dataset, **(kept_arguments(base) | changes), **batches)
+
+
+@dataclass(eq=False)
+class Iteration:
+    """One iteration over a part of an epoch.
+
+    resume: how it starts after a checkpoint was loaded, until its first batch is there.
+    start: the random states that the order of the epoch came from, `draws`: whether torch's loader draws a seed then,
+    and `workers`: the states of workers that stay for the next epoch, where they do (workers_stay).
+    batches: how many were handed out, after `samples` in batches of other sizes. earlier: in how many steps those were.
+    partial: whether it began in the middle of the epoch. finished: whether its last batch was handed out.
+    moved_dataset: a dataset that can be moved to its place. dataset: its state when the batch at hand was fetched.
+
+    Of a dataset that draws from global generators:
+    first_rng: the random states to read the first batch with. before: those that the batches ahead of the loop were
+    read with. workers: by worker, those after its last batch that was handed out.
+    turn: how many batches of a resumed epoch were dealt out to workers before.
+    """
+
+    part: EpochPart
+    epoch: int
+    resume: Resume | None
+    start: dict[str, Any]
+    workers_stay: bool
+    samples: int
+    batches: int
+    earlier: int
+    partial: bool
+    moved_dataset: Any = None
+    finished: bool = False
+    dataset: Any = None
+    first_rng: RngStates = field(default_factory=dict)
+    before: RngStates = field(default_factory=dict)
+    workers: dict[int, RngStates] = field(default_factory=dict)
+    turn: int = 0
+
+    def fetched(self) -> None:
+        """The batch at hand was fetched, and the next one is about to be."""
+        if self.moved_dataset is not None:
+            self.dataset = copy.deepcopy(self.moved_dataset.state_dict())
+
+    def progress(self) -> dict[str, Any]:
+        """What a snapshot says of it."""
+        return {
+            "epoch": self.epoch,
+            "running": True,
+            "inside": not self.finished,
+            "steps": self.earlier + self.batches,
+            "batches": self.batches,
+            "samples": self.samples,
+            "partial": self.partial,
+            "start": self.start,
+            "dataset": self.dataset,
+            "drawn": {"before": self.before, "workers": dict(self.workers)},
+        }
+
+
+class PositionedLoader(Protocol):
+    """What a position asks of a prepared loader. `part` is what it reads: an epoch, or the rest of one."""
+
+    part: EpochPart
+    iteration: int  # the epoch that is read, or comes next
+    reused: Any  # the torch loader whose workers stay from one epoch to the next, once it was iterated
+    use_stateful_dataloader: bool
+    synchronized_generator: torch.Generator | None
+    notes_samples: bool  # whether to note which samples each batch has
+    tracked_sampler: Any  # the `dataset_rng.TrackedSampler` of the last iteration
+    # Those of the torch loader.
+    dataset: Any
+    sampler: Any
+    batch_sampler: Any
+    num_workers: int
+    persistent_workers: bool
+
+    @property
+    def whole_epoch(self) -> EpochPart:
+        """The epoch that `part` belongs to."""
+
+    @property
+    def num_shards(self) -> int: ...
+
+    @property
+    def total_batch_size(self) -> int: ...
+
+    @property
+    def batches_per_step(self) -> int: ...
+
+    def start_epoch(self, part: EpochPart) -> None:
+        """An iteration begins: random states follow rank 0, and everything that knows of epochs is told this one."""
+
+    def forget_state(self) -> None: ...
+
+    def forget_workers(self) -> None: ...

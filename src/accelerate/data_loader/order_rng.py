@@ -1,0 +1,178 @@
+"""The random states that the order of a loader comes from: the global ones, and generators of its own."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accelerate.data_loader.epoch_part import EpochPart, PositionedLoader
+
+
+def generators(loader: PositionedLoader) -> list[torch.Generator]:
+    """The generators that may decide the order of a loader, each once, in the same order however it is wrapped."""
+    found: list[torch.Generator] = []
+    seen: set[int] = set()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Generator) and not any(value is other for other in found):
+            found.append(value)
+
+    def visit(holder: Any) -> None:
+        if id(holder) in seen:
+            return
+        seen.add(id(holder))
+        inner = []
+        for name, value in sorted(getattr(holder, "__dict__", {}).items(), key=lambda item: item[0]):
+            add(value)
+            values = value if type(value) in (list, tuple) and value and _decides(value[0]) else [value]
+            inner += [one for one in values if _decides(one) or name in ("sampler", "batch_sampler")]
+        for one in inner:
+            visit(one)
+
+    add(loader.synchronized_generator)
+    add(loader.part.torch_loader.generator)
+    visit(loader.dataset if loader.part.is_iterable else loader.part.indices)
+    return found
+
+
+def _decides(value: Any) -> bool:
+    return isinstance(value, (Sampler, IterableDataset))
+
+
+def draws_at_once(sampler: Any) -> bool:
+    """Whether nothing more is drawn for an epoch when its first index is there; torch's RandomSampler draws at the end,
+    too."""
+    return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+# --- to keep and to set -----------------------------------------------------------------------------------------
+
+
+_GLOBAL: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "python": (random.getstate, lambda state: random.setstate((state[0], tuple(state[1]), state[2]))),
+    # numpy imports its generators at their first use.
+    "numpy": (lambda: np.random.get_state(), lambda state: np.random.set_state(state)),
+    "torch": (torch.get_rng_state, lambda state: torch.set_rng_state(torch.as_tensor(state))),
+}
+NAMES = tuple(_GLOBAL)
+
+
+def global_states(names: Iterable[str] = NAMES) -> dict[str, Any]:
+    return {name: _GLOBAL[name][0]() for name in names}
+
+
+def set_global_states(states: dict[str, Any]) -> None:
+    """Set those that are among `states`."""
+    for name, (_, put) in _GLOBAL.items():
+        if name in states:
+            put(states[name])
+
+
+def drawn_since(before: dict[str, Any]) -> set[str]:
+    """From which global generators something was drawn. Equal tensors need not be equal when they are pickled."""
+    after = global_states()
+    return {name for name in before if _plain(before[name]) != _plain(after[name])}
+
+
+def _plain(state: Any) -> bytes:
+    return pickle.dumps(state.numpy() if isinstance(state, torch.Tensor) else state)
+
+
+def random_states(loader: PositionedLoader) -> dict[str, Any]:
+    return {**global_states(), "generators": generator_states(loader)}
+
+
+def generator_states(loader: PositionedLoader) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators(loader)]
+
+
+def set_generators(loader: PositionedLoader, states: list[torch.Tensor]) -> None:
+    for generator, state in zip(generators(loader), states, strict=False):
+        generator.set_state(state)
+
+
+# --- the number that torch's loader draws -----------------------------------------------------------------------
+
+
+def makes_iterator(loader: PositionedLoader, part: EpochPart) -> bool:
+    """Whether torch's loader, when it is iterated next, makes a new iterator, and draws a number (the seed of its
+    workers) for it. That of workers that stay is used again."""
+    return part is not loader.part or loader.reused is None
+
+
+@contextmanager
+def drawing_seed(torch_loader: Any, makes: bool, draws: bool) -> Iterator[None]:
+    """Have torch's loader, while it is told to iterate, take a number from the random states or leave them alone.
+
+    makes: whether it makes an iterator, and so takes one by itself.
+    """
+    if draws == makes:
+        yield
+    elif draws:
+        _draw(torch_loader.generator)
+        yield
+    else:
+        own = torch_loader.generator
+        torch_loader.generator = _twin(own)
+        try:
+            yield
+        finally:
+            torch_loader.generator = own
+
+
+@contextmanager
+def undisturbed(loader: PositionedLoader) -> Iterator[None]:
+    """Let nothing have been drawn."""
+    states = random_states(loader)
+    try:
+        yield
+    finally:
+        set_global_states(states)
+        set_generators(loader, states["generators"])
+
+
+def makes_all_at_once(loader: PositionedLoader, batches: Any) -> bool:
+    """Whether a batch sampler draws its order when it is told to iterate, and not with its first batch."""
+    with undisturbed(loader):
+        before, own = global_states(), generator_states(loader)
+        iter(batches)
+        return bool(drawn_since(before)) or not all(map(torch.equal, own, generator_states(loader)))
+
+
+def state_of_one(start: dict[str, Any], sampler: Any, at_once: bool) -> torch.Tensor:
+    """The state of a generator that shuffles as a single process, which has none, did from the global state.
+
+    at_once: whether a batch sampler has drawn from it before torch's loader drew its number, and not after.
+    """
+    generator = torch.Generator()
+    generator.set_state(start["torch"])
+    if start["draws"] and not at_once:
+        _draw(generator)
+    if isinstance(sampler, RandomSampler):
+        generator.manual_seed(_draw(generator))
+    return generator.get_state()
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def _twin(generator: torch.Generator | None) -> torch.Generator:
+    generator = generator or torch.default_generator
+    twin = torch.Generator(generator.device)
+    twin.set_state(generator.get_state())
+    return twin

@@ -1,0 +1,1 @@
+"""Files of tensors: one engine for checkpoints, loading and offload. It knows blocks and formats, and no runs."""

@@ -1,0 +1,267 @@
+"""What is done to the disk, one small step each, so that each can be made to fail in a test.
+
+What anybody may have written is read from plain files only, no more of it than it can sensibly hold: a device or a pipe
+under the name of a file would be read, or waited for, without end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import mmap
+import os
+import secrets
+import shutil
+import stat
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path, PurePath
+from typing import IO, Any
+
+
+def write(descriptor: int, pieces: Sequence[Any], offset: int) -> None:
+    """Write pieces of memory one after the other, at a place in a file."""
+    left = [memoryview(piece).cast("B") for piece in pieces]
+    while left:
+        count = os.pwritev(descriptor, left[:MOST_PIECES], offset)
+        offset += count
+        left = without_first(left, count)
+
+
+def read(descriptor: int, pieces: Sequence[memoryview], offset: int) -> bool:
+    """Fill pieces of memory one after the other from a place in a file; False where the file ends before."""
+    left = list(pieces)
+    while left:
+        count = os.preadv(descriptor, left[:MOST_PIECES], offset)
+        if count == 0:
+            return False
+        offset += count
+        left = without_first(left, count)
+    return True
+
+
+MOST_PIECES = 512  # of one call; systems take 1024
+
+
+def without_first(views: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of several pieces of memory after `count` bytes."""
+    for number, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[number + 1 :]]
+        count -= len(view)
+    return []
+
+
+def start_flush(descriptor: int, offset: int, size: int) -> None:
+    """Have the disk begin with a part of a file while the rest is still being written. A hint: it may do nothing."""
+    flush = _of_linux("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    if flush is not None:
+        flush(descriptor, offset, size, 2)  # SYNC_FILE_RANGE_WRITE: begin, and wait for nothing
+
+
+def bring_in(address: int, size: int) -> bool:
+    """Have a part of a mapped file read; where it is not, a look at it might end the process (a broken disk)."""
+    return _advise(address, size, 22)  # MADV_POPULATE_READ
+
+
+def get_pages(address: int, size: int) -> None:
+    """Have the system give all of this memory now: one by one, as it is written to, pages take longer. A hint."""
+    first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    whole = (address + size - first) // mmap.PAGESIZE * mmap.PAGESIZE
+    if whole > 0:
+        _advise(first, whole, 23)  # MADV_POPULATE_WRITE
+
+
+def _advise(address: int, size: int, advice: int) -> bool:
+    advise = _of_linux("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return advise is not None and advise(address, size, advice) == 0
+
+
+@cache
+def _of_linux(name: str, *kinds: Any) -> Callable[..., int] | None:
+    if sys.platform != "linux":
+        return None
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function.argtypes = kinds
+    return function
+
+
+def sync(descriptor: int) -> None:
+    os.fsync(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder survive a loss of power."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def replacing(target: str | os.PathLike[str]) -> Iterator[Path]:
+    """Gives a name beside `target` to write to, and moves it onto `target` when the block has succeeded.
+
+    Whoever has the old file open or mapped keeps it as it was. Each draft has a name of its own, since other threads
+    and processes may write the same file; where the block fails nothing is left of it.
+    """
+    path = Path(target)
+    if path.exists() and not path.is_file():
+        # A device or a pipe is written to; it is never replaced.
+        yield path
+        return
+    draft = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}{DRAFT}")
+    try:
+        yield draft
+        rename(draft, path)
+    finally:
+        with suppress(OSError):
+            remove(draft)
+
+
+DRAFT = ".draft"
+
+
+def make_folder(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+
+
+def rename(source: Path, target: Path) -> None:
+    os.replace(source, target)
+
+
+def remove(path: Path) -> None:
+    path.unlink(missing_ok=True)
+
+
+def remove_if_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def remove_tree(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def freed_behind(paths: Iterable[Path]) -> Iterator[None]:
+    """A context in which these files are replaced or removed, which then only takes their names.
+
+    To free what is in them takes a third of the time that it takes to write it: a thread does so afterwards.
+    """
+    held: list[int] = []
+    for path in paths:
+        with suppress(OSError):
+            if len(held) < _MOST_HELD and path.stat().st_size >= _WORTH_HOLDING:
+                held.append(os.open(path, os.O_RDONLY))
+                _held.add(held[-1])
+    try:
+        yield
+    finally:
+        # Network file systems give an open file another name, which would stay in the folder for as long.
+        gone = held and not any(os.fstat(descriptor).st_nlink for descriptor in held)
+        thread = threading.Thread(target=_close, args=(held,), name="accelerate-free")
+        if gone and started(thread):
+            _freeing.append(thread)
+        else:
+            _close(held)
+
+
+_MOST_HELD = 64
+_WORTH_HOLDING = 1 << 24
+_freeing: list[threading.Thread] = []
+_held: set[int] = set()
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        _held.discard(descriptor)
+        os.close(descriptor)
+
+
+def _close_in_child() -> None:
+    """A worker of a loader that is forked meanwhile must not hold the files for as long as it lives."""
+    while _held:
+        os.close(_held.pop())
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def wait_until_freed() -> None:
+    """Return when all that was removed here has left its room to others."""
+    while _freeing:
+        _freeing.pop().join()
+
+
+def started(thread: threading.Thread) -> bool:
+    """Whether a thread could be started: at the end of a program none can."""
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    return True
+
+
+# Far more than the index or the manifest of any model needs.
+LARGEST_TEXT = 1 << 28
+
+
+def open_plain(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Opens a file to read, and refuses whatever else has its name."""
+    # A pipe would keep us waiting for somebody who writes to it.
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    try:
+        _check(os.fstat(handle).st_mode, path)
+        return os.fdopen(handle, "rb")
+    except OSError:
+        os.close(handle)
+        raise
+
+
+def check_plain(path: str | os.PathLike[str]) -> None:
+    """Refuses what is not a plain file, for those who open it by its name."""
+    _check(os.stat(path).st_mode, path)
+
+
+def _check(mode: int, path: str | os.PathLike[str]) -> None:
+    if not stat.S_ISREG(mode):
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        reason = "Is a directory" if stat.S_ISDIR(mode) else "A device or a pipe, and no file"
+        raise OSError(number, reason, os.fspath(path))
+
+
+def read_text(path: str | os.PathLike[str], largest: int = LARGEST_TEXT) -> bytes:
+    """The content of a file that should be small."""
+    with open_plain(path) as file:
+        content = file.read(largest + 1)
+    if len(content) > largest:
+        raise ValueError(f"it has more than {largest} bytes")
+    return content
+
+
+def read_json(path: str | os.PathLike[str]) -> Any:
+    """What a file of JSON holds; a ValueError for whatever is wrong with it."""
+    return parsed(read_text(path))
+
+
+def parsed(content: bytes) -> Any:
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def is_inside(name: Any) -> bool:
+    """Whether a name is that of a file in the folder it is looked up in; no system has one with a NUL in it."""
+    if not isinstance(name, str):
+        return False
+    path = PurePath(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name

@@ -1,0 +1,297 @@
+"""Reading files of `torch.save` as data: nothing in them is run, and what they ask for in vain is said by name.
+
+NumPy's own functions believe what a file says: that its bytes are addresses of objects, or that there are more of them
+than there are. So a file gets stand-ins in their place, which take numbers and text alone. When all is read,
+`_with_arrays` puts NumPy's own things into the contents.
+"""
+
+from __future__ import annotations
+
+import codecs
+import collections
+import datetime
+import io
+import operator
+import os
+import pathlib
+import pickletools
+import re
+import threading
+import zipfile
+from _compat_pickle import IMPORT_MAPPING as PYTHON_3_NAMES
+from collections import deque
+from collections.abc import Container, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from accelerate.errors import CheckpointError, MissingFile
+from accelerate.io import disk
+from accelerate.torch_internals.serialization import names_taken
+
+
+class _Dtype:
+    """A dtype. It is what its name says: of all else that a file says of it, only the order of bytes counts."""
+
+    made = 0
+    __hash__ = None  # type: ignore[assignment]  # `_with_arrays` looks at what is in containers, and not at their keys
+
+    dtype: np.dtype[Any]
+
+    def __new__(cls, name: str, align: bool = False, copy: bool = False) -> _Dtype:
+        self = super().__new__(cls)
+        self.dtype = np.dtype(str(name))
+        if self.dtype.kind not in "biufcSU":
+            raise UnpicklingError(f"Can only read numbers and text of NumPy, but got {type(self.dtype)}")
+        _Dtype.made += 1
+        return self
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = self.dtype.newbyteorder(state[1])
+
+
+class _Array(np.ndarray[Any, Any]):
+    """An array, of which the file says what is in it."""
+
+    filled = False
+
+    def __new__(cls, *args: Any) -> _Array:
+        raise ValueError("an array of NumPy is not made as NumPy writes it")
+
+    def __setstate__(self, state: Any) -> None:
+        _, shape, kind, fortran, content = state
+        if self.filled:  # which would free the memory that a tensor may have been made of
+            raise ValueError("an array of NumPy is filled twice")
+        super().__setstate__((1, shape, _dtype(kind), fortran, content))
+        self.filled = True
+
+    def __reduce__(self) -> Any:
+        """As any array, where it has stayed in something that `_with_arrays` cannot look into."""
+        return self.view(np.ndarray).__reduce__()
+
+
+def _dtype(kind: Any) -> np.dtype[Any]:
+    if not isinstance(kind, _Dtype):
+        raise ValueError(f"a {type(kind).__name__} is in the place of a dtype of NumPy")
+    return kind.dtype
+
+
+def _empty(kind: Any, shape: Any, code: Any) -> _Array:
+    if kind is not _Array:
+        raise ValueError("an array of NumPy is of another class")
+    return np.empty(0, "b").view(_Array)
+
+
+def _number(kind: Any, content: bytes) -> Any:
+    return np.float64(0).__reduce__()[0](_dtype(kind), content)
+
+
+# By the names that files ask for. NumPy has moved its functions in 2.0.
+_STAND_INS: dict[str, Any] = {"numpy.dtype": _Dtype, "numpy.ndarray": _Array}
+for _core in ("core", "_core"):
+    _STAND_INS |= {f"numpy.{_core}.multiarray._reconstruct": _empty, f"numpy.{_core}.multiarray.scalar": _number}
+
+
+# What a file may contain beyond tensors and plain values: NumPy's arrays and numbers, the states of its generators, and
+# types of Python that hold values and do nothing.
+TORCH_SAFE_GLOBALS: list[Any] = [
+    *(int, float, bool, str, bytes, list, tuple, dict, set, frozenset, range),
+    *(collections.Counter, collections.defaultdict, collections.deque),
+    *(datetime.date, datetime.datetime, datetime.time, datetime.timedelta, datetime.timezone),
+    *(pathlib.PurePosixPath, pathlib.PureWindowsPath, type(pathlib.Path())),
+    *((np.array(0).__reduce__()[0], name) for name in _STAND_INS if name.endswith("._reconstruct")),
+    *((np.float64(0).__reduce__()[0], name) for name in _STAND_INS if name.endswith(".scalar")),
+    np.ndarray,
+    codecs.encode,
+    np.dtype,
+    *dict.fromkeys(type(np.dtype(kind)) for kind in "?bhilqBHILQefdFDSU"),
+]
+
+
+def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
+    """Load a file that `torch.save` wrote.
+
+    By default only tensors, plain values, and NumPy arrays and numbers are allowed in it.
+
+    Args:
+        f: a path, or an open file.
+        map_location: as in `torch.load`.
+        **kwargs: other arguments of `torch.load`.
+
+    Returns:
+        The object.
+    """
+    kwargs.setdefault("weights_only", True)
+    with reading():
+        before = _Dtype.made
+        content = torch.load(f, map_location=map_location, **kwargs)
+        if _Dtype.made == before:
+            return content
+        return _with_arrays(content, {_itself(kind) for kind in torch.serialization.get_safe_globals()})
+
+
+@contextmanager
+def reading() -> Iterator[None]:
+    """A context in which files get what is safe, and what the script allows; for NumPy's things see above."""
+    with _reading:  # torch has one list for all threads
+        allowed = torch.serialization.get_safe_globals()
+        given = [kind for kind in (*allowed, *TORCH_SAFE_GLOBALS) if not _is_of_arrays(kind)]
+        given += [(kind, name) for name, kind in _STAND_INS.items()]
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(given)
+        try:
+            yield
+        finally:
+            added = set(torch.serialization.get_safe_globals()) - set(given)  # by modules that were imported meanwhile
+            torch.serialization.clear_safe_globals()
+            torch.serialization.add_safe_globals([*allowed, *added])
+
+
+_reading = threading.RLock()
+
+
+def name_of(kind: Any) -> str:
+    """What a file has to ask for to get something that is allowed."""
+    return kind[1] if isinstance(kind, tuple) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _is_of_arrays(kind: Any) -> bool:
+    """Whether something has another in its place, or is a class of dtypes, which would make NumPy's own."""
+    return name_of(kind) in _STAND_INS or isinstance(_itself(kind), type(np.dtype))
+
+
+def _itself(kind: Any) -> Any:
+    return kind[0] if isinstance(kind, tuple) else kind
+
+
+def _with_arrays(content: Any, allowed: Container[Any]) -> Any:
+    """The contents of a file with NumPy's own things in them. allowed: classes of which a file may make objects."""
+    seen: dict[int, tuple[Any, Any]] = {}  # what was looked at, which must not go meanwhile, and what it is now
+
+    def look(value: Any) -> Any:
+        if type(value) in _PLAIN:
+            return value
+        if id(value) not in seen:
+            seen[id(value)] = value, value  # it may be in itself
+            seen[id(value)] = value, replaced(value)
+        return seen[id(value)][1]
+
+    def replaced(value: Any) -> Any:
+        if isinstance(value, _Dtype):
+            return value.dtype
+        if isinstance(value, _Array):
+            return np.array(value)
+        if type(value) is tuple:
+            items = tuple(map(look, value))
+            return value if all(map(operator.is_, items, value)) else items
+        holder = value
+        if type(value) in allowed and not isinstance(value, dict):
+            holder = getattr(value, "__dict__", value)
+        if isinstance(holder, dict) or type(holder) in (list, deque):
+            for key, item in list(holder.items() if isinstance(holder, dict) else enumerate(holder)):
+                if (other := look(item)) is not item:
+                    holder[key] = other
+        return value
+
+    return look(content)
+
+
+_PLAIN = (int, float, bool, str, bytes, type(None))
+
+
+def read_torch(path: Path, map_location: Any = "cpu", **kwargs: Any) -> Any:
+    """Read a file of tensors and plain values; anything else that it asks for is refused by name."""
+    with explaining(path):
+        disk.check_plain(path)
+        return load(path, map_location=map_location, **kwargs)
+
+
+@contextmanager
+def explaining(path: Path) -> Iterator[None]:
+    """What goes wrong while a file is read, in one sentence."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except FileNotFoundError:
+        raise missing(path) from None
+    except Exception as error:
+        asked = _asked_for(path, error)
+        if asked is not None:
+            way = "allow it with `torch.serialization.add_safe_globals`"
+            # What torch never allows, as 1.x wrote it, and arrays of objects.
+            if re.search("Can only (append|extend|SETITEM|read)", str(error)):
+                way = "load it with `load_kwargs={'weights_only': False}`, and save it again"
+            raise CheckpointError(
+                f"{path} asks for {asked}, which is neither a tensor nor a plain value and is not run: "
+                f"if you trust the file, {way}."
+            ) from error
+        raise CheckpointError(
+            f"{path} cannot be read ({type(error).__name__}: {first_line(error)}): load another checkpoint."
+        ) from error
+
+
+def missing(path: Path) -> CheckpointError:
+    return MissingFile(f"{path} is missing: put it back, or load another checkpoint.")
+
+
+_REFUSED = "Weights only load failed"
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error)
+    if _REFUSED in text:  # torch advises to read it in another way, which would run what is in the file
+        text = text.partition("WeightsUnpickler error:")[2].strip() or _REFUSED
+    return (text.splitlines() or [""])[0].rstrip(".")
+
+
+def named_in(error: Exception) -> str | None:
+    named = re.search(r"(?:GLOBAL |but got <class ')([\w.<>]+)", str(error))
+    return None if named is None else named.group(1)
+
+
+def _asked_for(path: Path, error: Exception) -> str | None:
+    """What a refused file wanted to be run or made, by name."""
+    if (named := named_in(error)) is not None:
+        return named
+    if _REFUSED not in str(error):
+        return None
+    # An older or newer kind of pickle, which is refused without a look at its names.
+    always = names_taken()
+    if always is None:
+        return None
+    taken = {*always, *map(name_of, TORCH_SAFE_GLOBALS)}
+    with suppress(Exception):  # a damaged one
+        return next(name for name in _names_in(path) if name not in taken)
+    return None
+
+
+def _names_in(path: Path) -> Iterator[str]:
+    """What the pickles in a file of `torch.save` name, one after the other."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))
+    else:
+        pickled = disk.read_text(path)
+    file = io.BytesIO(pickled)
+    while file.tell() < len(pickled):
+        words: list[str] = []
+        memo: dict[int, str] = {}
+        for operation, argument, _ in pickletools.genops(file):
+            if operation.name in ("GLOBAL", "INST"):
+                module, _, name = str(argument).partition(" ")
+                yield f"{PYTHON_3_NAMES.get(module, module)}.{name}"  # protocol 2 has the names of Python 2
+            elif operation.name == "STACK_GLOBAL":
+                yield ".".join(words[-2:])
+            elif operation.name == "MEMOIZE":
+                memo[len(memo)] = words[-1] if words else ""
+            elif "PUT" in operation.name:
+                memo[int(argument or 0)] = words[-1] if words else ""
+            elif "GET" in operation.name:
+                words.append(memo.get(int(argument or 0), ""))
+            elif operation.stack_after == [pickletools.pyunicode]:
+                words.append(str(argument))

@@ -1,0 +1,170 @@
+"""Files of safetensors: what their headers say, written and read in one place."""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from accelerate.errors import CheckpointError
+from accelerate.io import blocks
+from accelerate.io.blocks import Entry
+from accelerate.io.disk import open_plain, parsed
+from accelerate.io.file_range import FileRange, KeptFile
+from accelerate.io.safe_load import explaining
+
+# What the format allows a header to have.
+LARGEST_HEADER = 100_000_000
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    # Of later versions of torch.
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", None),
+    "F4": getattr(torch, "float4_e2m1fn_x2", None),
+}
+
+
+def write_safetensors(tensors: dict[str, Any], path: Path) -> Entry:
+    order, header = header_of(tensors)
+    return blocks.write_file(path, blocks.joined([header, *[tensors[name] for name in order]]))
+
+
+def header_of(tensors: dict[str, Any]) -> tuple[list[str], bytes]:
+    """The order in which tensors come in a file, and the bytes before the first; the tensors need no content."""
+    entries = ['{"__metadata__":{"format":"pt"}']
+    shapes: dict[torch.Size, str] = {}
+    # The widest first, so that each starts at a multiple of its width.
+    order = sorted(tensors, key=lambda name: (-_tensor(tensors[name], name).element_size(), name))
+    offset = 0
+    for name in order:
+        tensor = tensors[name]
+        kind = _name_of(tensor.dtype)
+        if kind is None:
+            raise CheckpointError(
+                f"{name} has dtype {tensor.dtype}, which safetensors has no place for: save with "
+                "`safe_serialization=False`."
+            )
+        end = offset + tensor.numel() * tensor.element_size()
+        shape = shapes.get(tensor.shape)
+        if shape is None:
+            shapes[tensor.shape] = shape = json.dumps(list(tensor.shape), separators=(",", ":"))
+        entries.append(f'{json.dumps(name)}:{{"dtype":"{kind}","shape":{shape},"data_offsets":[{offset},{end}]}}')
+        offset = end
+    text = (",".join(entries) + "}").encode()
+    text += b" " * (-len(text) % 8)
+    return order, len(text).to_bytes(8, "little") + text
+
+
+@cache
+def _name_of(dtype: torch.dtype) -> str | None:
+    """What the format calls a dtype; None for one that the installed safetensors could not read."""
+    from safetensors.torch import save
+
+    try:
+        save({"x": torch.empty(0, dtype=dtype)})
+    except Exception:
+        return None
+    return next((name for name, known in _DTYPES.items() if known is dtype), None)
+
+
+def _tensor(value: Any, name: str) -> torch.Tensor:
+    if not isinstance(value, torch.Tensor):
+        raise CheckpointError(
+            f"{name} in the state dict is a {type(value).__name__} and no tensor, which safetensors has no place for: "
+            "save with `safe_serialization=False`."
+        )
+    return value
+
+
+def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file, on the CPU and without a copy."""
+    with explaining(path):
+        return {name: stored.mapped() for name, stored in SafetensorsFile(path).ranges().items()}
+
+
+def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where the tensors begin: one after the other, to the end of the file."""
+    with open_plain(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
+        if length > min(LARGEST_HEADER, size):
+            raise ValueError(f"its header should have {length} bytes, and the file has {size}")
+        header = parsed(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"its header holds a {type(header).__name__}")
+    end = 8 + length + _length_of({name: entry for name, entry in header.items() if name != "__metadata__"})
+    if end != size:
+        raise ValueError(f"it has {size} bytes and should have {end}")
+    return header, 8 + length
+
+
+def _length_of(entries: dict[str, Any]) -> int:
+    """How many bytes the tensors of a header have, which must lie one behind the other."""
+    for name, entry in entries.items():
+        for numbers in (entry["shape"], entry["data_offsets"]):
+            if not all(type(number) is int and number >= 0 for number in numbers):
+                raise ValueError(f"its header gives {name} the numbers {numbers}, where whole ones belong")
+    last = 0
+    for begin, end, name in sorted((*entry["data_offsets"], name) for name, entry in entries.items()):
+        if begin != last:
+            raise ValueError(f"its header has {name} begin at byte {begin} and what is before it end at {last}")
+        last = end
+    return last
+
+
+class SafetensorsFile:
+    """The table of contents of a safetensors file."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path: str = os.fspath(path)
+        self._file = KeptFile(self.path)
+        try:
+            self._entries, self._start = read_header(self.path)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            reason = error if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{self.path} cannot be read ({reason}): load another checkpoint.") from error
+        self.metadata: dict[str, str] | None = self._entries.pop("__metadata__", None)
+
+    def ranges(self) -> dict[str, FileRange]:
+        """Where each tensor lies."""
+        return {name: self.range_of(name) for name in self._entries}
+
+    def range_of(self, name: str) -> FileRange:
+        if name not in self._entries:
+            raise KeyError(f"{self.path} holds no tensor called {name!r}: offload the model again.")
+        entry = self._entries[name]
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise ValueError(f"{name} has the type {entry['dtype']}, which torch {torch.__version__} does not know")
+        shape = tuple(entry["shape"])
+        if entry["dtype"] == "F4":  # torch has two of them in one
+            shape = (*shape[:-1], shape[-1] // 2)
+        begin, end = entry["data_offsets"]
+        place = FileRange(self.path, self._start + begin, shape, dtype, self._file)
+        if place.nbytes != end - begin or min(shape, default=0) < 0:
+            raise CheckpointError(
+                f"{self.path} is damaged, since its header gives {end - begin} bytes to {name}, which has shape "
+                f"{list(shape)} and dtype {dtype}: load another checkpoint."
+            )
+        return place

@@ -1,0 +1,60 @@
+"""What keeps DeepSpeed from training a model here, said before its engine is made."""
+
+from __future__ import annotations
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+from torch import nn
+
+from accelerate.config.deepspeed import DeepSpeedPlugin
+from accelerate.engines.deepspeed import need_operation
+from accelerate.errors import warn
+
+
+def check_disk(plugin: DeepSpeedPlugin, model: nn.Module) -> None:
+    parts = ("offload_optimizer", "offload_param")
+    on_disk = [part for part in parts if plugin.get_value(f"zero_optimization.{part}.device") == "nvme"]
+    if not on_disk:
+        return
+    for part in on_disk:
+        if plugin.get_value(f"zero_optimization.{part}.nvme_path") in (None, "", "none"):
+            raise ValueError(
+                f"{part} is to lie on a disk, and the DeepSpeed config has no folder for it: set `{part}_nvme_path` of "
+                f"the plugin, or zero_optimization.{part}.nvme_path in the config."
+            )
+        stage = plugin.get_value("zero_optimization.stage")
+        if stage != 3:
+            raise ValueError(
+                f"DeepSpeed would keep {part} in memory, not on a disk, in stage {stage} of ZeRO: use stage 3, or "
+                "offload to 'cpu'."
+            )
+    if not get_accelerator().create_op_builder("AsyncIOBuilder").is_compatible(verbose=False):
+        raise ImportError(
+            "Offloading to a disk needs DeepSpeed's async_io, which cannot be compiled here: install the libaio "
+            "library with its headers (libaio-dev), or offload to 'cpu'."
+        )
+    whole = plugin.mixed_precision == "no" and any(p.dtype == torch.float32 for p in model.parameters())
+    if "offload_param" in on_disk and whole and not get_accelerator().is_fp16_supported():
+        raise ValueError(
+            f"DeepSpeed would round parameters on a disk to bf16 on this {get_accelerator().device_name()}: use "
+            "mixed_precision='bf16', which keeps them in fp32 too, or offload them to 'cpu'."
+        )
+
+
+def check_exchange() -> None:
+    """On CPU, DeepSpeed compiles how processes exchange tensors, where it can."""
+    builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
+    if builder is not None and deepspeed.ops.__compatible_ops__.get(builder.NAME):
+        need_operation("ShareMemCommBuilder", "Training on a CPU")
+
+
+def leave_states(optimizer: torch.optim.Optimizer) -> None:
+    """Say that what an optimizer has learned is lost, and forget it: DeepSpeed cannot save states of parameters that
+    are gone. Some optimizers have states from the start, of no step."""
+    if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+        warn(
+            f"The states of this {type(optimizer).__name__} are not taken over, since DeepSpeed makes its own for "
+            "pieces of the parameters: prepare an optimizer that has none, and load a checkpoint with `load_state`."
+        )
+        optimizer.state.clear()

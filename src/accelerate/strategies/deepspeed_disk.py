@@ -1,0 +1,94 @@
+"""Optimizer states that DeepSpeed keeps in files on a disk: put back where an engine looks for them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from deepspeed.checkpoint.ds_to_universal import dp_index_to_str
+
+from accelerate.errors import CheckpointError
+
+# The name of a state, numbers of the first and the last parameter of a group, an ending.
+_NAME = re.compile(r"((?:\w+-)?)(\d+_\d+)(\.tensor\.swp)")
+
+
+def files(engine: Any, folder: Path, tag: str) -> dict[str, Path]:
+    """The saved files of this process, by the names that its engine looks for.
+
+    DeepSpeed names them after the numbers of parameters, which depend on what a process has made before.
+    """
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
+    saved = folder / _place(tag, rank)
+    found = {path: match for path in saved.glob("*.swp") if (match := _NAME.fullmatch(path.name)) is not None}
+    theirs = sorted({match[2] for match in found.values()}, key=lambda numbers: int(numbers.split("_")[0]))
+    own = [engine.optimizer.fp32_partitioned_groups_flat[number].ds_id for number in _on_disk(engine)]
+    if len(theirs) != len(own):
+        raise CheckpointError(
+            f"{saved} has {len(theirs)} groups of optimizer states, and {len(own)} are on a disk here: prepare the "
+            "model and its optimizer as they were when the checkpoint was saved, on as many processes."
+        )
+    names = dict(zip(theirs, own, strict=True))
+    return {f"{_place(tag, rank)}/{match[1]}{names[match[2]]}{match[3]}": path for path, match in found.items()}
+
+
+def _place(tag: str, rank: int) -> str:
+    return f"{tag}/offloaded_tensors/rank{dp_index_to_str(rank)}"
+
+
+def _on_disk(engine: Any) -> list[int]:
+    """The groups that are large enough."""
+    optimizer = engine.optimizer
+    every = range(len(optimizer.fp32_partitioned_groups_flat))
+    return [number for number in every if optimizer._swappable_optimizer_subgroup(number)]
+
+
+@contextmanager
+def linked(names: dict[str, Path]) -> Iterator[str]:
+    """A folder in which files have other names."""
+    with TemporaryDirectory(prefix="accelerate-deepspeed-") as folder:
+        for name, path in names.items():
+            link = Path(folder, name)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(path.resolve())
+        yield folder
+
+
+def put_rest(engine: Any, saved: dict[str, Any]) -> None:
+    """Put what is not on a disk into an optimizer: small groups, steps, settings, the scale of losses.
+
+    DeepSpeed leaves all of that as it is.
+    """
+    optimizer = engine.optimizer
+    inner = optimizer.optimizer
+    optimizer.loss_scaler = saved["loss_scaler"]
+    optimizer.dynamic_loss_scale = saved["dynamic_loss_scale"]
+    optimizer.overflow = saved["overflow"]
+    states = saved["optimizer_state_dict"]
+    for own, group in zip(inner.param_groups, states["param_groups"], strict=True):
+        own.update({name: value for name, value in group.items() if name != "params"})
+    flat = optimizer.fp32_partitioned_groups_flat
+    of_group = optimizer.sub_group_to_group_id
+    # In the order in which the optimizer has numbered them.
+    order = sorted(range(len(flat)), key=lambda number: (of_group[number], number))
+    for index, number in enumerate(order):
+        _copy(saved["fp32_flat_groups"][number], flat[number])
+        state = inner.state[flat[number]]
+        for name, value in states["state"].get(index, {}).items():
+            if not isinstance(value, torch.Tensor):
+                state[name] = value
+                continue
+            if name not in state:  # before the first step
+                size = value.numel() or optimizer.fp16_partitioned_groups_flat_numel[number]
+                state[name] = torch.empty(value.shape if value.numel() else size, dtype=value.dtype)
+            _copy(value, state[name])
+
+
+def _copy(saved: torch.Tensor, own: torch.Tensor) -> None:
+    if saved.numel() > 0:  # what is on a disk has no values here
+        own.data.copy_(saved.data)
