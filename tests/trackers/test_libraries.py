@@ -21,7 +21,7 @@ ROOT = HERE.parents[1]
 # How to keep each library off the network.
 OFFLINE: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "aim": ({}, {}),
-    "clearml": ({"CLEARML_OFFLINE_MODE": "1"}, {}),
+    "clearml": ({"CLEARML_OFFLINE_MODE": "1", "CLEARML_CONFIG_FILE": str(HERE / "clearml.conf")}, {}),
     "comet_ml": ({}, {"online": False}),
     "dvclive": ({}, {"save_dvc_exp": False}),
     "mlflow": ({"MLFLOW_TRACKING_URI": "sqlite:///mlflow.db", "MLFLOW_DISABLE_TELEMETRY": "true"}, {}),

@@ -17,6 +17,7 @@ import pytest
 
 from tests.trackers.test_libraries import HERE, NAMES, OFFLINE, ROOT, require
 
+LIMIT = 250  # seconds that a script may take
 RELEASED = Path(sys.prefix) / "released"
 # What the released package adds to the settings of a run by itself.
 ITS_OWN = {"swanlab": {"FRAMEWORK", "allow_val_change"}, "trackio": {"allow_val_change"}}
@@ -42,8 +43,14 @@ def lands_on_disk(name: str, how: str, folder: Path, path: Path | None) -> dict[
     def run(script: str, path: list[str], *args: str) -> str:
         given = [*path, *filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]
         environ = os.environ | variables | home | {"PYTHONPATH": os.pathsep.join(given)}
-        command = [sys.executable, str(HERE / script), name, *args]
-        result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=250)
+        # A run that hangs says in its last words, on stderr, where.
+        where = [
+            "-c",
+            f"import faulthandler, runpy, sys; faulthandler.dump_traceback_later({LIMIT}, exit=True); "
+            "sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')",
+        ]
+        command = [sys.executable, *where, str(HERE / script), name, *args]
+        result = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr[-8000:]
         return result.stdout
 
