@@ -19,9 +19,11 @@ from tests.unit.torch_names import (
     OUTSIDE,
     ROOT,
     attributes_of,
+    by_variable,
     defined_in,
     hidden_names,
     is_private,
+    near,
     private_arguments,
     private_imports,
     private_texts,
@@ -31,7 +33,7 @@ from tests.unit.torch_names import (
 
 # Private names that are not torch's, by whose they are.
 OF_OTHERS = {
-    "Python": "_exit _getframe _current_frames _run_module_as_main _register_atexit _asdict _fields",
+    "Python": "_exit _getframe _current_frames _run_module_as_main _register_atexit _asdict _fields _make",
     "argparse": "_AppendAction _ArgumentGroup _StoreAction _StoreFalseAction _StoreTrueAction _SubParsersAction "
     "_action_groups _actions _current_section _format_args _get_default_metavar_for_optional _option_string_actions",
     "mlflow": "_active_run_stack _last_active_run_id",
@@ -45,7 +47,19 @@ OF_OTHERS = {
     "_hf_hook _is_accelerate_prepared _old_forward _original_call _original_forward",
 }
 KNOWN = {name for names in OF_OTHERS.values() for name in names.split()}
-OURS = {name for path in OUTSIDE for name in defined_in(tree_of(path))}
+DEFINED = {path: defined_in(tree_of(path)) for path in OUTSIDE}
+OURS = {name for names in DEFINED.values() for name in names}
+# Private names of ours that are used far from where they are written, by the file that has them.
+FAR = {
+    "accelerator/base.py": "_dataloaders _models _optimizers _schedulers _stops_at_nonfinite _strategy",
+    "config/deepspeed.py": "_accelerate_kind",
+    "data_loader/shard.py": "_shard",
+    "config/fsdp.py": "_has_met_a_model",
+    "optimizer.py": "_backwards_seen _has_gradients",
+    "state/gradient.py": "_set_sync_gradients",
+    "state/partial.py": "_shared_state",
+}
+FAR_NAMES = {name for names in FAR.values() for name in names.split()}
 OF_TORCH = set(hidden_names())
 
 # Engines that have an environment of their own: their files cannot be imported in this one.
@@ -75,6 +89,27 @@ CUDA = {
 }
 
 
+# Who may look up a name in torch that is only known when the program runs, and why.
+BY_VARIABLE = {
+    "devices/base.py": "the module of a device",
+    "available.py": "the module of a device",
+    "launch/machine.py": "the module of a device",
+    "quantization/bnb.py": "the module of a device",
+    "step_timer/clocks.py": "the module of a device",
+    "tracking/outbox.py": "the module of a device",
+    "test_utils": "the module of a device, and a dtype",
+    "big_modeling/sizes.py": "a dtype",
+    "checkpoint/sharded_state.py": "a dtype",
+    "config/fsdp_values.py": "a dtype",
+    "config/quantization.py": "a dtype",
+    "offload/module_tensors.py": "a dtype",
+    "offload/offloaded_weights.py": "a dtype",
+    "config/fsdp.py": "the classes of a kind of state dict, from a table",
+    "config/wrap_policy.py": "a public policy, from a table",
+    "offload/placeholder.py": "public attributes of tensors and functions of nn.init, from tables",
+}
+
+
 def place(path: Path, line: int, name: str) -> str:
     return f"{path.relative_to(ROOT)}:{line} {name}"
 
@@ -91,6 +126,9 @@ def strangers(path: Path) -> Iterator[str]:
     for line, name in (*private_uses(tree, of_self=True), *private_arguments(tree)):
         if name not in OURS | KNOWN:
             yield place(path, line, name)
+    # A name of torch may also be one that some file here uses for something else.
+    ours = KNOWN | FAR_NAMES | {name for other in near(path) for name in DEFINED.get(other, ())}
+    yield from (place(path, *found) for found in private_uses(tree, of_self=False) if found[1] not in ours)
     # Names that are ours, too: only on objects of our own.
     yield from (place(path, *found) for found in private_uses(tree, of_self=False) if found[1] in OF_TORCH)
     yield from (place(path, *found) for found in private_texts(tree) if found[1] in OF_TORCH - OURS)
@@ -155,6 +193,42 @@ def test_who_talks_to_other_processes() -> None:
 
 def test_who_talks_to_cuda() -> None:
     assert list(_others("torch.cuda", CUDA)) == []
+
+
+def test_who_looks_up_names_that_are_not_written_out() -> None:
+    found = {path: list(by_variable(tree_of(path))) for path in OUTSIDE}
+    strange = [
+        place(path, *use) for path, uses in found.items() if not BY_VARIABLE.keys() & places_of(path) for use in uses
+    ]
+    assert strange == []
+    assert set(BY_VARIABLE) - {entry for path, uses in found.items() if uses for entry in places_of(path)} == set()
+
+
+def test_names_that_are_used_far_away_are_ours() -> None:
+    assert [name for file, names in FAR.items() for name in names.split() if name not in DEFINED[ROOT / file]] == []
+
+
+def test_what_would_be_found_of_modules(tmp_path: Path) -> None:
+    file = tmp_path / "sample.py"
+    file.write_text(
+        "import torch, importlib\n"
+        "import torch.distributed as dist\n"
+        "c = torch.cuda\n"
+        "c.Stream()\n"
+        "use(torch.cuda)\n"
+        "getattr(torch.cuda, 'Event')\n"
+        "getattr(torch, 'cuda')\n"
+        "importlib.import_module('torch.cuda')\n"
+        "again = c\n"
+        "again.synchronize()\n"
+        "getattr(torch, name)\n"
+        "dist.all_reduce(x)\n"
+        "torch.cuda.amp.autocast()\n"
+    )
+    tree = tree_of(file)
+    assert {line for line, _ in attributes_of(tree, "torch.cuda")} == {3, 4, 5, 6, 7, 8, 10}
+    assert list(attributes_of(tree, "torch.distributed")) == [(12, "all_reduce")]
+    assert list(by_variable(tree)) == [(11, "torch")]
 
 
 @pytest.mark.parametrize(("module", "allowed"), [("torch.distributed", DISTRIBUTED), ("torch.cuda", CUDA)])

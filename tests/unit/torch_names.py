@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -117,18 +118,76 @@ def hidden_names() -> list[str]:
     return sorted(names)
 
 
-def attributes_of(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
-    """The names that a file uses from a module of torch: `dist.all_reduce`, `torch.cuda.Stream`; not modules inside."""
+def _aliases(tree: ast.AST) -> dict[str, str]:
+    """What the names of a file stand for in full: imports, and variables that were set to one of those."""
     known = {"torch": "torch"} | {as_name: name for _, name, as_name in imported(tree)}
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        if isinstance(value, (ast.Name, ast.Attribute)):
+            full = _full(value, known)
+            known |= {
+                target.id: full for target in targets if isinstance(target, ast.Name) and full.startswith("torch")
+            }
+    return known
+
+
+def _full(node: ast.expr, known: dict[str, str]) -> str:
+    """The full path of `c.Stream`, where `c` is `torch.cuda`."""
+    start, dot, rest = ast.unparse(node).partition(".")
+    return known.get(start, start) + dot + rest
+
+
+def attributes_of(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
+    """The names that a file uses from a module of torch: `dist.all_reduce`, `torch.cuda.Stream`; not modules inside.
+
+    The module itself is one of them where it is handed on as a value, or asked for by its name.
+    """
+    known = _aliases(tree)
     used = [(line, name) for line, name, _ in imported(tree)]
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            start, _, rest = ast.unparse(node.value).partition(".")
-            used.append((node.lineno, f"{known.get(start, start)}.{rest}.{node.attr}".replace("..", ".")))
+            full = _full(node, known)
+            used.append((node.lineno, full if id(node) in inner or full != module else f"{module}.itself"))
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ASKS:
+            owner, asked = _full(node.args[0], known), node.args[1]
+            name = str(asked.value) if isinstance(asked, ast.Constant) else "a_variable"
+            used.append((node.lineno, f"{owner}.{name}" if f"{owner}.{name}" != module else f"{module}.itself"))
+        elif isinstance(node, ast.Call) and ast.unparse(node).endswith(f"import_module({module!r})"):
+            used.append((node.lineno, f"{module}.itself"))
     for line, name in used:
         owner, _, attribute = name.rpartition(".")
         if owner == module and importlib.util.find_spec(name) is None:
             yield line, attribute
+
+
+def by_variable(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Where a name that is only known when the program runs is looked up in torch or a module of it."""
+    known = _aliases(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ASKS:
+            owner = _full(node.args[0], known)
+            if not isinstance(node.args[1], ast.Constant) and owner.split(".")[0] == "torch":
+                yield node.lineno, owner
+
+
+def near(path: Path) -> set[Path]:
+    """A file of the package, those it imports, and those that they import: whose objects it may hold."""
+    direct = _imports(path)
+    return {path, *direct, *(found for other in direct for found in _imports(other))}
+
+
+@functools.cache
+def _imports(path: Path) -> frozenset[Path]:
+    found = set()
+    for _, name, _ in imported(tree_of(path)):
+        parts = name.split(".")
+        for end in (len(parts), len(parts) - 1):  # the last part may be a name in the module
+            base = ROOT.joinpath(*parts[1:end])
+            if parts[0] == "accelerate":
+                found |= {file for file in (base.with_suffix(".py"), base / "__init__.py") if file.exists()}
+    return frozenset(found)
 
 
 # --- hiding -----------------------------------------------------------------------------------------------------

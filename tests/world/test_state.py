@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,22 @@ def _init_arguments(store: str) -> None:
 
 def test_arguments_for_the_process_group(tmp_path: Path) -> None:
     run_world(_init_arguments, 2, str(tmp_path / "store"))
+
+
+def _second_arguments() -> None:
+    Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=42))])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # what the group has is no news
+        Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=42))])
+        PartialState(timeout=timedelta(seconds=42))
+    with pytest.warns(UserWarning, match=r"cannot take timeout='0:00:07' \(it has '0:00:42'\)"):
+        Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="gloo", timeout=timedelta(seconds=7))])
+    with pytest.warns(UserWarning, match=r"cannot take backend='mpi' \(it has 'gloo'\): pass it to the first"):
+        PartialState(backend="mpi")
+
+
+def test_a_group_that_exists_says_what_it_cannot_take() -> None:
+    run_world(_second_arguments, 2)
 
 
 def _end() -> None:

@@ -80,7 +80,12 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         if self.timeout is None:
-            self.timeout = _NCCL_TIMEOUT if self.backend == "nccl" else _TIMEOUT
+            self.timeout = default_timeout(self.backend)
+
+
+def default_timeout(backend: str | None) -> timedelta:
+    """How long a collective may take where nobody says it, as torch has it."""
+    return _NCCL_TIMEOUT if backend == "nccl" else _TIMEOUT
 
 
 @dataclass

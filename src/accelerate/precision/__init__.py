@@ -10,17 +10,13 @@ import torch
 
 from accelerate.config.handlers import AutocastKwargs
 from accelerate.devices import Device
-from accelerate.precision.autocast import Autocast
 from accelerate.precision.base import Precision, PrecisionSettings
-from accelerate.precision.scaled import Scaled
 from accelerate.precision.scaler import Scaler
 
 __all__ = [
     "PRECISIONS",
-    "Autocast",
     "Precision",
     "PrecisionSettings",
-    "Scaled",
     "Scaler",
     "create",
     "get_grad_scaler",

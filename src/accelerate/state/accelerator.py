@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from accelerate import devices
 from accelerate.available import is_fp8_available
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, PrecisionType
-from accelerate.errors import NotYetSupported
+from accelerate.config.environment import parse_flag_from_env
 from accelerate.per_rank import ThreadLocalSharedDict
 from accelerate.state import engines
 from accelerate.state.partial import PartialState
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
-# What engines set for libraries that look there.
-_FLAGS = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
 
 
 class AcceleratorState(PartialState):
@@ -77,65 +74,42 @@ class AcceleratorState(PartialState):
         if _from_accelerator and self._group_ended:
             # A second training after `end_training`: all processes come here, and meet again.
             self._reset_state(reset_partial_state=True)
-        engines.check_dynamo_plugin(dynamo_plugin)
+        _check_dynamo_plugin(dynamo_plugin)
         plugins = {
             "fsdp_plugin": fsdp_plugin,
             "torch_tp_plugin": torch_tp_plugin,
             "parallelism_config": parallelism_config,
             "dynamo_plugin": dynamo_plugin,
             "megatron_lm_plugin": megatron_lm_plugin,
+            "deepspeed_plugin": deepspeed_plugin,
         }
         if self.initialized:
             self._check_unchanged(mixed_precision, cpu)
-            self._check_plugins(plugins)
-            self._check_deepspeed(deepspeed_plugin)
+            self._check_group_options(kwargs)
+            for name, plugin in plugins.items():
+                if plugin is not None:
+                    engines.kind_of(name).check_second(name, plugin, self)
             return
         if not _from_accelerator:
             raise ValueError("There is no AcceleratorState yet: create an `Accelerator()` first, then read its state.")
         # Everything that may fail comes first: a half-made state would pass for a finished one.
         mixed_precision = str(mixed_precision or _checked_precision(os.environ.get(_PRECISION, "no"), _PRECISION))
-        parallelism_config = engines.mesh_config(parallelism_config, torch_tp_plugin)
-        fsdp_plugin = engines.fsdp_plugin(fsdp_plugin, parallelism_config)
-        deepspeed = engines.deepspeed_plugins(deepspeed_plugin, fsdp_plugin)
-        if deepspeed and mixed_precision == "fp8":
-            raise NotYetSupported("mixed_precision='fp8' with DeepSpeed", "use 'bf16', or FSDP to spread the model.")
-        for plugin in deepspeed.values():
-            plugin.set_mixed_precision(mixed_precision)
-        others = {"FSDP": fsdp_plugin, "DeepSpeed": deepspeed or None, "a ParallelismConfig": parallelism_config}
-        megatron = engines.megatron_plugin(megatron_lm_plugin, others, mixed_precision)
+        parallelism_config = _mesh_config(parallelism_config, torch_tp_plugin)
+        engine = engines.asked(plugins, parallelism_config, mixed_precision)
         dynamo_plugin = dynamo_plugin or TorchDynamoPlugin()
-        plugins |= {
-            "fsdp_plugin": fsdp_plugin,
-            "parallelism_config": parallelism_config,
-            "dynamo_plugin": dynamo_plugin,
-            "megatron_lm_plugin": megatron,
-        }
+        plugins |= {"parallelism_config": parallelism_config, "dynamo_plugin": dynamo_plugin, **engine.plugins()}
+        del plugins["deepspeed_plugin"]  # a second Accelerator is told of the very same objects
         # As they are now: a mesh fills in its sizes, and the precision sets that of a sharded model.
         asked = {name: (plugin, engines.settings_of(plugin)) for name, plugin in plugins.items() if plugin is not None}
-        if fsdp_plugin is not None and mixed_precision != "no":
-            fsdp_plugin.set_mixed_precision(mixed_precision)
-        if fsdp_plugin is not None:
-            devices.choose(os.environ, cpu).device.will_shard()
+        engine.before_process(cpu)
         partial = PartialState(cpu, **kwargs)
-        downcast = engines.downcast_is_on(mixed_precision, partial)
-        if deepspeed:
-            engines.set_up_deepspeed(partial)
-        if megatron is not None:
-            engines.set_up_megatron(partial)
-        mesh = engines.mesh(parallelism_config, fsdp_plugin, partial, deepspeed=bool(deepspeed))
+        downcast = _downcast_is_on(mixed_precision, partial)
+        engine.set_up(partial)
+        device_mesh = None if parallelism_config is None else _mesh(parallelism_config, engine, partial)
         self.__dict__.update(partial.__dict__)
         self.parallelism_config = parallelism_config
-        self.device_mesh = mesh
-        if engines.fsdp_is_on(fsdp_plugin, partial):
-            self.fsdp_plugin = fsdp_plugin
-            self.distributed_type = partial.device_kind.sharding_label
-        if deepspeed:
-            self.deepspeed_plugins = deepspeed
-            self.distributed_type = DistributedType.DEEPSPEED
-            self.select_deepspeed_plugin(next(iter(deepspeed)))
-        if megatron is not None:
-            self.megatron_lm_plugin = megatron
-            self.distributed_type = DistributedType.MEGATRON_LM
+        self.device_mesh = device_mesh
+        engine.show(self)
         self._mixed_precision = mixed_precision
         self.downcast_bfloat = downcast
         self.dynamo_plugin = dynamo_plugin
@@ -156,7 +130,7 @@ class AcceleratorState(PartialState):
     def _forgotten_if_refused() -> Iterator[None]:
         """Forget a state that is made in here where an error follows: the next Accelerator may ask for another one."""
         before = AcceleratorState._shared_state.get("_asked")
-        flags = {name: os.environ.get(name) for name in _FLAGS}
+        flags = {name: os.environ.get(name) for name in engines.VARIABLES}
         try:
             yield
         except BaseException:
@@ -219,30 +193,6 @@ class AcceleratorState(PartialState):
         if what is not None:
             self._refuse(what)
 
-    def _check_plugins(self, plugins: dict[str, Any]) -> None:
-        """A second Accelerator shares the engine of the first, so it cannot ask for another one."""
-        for name, plugin in plugins.items():
-            if plugin is None:
-                continue
-            if name == "fsdp_plugin" and self.backend is None:
-                engines.fsdp_is_on(plugin, self)  # says that it is not, and why
-                continue
-            first, settings = self._asked.get(name, (None, None))
-            if settings is None:
-                self._refuse(f"{name}={type(plugin).__name__}(...) (it has none)")
-            elif different := engines.differences(plugin, first, settings):
-                self._refuse(f"{name} with {', '.join(different)}")
-
-    def _check_deepspeed(self, given: Any) -> None:
-        """A second Accelerator has the plugins of the first, with what has been filled in since."""
-        known = list((self.deepspeed_plugins or {}).values())
-        asked = [] if given is None else list(given.values()) if isinstance(given, dict) else [given]
-        if not all(any(plugin is one for one in known) for plugin in asked):
-            raise NotImplementedError(
-                "This process has its DeepSpeed plugins, or trains without DeepSpeed, since its first `Accelerator()`: "
-                "give that one all of them, by name, and choose with `state.select_deepspeed_plugin(name)`."
-            )
-
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(
             f"The state of this process is already set up and cannot be changed to {what}: pass it to the first "
@@ -265,3 +215,36 @@ def _checked_precision(mode: str | None, name: str = "mixed_precision") -> str |
             "`pip install torchao`, or use 'bf16'."
         )
     return mode
+
+
+def _mesh_config(config: Any, tensor_parallel: Any) -> ParallelismConfig | None:
+    """The axes of the mesh, if there shall be one."""
+    launched = parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")
+    if config is None and tensor_parallel is None and not launched:
+        return None
+    from accelerate.state.mesh import mesh_config
+
+    return mesh_config(config, tensor_parallel, launched=launched)
+
+
+def _mesh(config: ParallelismConfig, engine: engines.Engine, partial: PartialState) -> Any:
+    from accelerate.state.mesh import make_mesh
+
+    return make_mesh(config, engine, partial)
+
+
+def _check_dynamo_plugin(plugin: Any) -> None:
+    if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
+        kind = type(plugin).__name__
+        raise TypeError(f"dynamo_plugin is a {kind}: pass a TorchDynamoPlugin, or a name as `dynamo_backend`.")
+
+
+def _downcast_is_on(mixed_precision: str, state: PartialState) -> bool:
+    """Whether parameters on an XLA device are kept in bf16, as `--downcast_bf16` asks."""
+    asked = parse_flag_from_env("ACCELERATE_DOWNCAST_BF16")
+    if asked and (mixed_precision != "bf16" or state.device.type != "xla"):
+        raise ValueError(
+            f"ACCELERATE_DOWNCAST_BF16 (`--downcast_bf16`) is for mixed_precision='bf16' on an XLA device, and this is "
+            f"{mixed_precision!r} on {state.device}: leave it out."
+        )
+    return asked

@@ -13,8 +13,10 @@ from accelerate import devices, environments
 from accelerate.comm import Communicator, set_current, set_factory
 from accelerate.config.enums import DistributedType
 from accelerate.config.environment import override_numa_affinity, parse_flag_from_env
+from accelerate.config.handlers import default_timeout
 from accelerate.diagnosis import limits
 from accelerate.environments import World, torchrun
+from accelerate.errors import warn
 from accelerate.per_rank import ThreadLocalSharedDict, are_ranks_threads
 from accelerate.state import ending
 from accelerate.state.processes import ProcessControl
@@ -40,7 +42,9 @@ class PartialState(ProcessControl):
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
-        if not self.initialized:
+        if self.initialized:
+            self._check_group_options(kwargs)
+        else:
             self._set_up(cpu, kwargs)
 
     def __repr__(self) -> str:
@@ -135,6 +139,22 @@ class PartialState(ProcessControl):
     def _attempt() -> str:
         """Tells the store's notes of this world from those of earlier ones."""
         return f"{torchrun.attempt(os.environ)}-{PartialState._groups_ended}"
+
+    def _check_group_options(self, options: dict[str, Any]) -> None:
+        """Say what a process group that exists already cannot take up any more."""
+        if self.backend is None:
+            return
+        known = {"timeout": default_timeout(self.backend), **self._group_options, "backend": self.backend}
+        asked = {name: options[name] for name in ("backend", "init_method", "timeout") if options.get(name) is not None}
+        if str(asked.get("backend")) in self.backend:  # "gloo" is part of "cpu:gloo,cuda:nccl"
+            del asked["backend"]
+        late = [name for name, value in asked.items() if value != known.get(name)]
+        if late:
+            words = ", ".join(f"{name}={str(asked[name])!r} (it has {str(known.get(name))!r})" for name in late)
+            warn(
+                f"The process group of this run exists already and cannot take {words}: pass it to the first "
+                "`Accelerator()` or `PartialState()` of the process."
+            )
 
     def _set_up(self, cpu: bool, kwargs: dict[str, Any]) -> None:
         kwargs.pop("_use_sagemaker", None)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+import accelerate.state.engines.deepspeed as engine
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.state import engines
 from accelerate.utils import DistributedType, DummyOptim, DummyScheduler
 from accelerate.utils.deepspeed import HfDeepSpeedConfig, get_active_deepspeed_plugin
 
@@ -138,14 +138,14 @@ def test_what_is_missing_or_wrong_is_one_sentence(monkeypatch: pytest.MonkeyPatc
         Accelerator(deepspeed_plugins={"one": 1})
     with pytest.raises(ValueError, match="either `deepspeed_plugin` or `deepspeed_plugins`"):
         Accelerator(deepspeed_plugin=DeepSpeedPlugin(), deepspeed_plugins={"one": DeepSpeedPlugin()})
-    monkeypatch.setattr(engines, "is_deepspeed_available", lambda: False)
+    monkeypatch.setattr(engine, "is_deepspeed_available", lambda: False)
     with pytest.raises(ImportError, match=r"^DeepSpeed was asked for and is not installed: pip install deepspeed$"):
         Accelerator(deepspeed_plugin=DeepSpeedPlugin())
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ImportError, match="not installed"):
         Accelerator()
-    monkeypatch.setattr(engines, "is_deepspeed_available", lambda: True)
-    monkeypatch.setattr(engines, "compare_versions", lambda *args: True)
+    monkeypatch.setattr(engine, "is_deepspeed_available", lambda: True)
+    monkeypatch.setattr(engine, "compare_versions", lambda *args: True)
     with pytest.raises(ImportError, match=r"older than 0\.16\.4"):
         Accelerator()
 

@@ -122,7 +122,7 @@ def test_mixed_precision_from_the_environment(monkeypatch: pytest.MonkeyPatch) -
             {},
             {"ACCELERATE_USE_MEGATRON_LM": "True", "ACCELERATE_USE_FSDP": "True"},
             ValueError,
-            "or by FSDP: leave out",
+            "either by FSDP or by Megatron-LM: leave out",
         ),
     ],
 )
@@ -134,7 +134,7 @@ def test_megatron_is_refused_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("accelerate.state.accelerator.is_fp8_available", lambda: True)
-    monkeypatch.setattr("accelerate.state.engines.has_package", lambda name: name != "megatron.core")
+    monkeypatch.setattr("accelerate.state.engines.megatron.has_package", lambda name: name != "megatron.core")
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(error, match=sentence) as caught:

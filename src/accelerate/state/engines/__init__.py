@@ -1,0 +1,68 @@
+"""Which engine spreads the models of this process: what was asked for by arguments or variables, from one table."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from accelerate.config.environment import parse_flag_from_env
+from accelerate.state.engines.base import Engine, Request, settings_of
+
+if TYPE_CHECKING:
+    from accelerate.parallelism_config import ParallelismConfig
+
+__all__ = ["ENGINES", "VARIABLES", "Engine", "Request", "Row", "asked", "kind_of", "settings_of"]
+
+
+class Row(NamedTuple):
+    """One engine of the table. It is imported when it is asked for."""
+
+    module: str
+    name: str
+    # The argument of `Accelerator` that has its settings, the variable by which a launch asks for it, and the axes of a
+    # mesh that are its.
+    argument: str
+    variable: str
+    axes: tuple[str, ...] = ()
+
+    def load(self) -> type[Engine]:
+        engine: type[Engine] = getattr(import_module(self.module), self.name)
+        return engine
+
+    def is_asked_for(self, plugin: Any, mesh: ParallelismConfig | None) -> bool:
+        return plugin is not None or parse_flag_from_env(self.variable) or self.is_needed(mesh)
+
+    def is_needed(self, mesh: ParallelismConfig | None) -> bool:
+        """Whether an axis of the mesh is made by this engine."""
+        return mesh is not None and not set(self.axes).isdisjoint(mesh.active_mesh_dims)
+
+
+_HERE = "accelerate.state.engines"
+ENGINES: list[Row] = [
+    Row(f"{_HERE}.fsdp", "FSDP", "fsdp_plugin", "ACCELERATE_USE_FSDP", ("dp_shard", "cp")),
+    Row(f"{_HERE}.deepspeed", "DeepSpeed", "deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"),
+    Row(f"{_HERE}.megatron", "MegatronLM", "megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM"),
+]
+# They are set, too, by an engine that was asked for by its argument: other libraries look there.
+VARIABLES: tuple[str, ...] = tuple(row.variable for row in ENGINES)
+
+
+def asked(plugins: dict[str, Any], mesh: ParallelismConfig | None, mixed_precision: str) -> Engine:
+    """The engine that was asked for; the plain one where none was.
+
+    plugins: by the name of their argument.
+    """
+    rows = [row for row in ENGINES if row.is_asked_for(plugins.get(row.argument), mesh)]
+    kinds = [row.load() for row in rows]
+    others = [kind.name for kind in kinds[1:]] + (["a ParallelismConfig"] if mesh is not None else [])
+    if kinds and (len(kinds) > 1 or (mesh is not None and not kinds[0].takes_mesh)):
+        raise ValueError(f"A model is spread either by {kinds[0].name} or by {others[0]}: leave out one of the two.")
+    row = rows[0] if rows else None
+    kind = kinds[0] if kinds else Engine
+    given = None if row is None else plugins.get(row.argument)
+    return kind(Request(given, mesh, row is not None and row.is_needed(mesh), mixed_precision))
+
+
+def kind_of(argument: str) -> type[Engine]:
+    """The engine whose settings an argument of `Accelerator` has; the plain one for other arguments."""
+    return next((row.load() for row in ENGINES if row.argument == argument), Engine)

@@ -1,0 +1,96 @@
+"""An engine that spreads models, as it was asked for, and what it wants of the process. The base is the plain case."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from accelerate.comm.torch_dist import join_alone
+
+if TYPE_CHECKING:
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.state.accelerator import AcceleratorState
+    from accelerate.state.partial import PartialState
+
+
+class Request(NamedTuple):
+    """What an engine is asked to do."""
+
+    # Its plugin as the script gave it; None where the launch, or the mesh, asks for the engine.
+    plugin: Any
+    mesh: ParallelismConfig | None
+    # Whether an axis of the mesh cannot be without it.
+    is_needed: bool
+    mixed_precision: str
+
+
+class Engine:
+    """One engine. This one is none: each process has the whole model, and DDP if there are several.
+
+    name: for people. axis: the axis of a mesh that is as long as the run, where no size was given.
+    takes_mesh: whether a `ParallelismConfig` may be given beside it. cuts_sequences: whether it has an axis `sp`.
+    """
+
+    name = "DDP"
+    axis = "dp_replicate"
+    takes_mesh = True
+    cuts_sequences = False
+
+    def __init__(self, request: Request) -> None:
+        """Check what was asked for, and fill in the rest. Nothing outside of the plugin is changed."""
+
+    def plugins(self) -> dict[str, Any]:
+        """The settings that a second Accelerator is compared with, by the name of their argument."""
+        return {}
+
+    def before_process(self, cpu: bool) -> None:
+        """Told before the process has a device. cpu: whether the script asked for the CPU."""
+
+    def set_up(self, partial: PartialState) -> None:
+        """Give the process what the engine looks for in it."""
+
+    def show(self, state: AcceleratorState) -> None:
+        """Put the settings where scripts look for them, and the label that `distributed_type` reports."""
+
+    @classmethod
+    def check_second(cls, argument: str, plugin: Any, state: AcceleratorState) -> None:
+        """Refuse the plugin of a second Accelerator, which shares the engine of the first, if it asks for another."""
+        first, settings = state._asked.get(argument, (None, None))
+        if settings is None:
+            state._refuse(f"{argument}={type(plugin).__name__}(...) (it has none)")
+        if different := differences(plugin, first, settings):
+            state._refuse(f"{argument} with {', '.join(different)}")
+
+
+def join_a_group(partial: PartialState) -> None:
+    """Make a process group of one process, for an engine that wants a group also there."""
+    if partial.backend is None:
+        os.environ.update({name: value for name, value in partial.world.variables().items() if name not in os.environ})
+        partial.backend = join_alone(partial.device_kind.name, partial.device_kind.backend)
+
+
+def settings_of(plugin: Any) -> dict[str, Any]:
+    """The fields of a plugin as they are now, whatever is done with it later."""
+    return {field.name: getattr(plugin, field.name) for field in dataclasses.fields(plugin) if field.compare}
+
+
+def differences(plugin: Any, first: Any, settings: dict[str, Any]) -> list[str]:
+    """What is asked for by a second plugin. settings: what the first was asked for, before anything was filled in."""
+    return [
+        f"{name}={value!r} (it is {settings[name]!r})"
+        for name, value in settings_of(plugin).items()
+        if not _same(value, settings[name]) and not _same(value, getattr(first, name))
+    ]
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Whether two settings mean the same. Functions do that were made twice from the same lines, as policies are."""
+    if isinstance(value, functools.partial) and isinstance(other, functools.partial):
+        return (_same(value.func, other.func), value.args, value.keywords) == (True, other.args, other.keywords)
+    if isinstance(value, FunctionType) and isinstance(other, FunctionType):
+        cells = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (value, other)]
+        return value.__code__ is other.__code__ and value.__defaults__ == other.__defaults__ and cells[0] == cells[1]
+    return bool(value == other)

@@ -1,0 +1,53 @@
+"""Megatron-LM, on megatron-core."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from accelerate.available import has_package
+from accelerate.config.enums import DistributedType
+from accelerate.config.megatron import MegatronLMPlugin
+from accelerate.errors import NotYetSupported
+from accelerate.state.engines.base import Engine, Request, join_a_group
+from accelerate.versions import compare_versions
+
+if TYPE_CHECKING:
+    from accelerate.state.accelerator import AcceleratorState
+    from accelerate.state.partial import PartialState
+
+OLDEST_MEGATRON = "0.16.0"
+
+
+class MegatronLM(Engine):
+    """Layers and stages of a model are divided among processes."""
+
+    name = "Megatron-LM"
+    takes_mesh = False
+
+    def __init__(self, request: Request) -> None:
+        plugin = request.plugin
+        if plugin is not None and not isinstance(plugin, MegatronLMPlugin):
+            raise TypeError(f"megatron_lm_plugin is a {type(plugin).__name__}: pass a MegatronLMPlugin.")
+        if request.mixed_precision == "fp8":
+            raise NotYetSupported("mixed_precision='fp8' with Megatron-LM", "use 'bf16', or FSDP to spread the model.")
+        if not has_package("megatron.core"):
+            raise ImportError("Megatron-LM was asked for and is not installed: pip install megatron-core")
+        if compare_versions("megatron-core", "<", OLDEST_MEGATRON):
+            raise ImportError(
+                f"The installed megatron-core is older than {OLDEST_MEGATRON}, whose way to make optimizers is used "
+                "here: pip install --upgrade megatron-core"
+            )
+        self._plugin = MegatronLMPlugin() if plugin is None else plugin
+        self._plugin.set_mixed_precision(request.mixed_precision)
+
+    def plugins(self) -> dict[str, Any]:
+        return {"megatron_lm_plugin": self._plugin}
+
+    def set_up(self, partial: PartialState) -> None:
+        os.environ["ACCELERATE_USE_MEGATRON_LM"] = "true"  # where scripts ask whether it is the engine
+        join_a_group(partial)
+
+    def show(self, state: AcceleratorState) -> None:
+        state.megatron_lm_plugin = self._plugin
+        state.distributed_type = DistributedType.MEGATRON_LM
