@@ -5,6 +5,7 @@ Where `dist.*` and `torch.cuda.*` may be used is written here as well.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import subprocess
@@ -88,6 +89,16 @@ CUDA = {
     "test_utils/scripts": "scripts as users write them",
 }
 
+
+# Who may ask whether a device is CUDA, instead of asking the Device, and why.
+ASKS_FOR_CUDA = {
+    "devices": "the devices",
+    "commands/config": "asks questions, without torch",
+    "launch": "starts processes, without torch",
+    "test_utils": "tests of other projects name the devices that they need",
+    "comm/torch_dist.py": "NCCL wants to know the device of a barrier; stands below the devices",
+    "step_timer/hints.py": "advice on what torch has for CUDA alone",
+}
 
 # Who may look up a name in torch that is only known when the program runs, and why.
 BY_VARIABLE = {
@@ -193,6 +204,20 @@ def test_who_talks_to_other_processes() -> None:
 
 def test_who_talks_to_cuda() -> None:
     assert list(_others("torch.cuda", CUDA)) == []
+
+
+def test_who_asks_whether_a_device_is_cuda() -> None:
+    compared = {
+        path: [
+            place(path, node.lineno, ast.unparse(node))
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Compare) and "'cuda'" in ast.unparse(node)
+        ]
+        for path in OUTSIDE
+    }
+    strange = [use for path, uses in compared.items() if not ASKS_FOR_CUDA.keys() & places_of(path) for use in uses]
+    assert strange == []
+    assert set(ASKS_FOR_CUDA) - {entry for path, uses in compared.items() if uses for entry in places_of(path)} == set()
 
 
 def test_who_looks_up_names_that_are_not_written_out() -> None:

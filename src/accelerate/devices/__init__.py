@@ -31,6 +31,8 @@ __all__ = [
     "Transfer",
     "by_name",
     "choose",
+    "copies_behind",
+    "kind_of",
     "transfer_to",
 ]
 
@@ -54,12 +56,23 @@ def by_name(name: str, devices: Sequence[Device] = DEVICES) -> Device:
     raise Unfit(f"There is no device called {name!r}: choose one of {known}.")
 
 
+def kind_of(device: torch.device) -> Device | None:
+    """The kind of hardware that a device of torch is; None for one that is not in the table, such as `meta`."""
+    return next((kind for kind in DEVICES if kind.name == device.type), None)
+
+
+def copies_behind(device: torch.device) -> bool:
+    """Whether copies between a device and pinned host memory go on behind the program."""
+    kind = kind_of(device)
+    return kind is not None and kind.copies_behind
+
+
 def transfer_to(device: torch.device | str | int | None, non_blocking: bool = False) -> Transfer:
     """How batches get to `device`; None leaves them where they are."""
     if device is None:
         return Transfer()
     device = torch.device(device)
-    kind = next((kind for kind in DEVICES if kind.name == device.type), None)
+    kind = kind_of(device)
     return BlockingTransfer(device, non_blocking) if kind is None else kind.transfer(device, non_blocking)
 
 

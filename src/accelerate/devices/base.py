@@ -34,6 +34,8 @@ class Device:
     sharding_label = DistributedType.FSDP
     # Whether the memory of its tensors can be seen as bytes: files are then read into it, and written from it.
     addressable = True
+    # Whether copies between it and pinned host memory go on behind the program, until the device is synchronised.
+    copies_behind = False
 
     def __init__(
         self,
@@ -144,6 +146,9 @@ class Device:
 
     def memory(self, index: int = 0) -> Memory:
         return Memory(*self.module.mem_get_info(index))
+
+    def reserve(self, nbytes: int, device: torch.device) -> None:
+        """Take memory of `device` for what is about to be allocated there in small parts, where that is faster."""
 
     def supports(self, mode: str) -> bool:
         """Whether arithmetic in `mode` ("no", "fp16", "bf16", "fp8") runs here."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +21,8 @@ _feeders: dict[torch.device, Feeder] = {}
 
 
 class CUDA(Device):
+    copies_behind = True
+
     def __init__(self) -> None:
         super().__init__("cuda", backend="nccl", label=DistributedType.MULTI_GPU)
 
@@ -35,6 +38,10 @@ class CUDA(Device):
             return None
         major, minor = torch.cuda.get_device_capability()
         return f"it takes {needed}, and this {torch.cuda.get_device_name()} has {major}.{minor}"
+
+    def reserve(self, nbytes: int, device: torch.device) -> None:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            torch.empty(nbytes, dtype=torch.uint8, device=device)  # torch keeps it, for others
 
     def transfer(self, device: torch.device, non_blocking: bool) -> Transfer:
         from accelerate.devices.cuda_lane import CudaLane

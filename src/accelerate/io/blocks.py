@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from accelerate.constants import MANIFEST_NAME
+from accelerate.devices import copies_behind
 from accelerate.devices.block_copies import BlockCopies, settle
 from accelerate.devices.staging import Free, Job, Lane, lane_of_caller, run_tasks
 from accelerate.errors import CheckpointError
@@ -325,7 +326,7 @@ def damaged(path: Path) -> CheckpointError:
 
 def _on_host(pieces: list[Piece], copies: BlockCopies) -> list[Any]:
     """Views of the pieces of one block in host memory."""
-    devices = {piece.device.type for piece in pieces if not isinstance(piece, bytes)}
+    pinned = any(copies_behind(piece.device) for piece in pieces if not isinstance(piece, bytes))
     filled, views = 0, list[Any]()
     moved: list[tuple[torch.Tensor, torch.Tensor]] = []
     for piece in pieces:
@@ -334,7 +335,7 @@ def _on_host(pieces: list[Piece], copies: BlockCopies) -> list[Any]:
         elif isinstance(piece, torch.Tensor) and piece.device.type == "cpu":
             views.append(_view(piece))
         else:
-            place = copies.buffer(BLOCK, pinned="cuda" in devices)[filled : filled + len(piece)]
+            place = copies.buffer(BLOCK, pinned=pinned)[filled : filled + len(piece)]
             moved += piece.onto(place) if isinstance(piece, Scattered) else [(place, piece)]
             views.append(_view(place))
             filled += len(piece)

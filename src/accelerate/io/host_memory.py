@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from accelerate.devices import page_lock
+from accelerate.devices import copies_behind, page_lock
 from accelerate.devices.page_lock import Locker, whole_pages
 from accelerate.io.blocks import flat, threads
 from accelerate.io.objects import view_of
@@ -45,14 +45,14 @@ class HostMemory:
         for key, tensor in tensors.items():
             starts[key] = size
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        gpus = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
+        gpus = {tensor.device for tensor in tensors.values() if copies_behind(tensor.device)}
         memory = self._take(size, next(iter(gpus), None))
         copies = {key: memory.part(starts[key], tensor) for key, tensor in tensors.items()}
         copy([(copies[key], tensor.detach()) for key, tensor in tensors.items() if tensor.device.type == "cpu"])
         for key, tensor in tensors.items():
             if tensor.device.type != "cpu":
                 # torch conjugates and negates on the host, at once, also before a copy that goes on behind is there.
-                waits = tensor.device.type != "cuda" or tensor.is_conj() or tensor.is_neg()
+                waits = not copies_behind(tensor.device) or tensor.is_conj() or tensor.is_neg()
                 copies[key].copy_(tensor.detach(), non_blocking=not waits)
         for device in gpus:
             torch.accelerator.synchronize(device)

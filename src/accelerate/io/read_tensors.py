@@ -10,7 +10,6 @@ that a model is the same wherever it was loaded.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import threading
@@ -19,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 
+from accelerate.devices import kind_of
 from accelerate.devices.staging import Free, Job, Lane, bytes_of, lane_of_caller, run_tasks
 from accelerate.errors import CheckpointError
 from accelerate.io.file_range import StoredTensor
@@ -158,10 +158,9 @@ def read_all(reads: Sequence[Read]) -> None:
 def _read_to(device: torch.device, reads: Sequence[Read]) -> None:
     job = Job()
     with torch.inference_mode():
-        if device.type == "cuda":
-            # Memory for all tensors at once: asking for each by itself takes longer than reading them.
-            with contextlib.suppress(torch.OutOfMemoryError):
-                torch.empty(sum(read.new_bytes() for read in reads), dtype=torch.uint8, device=device)
+        if (kind := kind_of(device)) is not None:
+            # Memory for all tensors at once: asking for each by itself may take longer than reading them.
+            kind.reserve(sum(read.new_bytes() for read in reads), device)
         tasks = [piece for read in reads for piece in read.pieces(job)]
     # More threads than there are cores: one may wait for the disk.
     run_tasks(job, tasks, lane_of_caller(device), PIECE, max(8, min(16, os.cpu_count() or 1)), "weight-reader")

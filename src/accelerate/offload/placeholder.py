@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from accelerate.comm.tree import recursively_apply
+from accelerate.devices import copies_behind
 from accelerate.offload.offloaded_weights import find_source, full_name
 from accelerate.offload.parameters import has_parts, of_kind
 from accelerate.torch_internals.compile import outside_graphs
@@ -313,7 +314,7 @@ def _write(function: Callable[..., Any], written: list[Any], args: tuple[Any, ..
     if function is torch.Tensor.copy_ and len(args) > 1 and args[1] is args[0]:
         return args[0]  # it has this value
     hosts = {id(offloaded): _writable(offloaded, function.__name__) for offloaded in written}
-    for gpu in {offloaded.slot.device for offloaded in written if offloaded.slot.device.type == "cuda"}:
+    for gpu in {offloaded.slot.device for offloaded in written if copies_behind(offloaded.slot.device)}:
         torch.accelerator.synchronize(
             gpu
         )  # copies for earlier forwards may be queued there, and read what is written to

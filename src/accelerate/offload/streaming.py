@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from accelerate.devices import copies_behind
 from accelerate.offload.access_order import END, Order
 from accelerate.offload.slot import Slot
 
@@ -69,7 +70,7 @@ class _Direct:
 
 def copier_for(device: torch.device) -> Copier:
     """What copies best to a device."""
-    if device.type == "cuda":
+    if copies_behind(device):
         from accelerate.offload.cuda_copier import CudaCopier
 
         return CudaCopier(device)

@@ -10,7 +10,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.config.enums import DistributedType
-from accelerate.devices import CPU, DEVICES, XLA, Device, by_name, choose
+from accelerate.devices import CPU, DEVICES, XLA, Device, by_name, choose, copies_behind, kind_of
 from accelerate.environments import World
 from accelerate.errors import Unfit
 from accelerate.state import PartialState
@@ -147,3 +147,14 @@ def test_processes_that_do_not_fit_the_chips_are_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr(XLA, "module", types.SimpleNamespace(runtime=runtime))
     with pytest.raises(Unfit, match="one of 2 processes, but torch_xla finds 4 devices"):
         XLA().join(World(size=2), {})
+
+
+def test_what_a_device_of_torch_is() -> None:
+    found = {name: kind_of(torch.device(name)) for name in ("cuda", "cpu", "xpu", "meta")}
+    assert {name: None if kind is None else kind.name for name, kind in found.items()} == {
+        "cuda": "cuda",
+        "cpu": "cpu",
+        "xpu": "xpu",
+        "meta": None,
+    }
+    assert [name for name in found if copies_behind(torch.device(name, 0))] == ["cuda"]
