@@ -132,6 +132,23 @@ def test_they_train_as_processes_do(threads: None) -> None:
         assert torch.equal(found[rank], expected[rank])
 
 
+def _asks_whether_to_stop() -> str:
+    with pytest.raises(RuntimeError) as caught:
+        _ = Accelerator().should_stop
+    return str(caught.value)
+
+
+def test_signals_are_for_processes(threads: None) -> None:
+    for rank, message in enumerate(on_every_rank(_asks_whether_to_stop)):
+        assert message.startswith(f"Rank {rank} is a thread, and signals reach processes: leave `preemption` and")
+
+
+def test_each_numbers_its_runs(threads: None) -> None:
+    from accelerate.tracking import local
+
+    assert on_every_rank(lambda: [next(local._numbers.get()) for _ in range(2)]) == [[0, 1], [0, 1]]
+
+
 def _saves_and_loads(folder: str, behind: bool) -> bool:
     accelerator, model, optimizer, batches = test_toy_engine._prepared()
     test_toy_engine._train(accelerator, model, optimizer, batches, upto=2)

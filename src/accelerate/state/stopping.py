@@ -22,6 +22,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from accelerate.config.preemption import REGROUPING, STOP_SIGNALS, regrouping
+from accelerate.per_rank import are_ranks_threads
 from accelerate.torch_internals.process_groups import own_connection
 
 if TYPE_CHECKING:
@@ -227,6 +228,11 @@ _missed = 0
 def current(state: PartialState) -> Stopping:
     """Of this process; from the first call on it takes signals. Called by all ranks."""
     global _current
+    if are_ranks_threads():
+        raise RuntimeError(
+            f"Rank {state.process_index} is a thread, and signals reach processes: leave `preemption` and "
+            "`should_stop` out, or start a process for each rank."
+        )
     if _current is None:
         _current = Stopping(state.process_index, _store(state))
         _current.catch_up(_missed)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accelerate import __version__
+from accelerate.per_rank import PerRank
 from accelerate.runs import store
 from accelerate.state import PartialState
 from accelerate.torch_internals.process_groups import default_store
@@ -22,8 +24,8 @@ from accelerate.tracking.outbox import end_of_copies, own_copy
 from accelerate.tracking.recorder import Identity, Recorder
 from accelerate.tracking.system import Gauges
 
-# How many runs this process has begun: the ranks tell theirs apart by it.
-_begun = 0
+# Numbers the runs that this rank begins: the ranks tell theirs apart by it.
+_numbers: PerRank[Iterator[int]] = PerRank(itertools.count)
 
 
 class LocalTracker(GeneralTracker):
@@ -51,12 +53,10 @@ class LocalTracker(GeneralTracker):
         return True
 
     def start(self) -> None:
-        global _begun
         state = PartialState()
         self._first = state.is_main_process
         self._said_trouble = False
-        self._recorder = Recorder(self.path, _identity(self.run_name, state, _begun), _gauges(state))
-        _begun += 1
+        self._recorder = Recorder(self.path, _identity(self.run_name, state, next(_numbers.get())), _gauges(state))
         self._recorder.start()
         overheard.listen(self._recorder)
 
