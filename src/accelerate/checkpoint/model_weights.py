@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.layout import Manifest
 from accelerate.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -22,7 +22,7 @@ from accelerate.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accelerate.errors import CheckpointError, Unfit
+from accelerate.errors import Unfit
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import Entry
 from accelerate.io.objects import address_of, each_once, view_of
@@ -148,36 +148,3 @@ def tell_manifest(folder: Path, entries: dict[str, Entry]) -> None:
     if changed or len(kept) != len(manifest.files):
         with disk.replacing(folder / layout.MANIFEST) as draft:
             replace(manifest, files=kept | changed).write(draft)
-
-
-def with_tied(model: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """Weights under all names that the model has for them, where they were stored under one."""
-    state = model.state_dict()
-    missing = {name: view for name, value in state.items() if name not in weights and (view := view_of(value))}
-    if not missing:
-        return weights
-    homes = {view_of(value): name for name, value in state.items() if name in weights}
-    tied = {name: weights[homes[view]] for name, view in missing.items() if view in homes}
-    return {**weights, **tied}
-
-
-def check_fit(
-    model: torch.nn.Module, own: dict[str, Any], found: dict[str, Any], folder: Path, strict: bool = True
-) -> None:
-    """Raise where the weights in a folder are of another model. own: its state dict, or this rank's part of it.
-
-    strict: whether all names have to be the same; shapes have to be in any case.
-    """
-    missing, extra = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
-    if not strict:
-        missing, extra = [], []
-    shapes = [
-        f"{name} {tuple(found[name].shape)} for {tuple(value.shape)}"
-        for name, value in own.items()
-        if isinstance(value, torch.Tensor) and name in found and found[name].shape != value.shape
-    ]
-    if missing or extra or shapes:
-        raise CheckpointError(
-            f"The weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, "
-            f"unknown {extra[:5]}, other shapes {shapes[:5]}; create the model as it was when the checkpoint was saved."
-        )

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from accelerate.checkpoint.gradients import added
-from accelerate.checkpoint.optimizer_keys import Names, parameter_names, to_indices, to_names
+from accelerate.checkpoint.full_state import Names, added, parameter_names, to_indices, to_names
 from accelerate.checkpoint.run_state import named_parameters, unwrapped
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel.shards import complete, is_first_copy, local, scale_down, spread_as, total_norm, whole

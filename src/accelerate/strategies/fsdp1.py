@@ -23,8 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from accelerate.checkpoint.gradients import added
-from accelerate.checkpoint.optimizer_keys import Names
+from accelerate.checkpoint.full_state import Names, added
 from accelerate.checkpoint.run_state import unwrapped
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.errors import CheckpointError

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.gradients import read_gradients
-from accelerate.checkpoint.model_weights import Fetch, check_fit
-from accelerate.checkpoint.optimizer_keys import Names, to_names
+from accelerate.checkpoint.full_state import Names, check_fit, read_gradients, to_names
+from accelerate.checkpoint.model_weights import Fetch
 from accelerate.checkpoint.parts import File, Part, StagedLoad
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Run, unwrapped
