@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from accelerate.errors import CheckpointError
-from accelerate.io import blocks, disk, host_memory, torch_format
+from accelerate.io import blocks, disk, host_memory
 from accelerate.io.blocks import Entry
 from accelerate.io.disk import check_plain
 from accelerate.io.file_range import FileRange
-from accelerate.io.safe_load import explaining, missing, read_torch
+from accelerate.io.safe_load import Opened, explaining, missing, read_torch
 from accelerate.io.safetensors_format import SafetensorsFile
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ class CheckpointReader:
         if not zipfile.is_zipfile(path):
             return read_torch(path)  # as torch did before 1.6; it is compared later on
         with explaining(path):
-            opened = torch_format.Opened(path)
+            opened = Opened(path)
         mapped = self._mapped(path)
         places = dict(opened.places)
         found = _users(opened.content, places)

@@ -27,7 +27,7 @@ from accelerate.devices.block_copies import BlockCopies, settle
 from accelerate.devices.staging import Free, Job, Lane, lane_of_caller, run_tasks
 from accelerate.errors import CheckpointError
 from accelerate.io import disk
-from accelerate.io.byte_ranges import Scattered, filled_up, in_steps, overlapping, within
+from accelerate.io.file_range import Scattered, filled_up, in_steps, overlapping, within
 
 
 def combine_by_zlib(first: int, second: int, length: int) -> int:
