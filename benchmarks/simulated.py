@@ -308,7 +308,7 @@ class _Device(CPU):
         return super().join(placed, options, attempt)
 
 
-class UnstartedWatch(watch.Watch):
+class UnstartedWatch(watch.HangWatch):
     """The looks are taken by whoever simulates, with a time of their own."""
 
     def start(self) -> None:

@@ -25,7 +25,7 @@ from accelerate.constants import (
 )
 from accelerate.errors import CheckpointError
 from accelerate.io import blocks
-from accelerate.io.blocks import Entry
+from accelerate.io.blocks import FileEntry
 from accelerate.io.disk import is_inside, open_plain, read_json
 from accelerate.io.safe_load import explaining
 
@@ -154,7 +154,7 @@ def _versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Manifest:
-    files: dict[str, Entry]
+    files: dict[str, FileEntry]
     world_size: int
     strategy: str
     # Which save it is of: the same on machines that share no disk.
@@ -191,7 +191,7 @@ class Manifest:
                 )
             if content.pop("crc32") != _sum(content):
                 raise ValueError("its checksum is not the one it was written with")
-            files = {str(name): Entry(int(e["size"]), list(e["crc32"])) for name, e in content["files"].items()}
+            files = {str(name): FileEntry(int(e["size"]), list(e["crc32"])) for name, e in content["files"].items()}
             if outside := [name for name in files if not is_inside(name)]:
                 raise ValueError(f"{outside[0]!r} is not in its folder")
             return cls(

@@ -24,7 +24,7 @@ from accelerate.constants import (
 )
 from accelerate.errors import Unfit
 from accelerate.io import blocks, disk
-from accelerate.io.blocks import Entry
+from accelerate.io.blocks import FileEntry
 from accelerate.io.objects import address_of, each_once, view_of
 from accelerate.io.safetensors_format import write_safetensors
 from accelerate.io.torch_format import write_torch
@@ -99,7 +99,7 @@ def save_weights(
         names = [SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME]
     else:
         names = [pattern.format(suffix=f"-{i + 1:05d}-of-{len(shards):05d}") for i in range(len(shards))]
-    entries: dict[str, Entry] = {}
+    entries: dict[str, FileEntry] = {}
     index = [SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME] * (len(shards) > 1)
     with ExitStack() as stack:
         # In this order, since a stack ends with what it began with: the index gets its name last.
@@ -120,7 +120,7 @@ def _parts(weights: dict[str, Any], max_shard_size: int | str, safe: bool) -> li
     return split(each_once(weights) if safe else weights, convert_file_size_to_int(max_shard_size), alone=safe)
 
 
-def _write_index(path: Path, names: list[str], shards: list[dict[str, Any]]) -> Entry:
+def _write_index(path: Path, names: list[str], shards: list[dict[str, Any]]) -> FileEntry:
     stored = {view_of(v) or name: v for shard in shards for name, v in shard.items() if isinstance(v, torch.Tensor)}
     content = {
         "metadata": {"total_size": sum(value.numel() * value.element_size() for value in stored.values())},
@@ -138,7 +138,7 @@ def _remove_stale(folder: Path, written: set[str], pattern: str) -> None:
             disk.remove(path)
 
 
-def tell_manifest(folder: Path, entries: dict[str, Entry]) -> None:
+def tell_manifest(folder: Path, entries: dict[str, FileEntry]) -> None:
     """What is saved into the folder of a checkpoint by itself replaces a file of it, on purpose."""
     manifest = Manifest.read(folder)
     if manifest is None:

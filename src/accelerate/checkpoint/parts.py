@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.io import blocks
-from accelerate.io.blocks import Entry, threads
+from accelerate.io.blocks import FileEntry, threads
 from accelerate.io.host_memory import HostMemory, is_plain
 from accelerate.io.safetensors_format import write_safetensors
 from accelerate.io.torch_format import naming, write_torch
@@ -26,7 +26,7 @@ class Part(Protocol):
     def copied(self, memory: HostMemory) -> Part:
         """The same in host memory that training does not touch, for a save behind the training."""
 
-    def write(self, folder: Path, group: Any) -> dict[str, Entry]:
+    def write(self, folder: Path, group: Any) -> dict[str, FileEntry]:
         """Write it into the folder, flushed; returns an entry for each file that this process has written.
 
         group: the process group for whatever the processes have to tell each other, None for that of the training.
@@ -47,7 +47,7 @@ class File:
         with naming(self.name):
             return replace(self, content=memory.copy(self.content))
 
-    def write(self, folder: Path, group: Any = None) -> dict[str, Entry]:
+    def write(self, folder: Path, group: Any = None) -> dict[str, FileEntry]:
         path = folder / self.name
         if self.safe:
             return {self.name: write_safetensors(self.content, path)}
@@ -58,7 +58,7 @@ class File:
 class FileInFolder(File):
     """A file in a folder of the checkpoint, as its name says."""
 
-    def write(self, folder: Path, group: Any = None) -> dict[str, Entry]:
+    def write(self, folder: Path, group: Any = None) -> dict[str, FileEntry]:
         (folder / self.name).parent.mkdir(parents=True, exist_ok=True)
         return super().write(folder, group)
 
@@ -90,9 +90,9 @@ class StateIO(Protocol):
         """Read and check all of it; returns what puts it into the run."""
 
 
-def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, Entry]:
+def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, FileEntry]:
     """Write parts: files side by side, since a file system lets one writer into each; others in their order."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, FileEntry] = {}
     with threads(blocks.FILES) as pool:
         files = []
         for part in parts:

@@ -16,7 +16,7 @@ import torch
 
 from accelerate.errors import CheckpointError
 from accelerate.io import blocks, disk, host_memory
-from accelerate.io.blocks import Entry
+from accelerate.io.blocks import FileEntry
 from accelerate.io.disk import check_plain
 from accelerate.io.file_range import FileRange
 from accelerate.io.safe_load import Opened, explaining, missing, read_torch
@@ -43,7 +43,7 @@ class CheckpointReader:
     """
 
     folder: Path
-    unchecked: dict[str, Entry] = field(default_factory=dict)
+    unchecked: dict[str, FileEntry] = field(default_factory=dict)
     share: tuple[int, int] = (0, 1)
     names: frozenset[str] | None = None
     # Tensors of the run, by the address of their memory, with what they take and the file that it is in.

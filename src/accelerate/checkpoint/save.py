@@ -17,7 +17,7 @@ from accelerate.checkpoint.parts import Part, StateIO, snapshot, write_parts
 from accelerate.checkpoint.run_state import Run, own_parts, shared_parts
 from accelerate.comm import current
 from accelerate.io import blocks, disk
-from accelerate.io.blocks import Entry
+from accelerate.io.blocks import FileEntry
 
 Hook = Callable[[list[Any], list[dict[str, Any]], str], Any]
 
@@ -78,9 +78,9 @@ def save(
 
     def finish(gather: Gather | None = None, group: Any = None) -> None:
         try:
-            own: dict[str, Entry] = {}
+            own: dict[str, FileEntry] = {}
 
-            def write() -> dict[str, Entry]:
+            def write() -> dict[str, FileEntry]:
                 own.update(write_parts(chain(*parts), staging, group))
                 # Only who leads needs them, and its own are the longest: a checksum for each block of a whole model,
                 # which all would get, and as much again for each of the others.
@@ -105,7 +105,7 @@ def save(
         background.start(finish)
 
 
-def _publish(staging: Path, target: Path, manifest: Manifest, known: dict[str, Entry]) -> None:
+def _publish(staging: Path, target: Path, manifest: Manifest, known: dict[str, FileEntry]) -> None:
     commit.publish(staging, target, replace(manifest, files=_all_files(staging, known)))
 
 
@@ -141,9 +141,9 @@ def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str, float
     return staging, leads, answer[1], answer[2]
 
 
-def _all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:
+def _all_files(folder: Path, known: dict[str, FileEntry]) -> dict[str, FileEntry]:
     """Every file of the staging folder: those of hooks are summed up, and put on the disk for good, here."""
-    found: dict[str, Entry] = {}
+    found: dict[str, FileEntry] = {}
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):
             name = path.relative_to(folder).as_posix()

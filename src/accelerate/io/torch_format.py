@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from accelerate.errors import CheckpointError
-from accelerate.io.blocks import SMALL, Entry, Late, Piece, crc32, in_bytes, write_file
+from accelerate.io.blocks import SMALL, FileEntry, Late, Piece, crc32, in_bytes, write_file
 from accelerate.io.safe_load import TOGETHER, first_line, named_in, reading
 from accelerate.torch_internals.serialization import REBUILD_TENSOR, storage_parts, try_weights_only
 
@@ -48,7 +48,7 @@ _STORAGES = {
 Members = dict[str, bytes | torch.UntypedStorage]
 
 
-def write_torch(content: Any, path: Path, *, together: bool = False) -> Entry:
+def write_torch(content: Any, path: Path, *, together: bool = False) -> FileEntry:
     """Write what `torch.load` reads. together: small tensors may become parts of one memory (see above)."""
     with naming(path.name):
         archive = archive_of(content, together)
@@ -161,7 +161,7 @@ class Archive:
         length = len(self._directory([0] * len(self._pieces)))
         return [*self._pieces, Late(length, self._directory)]
 
-    def write(self, path: Path) -> Entry:
+    def write(self, path: Path) -> FileEntry:
         return write_file(path, self.pieces())
 
     def add(self, name: str, content: Piece) -> None:

@@ -430,7 +430,7 @@ def test_a_manifest_says_nothing_of_other_folders(tmp_path: Path, name: str) -> 
     name = name if name != "/mine" else str(tmp_path / "mine")
     manifest = Manifest.read(folder)
     assert manifest is not None
-    replace(manifest, files={**manifest.files, name: blocks.Entry(0, [])}).write(folder / layout.MANIFEST)
+    replace(manifest, files={**manifest.files, name: blocks.FileEntry(0, [])}).write(folder / layout.MANIFEST)
     if name == "link/mine":
         for look in (run.accelerator.load_state, run.accelerator.save_state):
             with pytest.raises(CheckpointError, match=r"link leads out of the checkpoint"):
