@@ -28,8 +28,8 @@ import torch
 
 from accelerate import devices
 from accelerate.accelerator import first_backward
-from accelerate.checkpoint import layout, save, save_rendezvous
-from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint import agreement, layout, save
+from accelerate.checkpoint.layout import Manifest
 from accelerate.comm import torch_dist
 from accelerate.devices import CPU, Choice
 from accelerate.diagnosis import place, roll, watch
@@ -40,8 +40,8 @@ from accelerate.strategies import STRATEGIES, Row
 from accelerate.tracking import local
 
 # Where a store is asked for by name.
-ASKS_FOR_STORE = (save_rendezvous, first_backward, lost, local)
-ASKS_FOR_CONNECTION = ((save_rendezvous, "kept_connection"), (watch, "own_connection"), (stopping, "own_connection"))
+ASKS_FOR_STORE = (agreement, first_backward, lost, local)
+ASKS_FOR_CONNECTION = ((agreement, "kept_connection"), (watch, "own_connection"), (stopping, "own_connection"))
 STORE = ("set", "get", "add", "check", "wait", "compare_set")
 
 
@@ -308,7 +308,7 @@ class _Device(CPU):
         return super().join(placed, options, attempt)
 
 
-class UnstartedWatch(watch.Watch):
+class UnstartedWatch(watch.HangWatch):
     """The looks are taken by whoever simulates, with a time of their own."""
 
     def start(self) -> None:

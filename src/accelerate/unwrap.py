@@ -7,8 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.compilation import is_compiled_module
-from accelerate.torch_internals.compile import ORIGINAL, compiled_like, original_of
+from accelerate.torch_internals.compile import ORIGINAL, compiled_like, is_compiled, original_of
 
 
 def extract_model_from_parallel(
@@ -33,7 +32,7 @@ def extract_model_from_parallel(
             model = model.module
         else:
             break
-    if is_compiled_module(model):
+    if is_compiled(model):
         inner = extract_model_from_parallel(original_of(model), keep_fp32_wrapper, keep_torch_compile, recursive)
         # A new compiled module, not a changed one: training goes on with the wrapper inside the old one.
         return model if inner is original_of(model) else compiled_like(model, inner)
@@ -46,7 +45,7 @@ def extract_model_from_parallel(
 
 def _is_compiled(model: Any) -> bool:
     # A module with compiled regions keeps the original beside its own children (see accelerate.compilation).
-    return is_compiled_module(model) or ORIGINAL in getattr(model, "__dict__", {})
+    return is_compiled(model) or ORIGINAL in getattr(model, "__dict__", {})
 
 
 # The classes of engines, which keep the model they wrap as `module`. One set for the process, as classes are.

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.checkpoint.background import Background
+from accelerate.checkpoint.agreement import Background
 from accelerate.comm import Communicator
 from accelerate.comm.base import set_current
 from accelerate.io import disk

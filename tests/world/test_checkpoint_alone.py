@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.checkpoint import save_rendezvous
+from accelerate.checkpoint import agreement
 from accelerate.checkpointing import verify_checkpoint
 from accelerate.errors import CheckpointError
 from accelerate.torch_internals.process_groups import default_store
@@ -44,10 +44,10 @@ class Script:
 
 
 def _alone(folder: str, behind: bool) -> Any:
-    save_rendezvous.rendezvous()._patience, save_rendezvous.KNOWN, save_rendezvous.QUIET = 0.3, 0.1, 0.0
+    agreement.rendezvous()._patience, agreement.KNOWN, agreement.QUIET = 0.3, 0.1, 0.0
     run = Script(folder)
     said: list[str] = []
-    save_rendezvous.logger.addFilter(lambda record: bool(said.append(record.getMessage())))
+    agreement.logger.addFilter(lambda record: bool(said.append(record.getMessage())))
     kept: dict[int, list[float]] = {}
     for number, batch in enumerate(run.batches):
         run.step(batch)
@@ -65,7 +65,7 @@ def _alone(folder: str, behind: bool) -> Any:
     assert not run.accelerator.is_main_process or loaded == kept[4]
     run.step(next(iter(run.batches)))  # all are still in step
     # And one that all call, which waits for the others as any.
-    save_rendezvous.rendezvous()._patience = 60
+    agreement.rendezvous()._patience = 60
     if not run.accelerator.is_main_process:
         time.sleep(0.5)
     last = run.accelerator.save_state()
@@ -82,14 +82,14 @@ def test_the_main_process_saves_and_the_others_go_on(tmp_path: Path, behind: boo
 
 
 def _late(folder: str) -> list[tuple[str, int]]:
-    save_rendezvous.rendezvous()._patience = 0.2
+    agreement.rendezvous()._patience = 0.2
     run = Script(folder)
     first = Path(folder, "checkpoints", "checkpoint_0")
     while not run.accelerator.is_main_process and not first.exists():
         time.sleep(0.01)
     run.accelerator.save_state()
     run.step(next(iter(run.batches)))
-    save_rendezvous.rendezvous()._patience = 60
+    agreement.rendezvous()._patience = 60
     second = run.accelerator.save_state()
     return [(path.name, verify_checkpoint(path)["world_size"]) for path in (first, second)]
 
@@ -100,7 +100,7 @@ def test_who_comes_late_goes_on_too(tmp_path: Path) -> None:
 
 def _twice_at_one_point(folder: str) -> Any:
     """The main process alone, and then all, without a step in between."""
-    save_rendezvous.rendezvous()._patience, save_rendezvous.KNOWN = 0.2, 0.2
+    agreement.rendezvous()._patience, agreement.KNOWN = 0.2, 0.2
     run = Script(folder)
     run.step(next(iter(run.batches)))
     if run.accelerator.is_main_process:
@@ -108,7 +108,7 @@ def _twice_at_one_point(folder: str) -> Any:
     run.accelerator.wait_for_everyone()
     run.accelerator.save_state()
     run.step(next(iter(run.batches)))
-    save_rendezvous.rendezvous()._patience = 60
+    agreement.rendezvous()._patience = 60
     return verify_checkpoint(run.accelerator.save_state())["world_size"]
 
 
@@ -130,10 +130,10 @@ def _who_comes_after_the_time(folder: str) -> tuple[str, int]:
     run = Script(folder)
     failed, said = dist.PrefixStore("failed", default_store()), ""
     if run.accelerator.process_index != 2:
-        waiting, save_rendezvous._waiting = save_rendezvous._waiting, _until_two_wait
+        waiting, agreement._waiting = agreement._waiting, _until_two_wait
         with pytest.raises(CheckpointError) as caught:
             run.accelerator.save_state()
-        save_rendezvous._waiting, said = waiting, str(caught.value)
+        agreement._waiting, said = waiting, str(caught.value)
         failed.add("failed", 1)
     while failed.add("failed", 0) < 2:
         time.sleep(0.01)
@@ -148,12 +148,12 @@ def test_nobody_is_waited_for_without_end_and_a_save_can_be_tried_again(tmp_path
 
 
 def test_waiting_ends_with_the_patience_of_the_process_group() -> None:
-    waits = list(save_rendezvous._waiting(SimpleNamespace(timeout=timedelta(seconds=0.02))))
+    waits = list(agreement._waiting(SimpleNamespace(timeout=timedelta(seconds=0.02))))
     assert waits == sorted(waits) and waits[-1] < 0.02
 
 
 def _seen(folder: str, stop: bool) -> list[float]:
-    save_rendezvous.rendezvous()._patience = 0.2
+    agreement.rendezvous()._patience = 0.2
     run = Script(folder, exact=True)
     if not stop:
         run.accelerator.load_state()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from accelerate.checkpoint import commit
-from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.layout import Manifest
 from accelerate.errors import CheckpointError
 from tests.harness import run_world
 from tests.unit.accelerator.toys import ALONE

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-import accelerate.checkpoint.save_rendezvous
+import accelerate.checkpoint.agreement
 import accelerate.strategies.flat
 import accelerate.strategies.fsdp2
 from accelerate import Accelerator, PartialState
@@ -98,7 +98,7 @@ def test_pieces_of_tensors() -> None:
 
 
 def _saves_without_a_store(folder: str) -> int:
-    accelerate.checkpoint.save_rendezvous.default_store = without("_get_default_store", "process_groups").default_store
+    accelerate.checkpoint.agreement.default_store = without("_get_default_store", "process_groups").default_store
     accelerator = Accelerator()
     model: Any = accelerator.prepare(torch.nn.Linear(1, 1))
     accelerator.save_state(folder)

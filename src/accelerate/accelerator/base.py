@@ -39,7 +39,7 @@ from accelerate.state.processes import ProcessControl
 
 if TYPE_CHECKING:
     from accelerate.accelerator.nonfinite import StopAtNonfinite
-    from accelerate.checkpoint.background import Background
+    from accelerate.checkpoint.agreement import Background
     from accelerate.config.deepspeed import DeepSpeedPlugin
     from accelerate.config.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
     from accelerate.config.fsdp import FullyShardedDataParallelPlugin
@@ -224,7 +224,7 @@ class AcceleratorBase(ProcessControl):
 
     @cached_property
     def _background(self) -> Background:
-        from accelerate.checkpoint.background import Background
+        from accelerate.checkpoint.agreement import Background
 
         return Background()
 

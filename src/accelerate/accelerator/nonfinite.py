@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accelerate.checkpoint import random_states
+from accelerate.checkpoint.run_state import capture_random_states, restore_random_states
 from accelerate.comm import current
 from accelerate.comm.tree import leaves
 from accelerate.precision.stepping import SkippingStepper, Stepper
@@ -197,7 +197,7 @@ def _first_module(accelerator: AcceleratorBase, window: _Window) -> str | None:
 def _as_before(accelerator: AcceleratorBase, model: torch.nn.Module) -> Iterator[None]:
     """Afterwards buffers, such as those of BatchNorm, and random states are what they were."""
     device = accelerator.state.device_kind
-    states = random_states.capture(device)
+    states = capture_random_states(device)
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -206,7 +206,7 @@ def _as_before(accelerator: AcceleratorBase, model: torch.nn.Module) -> Iterator
     try:
         yield
     finally:
-        random_states.restore(states, device)
+        restore_random_states(states, device)
         with torch.no_grad():
             for module, name, buffer, value in buffers:
                 setattr(module, name, buffer.copy_(value))

@@ -12,6 +12,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from accelerate.accelerator.report import Reporting
+from accelerate.comm import current
 from accelerate.errors import warn
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -128,7 +129,7 @@ class Saving(Reporting):
         from accelerate.accelerator import whole_run
 
         self._look_for_resume()
-        self._communicator.verify("save_state", None)
+        current().verify("save_state", None)
         self.wait_for_checkpoint()
         folder = whole_run.save_state(self, output_dir, safe_serialization, async_save, save_model_func_kwargs)
         self._tell_trackers("saved", str(folder.absolute()))
@@ -181,7 +182,7 @@ class Saving(Reporting):
         from accelerate.accelerator import whole_run
 
         self._resume_is_due = False
-        self._communicator.verify("load_state", None)
+        current().verify("load_state", None)
         self.wait_for_checkpoint()
         self._loaded_from = whole_run.load_state(self, input_dir, load_kwargs, load_model_func_kwargs)
         self._tell_trackers("loaded", str(self._loaded_from.absolute()))

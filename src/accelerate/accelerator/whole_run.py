@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from accelerate.accelerator import loader_positions, progress
+from accelerate.accelerator import loader_positions
 from accelerate.accelerator.base import AcceleratorBase
+from accelerate.accumulation import ItemWindow
 from accelerate.checkpoint import layout, load
-from accelerate.checkpoint.agreement import agree
-from accelerate.checkpoint.run_state import Run
+from accelerate.checkpoint.agreement import PATIENCE, agree, rendezvous
+from accelerate.checkpoint.full_state import packed
+from accelerate.checkpoint.run_state import Run, named_parameters
 from accelerate.checkpoint.save import save as save_checkpoint
-from accelerate.checkpoint.save_rendezvous import PATIENCE, rendezvous
 from accelerate.comm import Communicator, current, set_current
 from accelerate.errors import WrongFolder
 
@@ -61,7 +62,7 @@ def _save(
     target, inside = _agreed_target(accelerator, output_dir)
     if accelerator.scaler is not None:
         accelerator.scaler.state_dict()  # on every process: an update that is due changes the gradients, too
-    state, gradients = progress.capture(accelerator._models, accelerator._accumulation, accelerator._items, inside)
+    state, gradients = _captured_window(accelerator, inside)
     state["loaders"] = loader_positions.capture(accelerator)
     save_checkpoint(
         _run(accelerator, state, gradients),
@@ -70,7 +71,7 @@ def _save(
         accelerator._strategy.weights(accelerator._models),
         hooks=accelerator._save_model_state_pre_hook.values(),
         safe=safe_serialization,
-        strategy=str(accelerator.distributed_type.value),
+        distributed_type=str(accelerator.state.distributed_type.value),
         everywhere=config.save_on_each_node,
         keep=config.total_limit if config.automatic_checkpoint_naming else None,
         background=accelerator._background if async_save else None,
@@ -84,13 +85,13 @@ def _agreed_target(accelerator: AcceleratorBase, output_dir: str | os.PathLike[s
     config = accelerator.project_configuration
     failure: Exception | None = None
     target: str | None = None
-    if accelerator.is_main_process:
+    if current().rank == 0:
         try:
             target = str(_free(_target(config, output_dir), config, accelerator._saves_in))
         except Exception as error:
             failure = error
-    inside = progress.pending(accelerator._accumulation, accelerator._optimizers)
-    answers = agree(failure, accelerator.process_index, (target, inside))
+    inside = _has_pending_gradients(accelerator)
+    answers = agree(failure, current().rank, (target, inside))
     return Path(answers[0][0]), any(waiting for _, waiting in answers)
 
 
@@ -113,9 +114,7 @@ def load_state(
         torch_load=load_kwargs,
         **load_model_func_kwargs,
     )
-    progress.restore(
-        loaded.progress, accelerator._models, accelerator._optimizers, accelerator._accumulation, accelerator._items
-    )
+    _restore_window(accelerator, loaded.progress)
     accelerator._accumulation.step = (loaded.random_states or {}).get("step", 0)
     loader_positions.restore(accelerator, (loaded.progress or {}).get("loaders", []), loaded.loaders)
     if config.automatic_checkpoint_naming and config.project_dir is not None:
@@ -130,16 +129,16 @@ def _agreed_source(accelerator: AcceleratorBase, input_dir: str | os.PathLike[st
     config = accelerator.project_configuration
     failure: Exception | None = None
     folder: str | None = None
-    if accelerator.is_main_process:
+    if current().rank == 0:
         try:
             folder = _source(config, input_dir)
         except Exception as error:
             failure = error
-    folder = agree(failure, accelerator.process_index, folder)[0]
+    folder = agree(failure, current().rank, folder)[0]
     if folder is not None:
         return Path(folder), False
     found, passed_over = load.newest(Path(config.project_dir or ""), _local(accelerator))
-    if accelerator.is_main_process:
+    if current().rank == 0:
         for sentence in passed_over:
             logger.warning(f"An incomplete checkpoint is passed over: {sentence}")
     return found, True
@@ -153,10 +152,10 @@ def _local(accelerator: AcceleratorBase) -> tuple[int, int]:
 def _run(
     accelerator: AcceleratorBase, state: dict[str, Any] | None = None, gradients: dict[str, torch.Tensor] | None = None
 ) -> Run:
-    alone = current().size == 1
+    communicator = current()
     return Run(
-        accelerator.process_index,
-        1 if alone else accelerator.num_processes,
+        communicator.rank,
+        communicator.size,
         accelerator.state.device_kind,
         models=list(accelerator._models),
         optimizers=accelerator._optimizers,
@@ -165,11 +164,71 @@ def _run(
         custom=accelerator._custom_objects,
         scaler=accelerator.scaler,
         progress=state,
-        local=(0, 1) if alone else _local(accelerator),
+        local=(0, 1) if communicator.size == 1 else _local(accelerator),
         gradients=gradients,
         looked_at=accelerator._files_looked_at,
         exact_resume=accelerator.dataloader_config.exact_resume,
     )
+
+
+def _has_pending_gradients(accelerator: AcceleratorBase) -> bool:
+    """Whether there are gradients that wait for a step: inside a window, or in a script that counts by itself."""
+    state = accelerator._accumulation.state
+    return not state.sync_gradients or any(
+        optimizer._backwards_seen != state.backwards and optimizer._has_gradients()
+        for optimizer in accelerator._optimizers
+    )
+
+
+def _captured_window(
+    accelerator: AcceleratorBase, inside: bool
+) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
+    """The counts of the accumulation windows, and in the middle of one (inside) the gradients by parameter."""
+    accumulation, items, models = accelerator._accumulation, accelerator._items, accelerator._models
+    numbers = {id(model): number for number, model in enumerate(models)}
+    counts = [
+        ([numbers[one] for one in key], count)
+        for key, count in accumulation.counts.items()
+        if all(one in numbers for one in key)
+    ]
+    progress = {
+        "step": accumulation.step,
+        "counts": counts,
+        "sync_gradients": accumulation.state.sync_gradients,
+        "gradients": inside,
+        "windows": [(window.items, window.scale, window.closed) for window in items.windows],
+        "factors": (items.factor, items._next_factor, items.used),
+    }
+    if not inside:
+        return progress, None
+    return progress, packed(
+        {
+            name: parameter.grad.detach()
+            for name, parameter in named_parameters(models).items()
+            if parameter.grad is not None
+        }
+    )
+
+
+def _restore_window(accelerator: AcceleratorBase, progress: dict[str, Any] | None) -> None:
+    """Go on inside the window, or start a new one where nothing is known of it."""
+    accumulation, items, models = accelerator._accumulation, accelerator._items, accelerator._models
+    items.reset()
+    accumulation.reset()
+    waits = progress is not None and progress["gradients"]
+    for optimizer in accelerator._optimizers:
+        optimizer._backwards_seen = -1 if waits else accumulation.state.backwards
+    if progress is None:
+        return
+    for numbers, count in progress["counts"]:
+        if max(numbers, default=0) < len(models):
+            accumulation.counts[tuple(id(models[number]) for number in numbers)] = count
+    accumulation.state._set_sync_gradients(progress["sync_gradients"])
+    items.factor, items._next_factor, items.used = progress["factors"]
+    for values in progress["windows"]:
+        window = ItemWindow()
+        window.items, window.scale, window.closed = values
+        items.windows.append(window)
 
 
 @cache

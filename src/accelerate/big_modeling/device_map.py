@@ -29,7 +29,7 @@ from accelerate.torch_internals.modules import buffers_of, children_of, non_pers
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-Entry = tuple[str, Any]
+NamedPart = tuple[str, Any]
 
 
 def infer_auto_device_map(
@@ -305,7 +305,7 @@ def _groups_of_modules(ties: list[list[str]]) -> dict[str, list[list[str]]]:
     return found
 
 
-def _parts_of(name: str, module: nn.Module) -> list[Entry]:
+def _parts_of(name: str, module: nn.Module) -> list[NamedPart]:
     """Return the parts that replace a module when it is split. Buffers that are not saved go with what uses them."""
     left_out = non_persistent_buffers(module)
     saved = [(key, value) for key, value in module.named_buffers(recurse=False) if key not in left_out]
@@ -317,7 +317,7 @@ def get_module_size_with_ties(
     tied_params: Iterable[str],
     module_size: Any,
     module_sizes: Mapping[str, Any],
-    modules_to_treat: Iterable[Entry],
+    modules_to_treat: Iterable[NamedPart],
 ) -> tuple[Any, list[str], list[Any]]:
     """Return the size of a module together with the modules that hold its tied parameters.
 
@@ -339,12 +339,12 @@ def get_module_size_with_ties(
 
 
 def fallback_allocate(
-    modules: list[Entry],
+    modules: list[NamedPart],
     module_sizes: Mapping[str, Any],
     size_limit: Any,
     no_split_module_classes: Sequence[str] | None = None,
     tied_parameters: list[list[str]] | None = None,
-) -> tuple[str | None, nn.Module | torch.Tensor | None, list[Entry]]:
+) -> tuple[str | None, nn.Module | torch.Tensor | None, list[NamedPart]]:
     """Find the first module that fits a limit, together with everything it is tied to.
 
     Modules are split in the search; the other modules that are returned then include the parts.

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accelerate.big_modeling.weight_files import Contents, report_names
-from accelerate.checkpoint.rollback import snapshot_model
+from accelerate.checkpoint.parts import snapshot_model
 from accelerate.errors import Unfit
 from accelerate.offload.module_tensors import STAND_INS, table_of
 from accelerate.offload.parameters import like

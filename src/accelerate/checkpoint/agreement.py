@@ -1,19 +1,86 @@
-"""Processes that save or load together: one at a time, all of them or none, and one error told to all."""
+"""Who saves or loads, and when: one at a time, all processes or none, in the background where that is asked for."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from accelerate.checkpoint import commit
-from accelerate.checkpoint.background import Gather
 from accelerate.comm import current
 from accelerate.errors import CheckpointError, in_words
-from accelerate.per_rank import PerRank
+from accelerate.io.host_memory import HostMemory
+from accelerate.per_rank import PerRank, on_this_rank
+from accelerate.state import PartialState
+from accelerate.torch_internals.process_groups import default_store, kept_connection
+
+# How the processes exchange something: the value of each, by rank.
+Gather = Callable[[Any], list[Any]]
+
+# Those of all Accelerators of this rank: a notebook may make a second one while the first still writes.
+_writing: PerRank[set[threading.Thread]] = PerRank(set)
+
+
+class Background:
+    """One save at a time. What went wrong is raised by `wait`."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._waited_for = False
+        self.memory = HostMemory()
+
+    def start(self, work: Callable[[Gather, Any], None]) -> None:
+        """Run `work` behind the training; call it on all processes, after `wait`."""
+        gather, group = current().side_channel()
+        first = current().rank == 0
+
+        def run() -> None:
+            time.sleep(0.001)  # so that it is the training that goes on first, and not this
+            try:
+                work(gather, group)
+            except Exception as error:
+                self._error = error
+                if first:  # a script that ends now would never hear of it
+                    logger.error("The last checkpoint was not saved: %s", error)
+            finally:
+                _writing.get().discard(threading.current_thread())
+
+        if not threading.main_thread().is_alive():  # the end has come, which waits for nothing that begins now
+            run()
+            return
+        # No daemon: a checkpoint that was begun is finished, also at the end of the program.
+        self._thread = threading.Thread(target=on_this_rank(run), name="accelerate-checkpoint")
+        _writing.get().add(self._thread)
+        self._thread.start()
+        if not self._waited_for:
+            # Python waits for threads at its end, but lets them start no others by then, which a save needs to do.
+            # This is called before, as are the functions that `concurrent.futures` registers.
+            threading._register_atexit(_join, weakref.ref(self))  # type: ignore[attr-defined]
+            self._waited_for = True
+
+    def wait(self) -> None:
+        """Return when the last save of this process is on the disk; raise what our own failed with, once."""
+        for thread in (*_writing.get(), *([] if self._thread is None else [self._thread])):
+            thread.join()
+        self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def _join(background: weakref.ref[Background]) -> None:
+    running = background()
+    if running is not None and running._thread is not None:
+        running._thread.join()
 
 
 class _Turn:
@@ -139,3 +206,153 @@ def settle_alone(target: Path) -> None:
     """Where there is one machine, what is there is there everywhere."""
     if commit.pending(target) is not None:
         commit.settle(target, everywhere=True)
+
+
+# How long the main process waits for the first of the others: for once, and where it was known to be alone before.
+PATIENCE = 30.0
+KNOWN = 1.0
+# After so many seconds it says that it waits.
+QUIET = 3.0
+
+logger = logging.getLogger(__name__)
+
+Callers = Literal["all", "alone", "late"]
+
+
+class SaveRendezvous:
+    """Finds out, over the store of the process group, which has no need of processes that do not come.
+
+    The saves that all have called are counted. For each the main process makes one attempt, or several, as it may save
+    alone in between, or give up and be called again. An attempt has in the store how many others are `here`, and then
+    what the main process has `found`: that they are "all", that it was not so in time (""), or how far the training was
+    when it went on alone.
+
+    The main process asks how many have come. The others ask once, for an answer that comes when there is one: thousands
+    of them that ask again and again would keep the store from answering anybody. A connection that waits for an answer
+    takes no other question, so theirs is one of its own.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._patience = PATIENCE
+        # The last attempt that this process has come to, where it counts once, however often it is called again.
+        self._joined: tuple[str, int] | None = None
+
+    def callers(self, point: int) -> Callers:
+        """Call it at the start of a save.
+
+        point: how far the training is, which is the same number on processes that call the same save. "late" is for
+        those who come to a save that the main process has gone on with alone.
+        """
+        shared = default_store() if current().size > 1 else None
+        if shared is None:
+            return "all"
+        prefix = f"accelerate/save/{PartialState._attempt()}/{self._number}"
+        store = _Keys(kept_connection(shared.timeout) or shared, prefix, shared)
+        found: Callers = self._lead(store, point) if current().rank == 0 else self._follow(store, point)
+        self._number += found == "all"
+        return found
+
+    def _lead(self, store: _Keys, point: int) -> Callers:
+        attempt, others, said = store.add("attempt", 0), current().size - 1, False
+        for waited in _waiting(store.shared):
+            here = store.add(f"{attempt}/here", 0)
+            if waited > QUIET and here < others and not said:
+                said = True
+                logger.warning(
+                    f"Rank 0 waits in save_state for the other processes ({here} of {others} are there): all "
+                    f"should call it; if none has after {self._patience:g} seconds, rank 0 saves alone."
+                )
+            if here == others:
+                store.set(f"{attempt}/found", "all")
+                self._patience = PATIENCE
+                return "all"
+            if here == 0 and waited > self._patience:
+                store.add("attempt", 1)  # first this: who gets an answer then makes no second attempt at this one
+                store.set(f"{attempt}/found", str(point))
+                self._patience = KNOWN
+                return "alone"
+        store.add("attempt", 1)  # who is called again meets at another one, where nobody was counted yet
+        store.set(f"{attempt}/found", "")
+        raise _nobody_came(f"{here} of {others} others came")
+
+    def _follow(self, store: _Keys, point: int) -> Callers:
+        attempt = store.add("attempt", 0)
+        if attempt and store.get(f"{attempt - 1}/found") == str(point):
+            return "late"
+        again = self._joined == (store.prefix, attempt)
+        if not again:
+            store.add(f"{attempt}/here", 1)
+            self._joined = store.prefix, attempt
+        answer = _Answer(store, f"{attempt}/found")
+        for _ in _waiting(store.shared):
+            if answer.is_alive():
+                continue
+            if answer.error is not None:
+                raise answer.error
+            if answer.text == "all":
+                return "all"
+            if answer.text or again:  # the main process had just gone on, or given up as this one had before
+                return self._follow(store, point)
+            break
+        raise _nobody_came("the main process or another one did not come")
+
+
+@dataclass(frozen=True)
+class _Keys:
+    """What a store says of one save. shared: that of the process group, which others use as well."""
+
+    store: Any
+    prefix: str
+    shared: Any
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self.store.add(f"{self.prefix}/{key}", amount))
+
+    def set(self, key: str, value: str) -> None:
+        self.store.set(f"{self.prefix}/{key}", value)
+
+    def get(self, key: str) -> str:
+        """What is there, as soon as something is."""
+        # A little longer than the process waits: so an error is one of the connection.
+        self.store.wait([f"{self.prefix}/{key}"], self.shared.timeout + timedelta(seconds=5))
+        return str(self.store.get(f"{self.prefix}/{key}").decode())
+
+
+class _Answer(threading.Thread):
+    """Waits for a key of a store: in a thread, so that the process can be interrupted meanwhile."""
+
+    def __init__(self, store: _Keys, key: str) -> None:
+        super().__init__(name="accelerate-save", daemon=True)
+        self.text = ""
+        self.error: Exception | None = None
+        self._store = store
+        self._key = key
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self.text = self._store.get(self._key)
+        except (RuntimeError, OSError) as error:
+            self.error = error
+
+
+def _waiting(store: Any) -> Iterator[float]:
+    """How long one has waited by now, again and again, for as long as a collective may take."""
+    started, pause = time.monotonic(), 0.0002  # most of the time no longer one is needed
+    while (waited := time.monotonic() - started) < store.timeout.total_seconds():
+        yield waited
+        time.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
+
+
+def _nobody_came(who: str) -> CheckpointError:
+    return CheckpointError(
+        f"Rank {current().rank} has waited in save_state for as long as the process group allows, and {who}: see what "
+        "the other processes are doing, and call save_state on all of them, or on the main process alone."
+    )
+
+
+# One for all that is saved by a rank, as there is one store.
+_rendezvous: PerRank[SaveRendezvous] = PerRank(SaveRendezvous)
+rendezvous = _rendezvous.get

@@ -26,7 +26,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.layout import Manifest
 from accelerate.errors import CheckpointError
 from accelerate.io import disk
 from accelerate.io.disk import started

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,19 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.gradients import added, read_full, read_gradients
-from accelerate.checkpoint.model_weights import check_fit, with_tied
-from accelerate.checkpoint.optimizer_keys import parameter_names, to_indices
-from accelerate.checkpoint.parts import File, StagedLoad
+from accelerate.checkpoint.parts import File, StagedLoad, dense_view, snapshot_model, snapshot_optimizer
 from accelerate.checkpoint.reader import CPU, CheckpointReader, Destination, FindDestination
-from accelerate.checkpoint.rollback import dense_view, snapshot_model, snapshot_optimizer
 from accelerate.checkpoint.run_state import Run, load_into, named_parameters, unwrapped
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
-from accelerate.io.objects import each_once
+from accelerate.io.objects import each_once, view_of
 from accelerate.io.safe_load import read_torch
+from accelerate.io.safetensors_format import read_safetensors
 from accelerate.modules import loads_by_own_code, overrides_load
 from accelerate.torch_internals.modules import has_pre_load_hooks, load_state
 from accelerate.torch_internals.optimizers import has_load_hooks
+from accelerate.torch_internals.tensors import sparse_parts
+from accelerate.unwrap import extract_model_from_parallel
 
 
 def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> Iterator[File]:
@@ -182,6 +181,39 @@ def _fitting(model: torch.nn.Module, weights: dict[str, Any], folder: Path, stri
     return weights
 
 
+def with_tied(model: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
+    """Weights under all names that the model has for them, where they were stored under one."""
+    state = model.state_dict()
+    missing = {name: view for name, value in state.items() if name not in weights and (view := view_of(value))}
+    if not missing:
+        return weights
+    homes = {view_of(value): name for name, value in state.items() if name in weights}
+    tied = {name: weights[homes[view]] for name, view in missing.items() if view in homes}
+    return {**weights, **tied}
+
+
+def check_fit(
+    model: torch.nn.Module, own: dict[str, Any], found: dict[str, Any], folder: Path, strict: bool = True
+) -> None:
+    """Raise where the weights in a folder are of another model. own: its state dict, or this rank's part of it.
+
+    strict: whether all names have to be the same; shapes have to be in any case.
+    """
+    missing, extra = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
+    if not strict:
+        missing, extra = [], []
+    shapes = [
+        f"{name} {tuple(found[name].shape)} for {tuple(value.shape)}"
+        for name, value in own.items()
+        if isinstance(value, torch.Tensor) and name in found and found[name].shape != value.shape
+    ]
+    if missing or extra or shapes:
+        raise CheckpointError(
+            f"The weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, "
+            f"unknown {extra[:5]}, other shapes {shapes[:5]}; create the model as it was when the checkpoint was saved."
+        )
+
+
 def _expanded(
     model: torch.nn.Module, weights: dict[str, Any], folder: Path
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -266,3 +298,129 @@ def _quick_to_search(state: dict[str, Any]) -> dict[str, Any]:
     """For each tensor torch looks for the number of its parameter in the groups: in a dict, not through a list."""
     groups = [{**group, "params": dict.fromkeys(group["params"])} for group in state["param_groups"]]
     return {**state, "param_groups": groups}
+
+
+_PARTS = ("indices", "values", "facts")
+
+
+def packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same in dense tensors: a sparse one becomes three, with names of its own."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if tensor.layout == torch.sparse_coo:
+            indices, values, coalesced = sparse_parts(tensor)
+            parts = (indices.contiguous(), values.contiguous(), torch.tensor([int(coalesced), *tensor.shape]))
+            found |= {_part(name, kind): part for kind, part in zip(_PARTS, parts, strict=True)}
+        else:
+            found[name] = tensor.to_dense()
+    return found
+
+
+def unpacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `packed` was given."""
+    found = dict(tensors)
+    last = _part("", _PARTS[-1])
+    for name in [key.removesuffix(last) for key in tensors if key.endswith(last)]:
+        indices, values, facts = (found.pop(_part(name, kind)) for kind in _PARTS)
+        coalesced, *shape = facts.tolist()
+        found[name] = torch.sparse_coo_tensor(
+            indices, values, shape, check_invariants=True, is_coalesced=bool(coalesced)
+        )
+    return found
+
+
+def _part(name: str, kind: str) -> str:
+    return f"{name}#{kind}"
+
+
+Gradients = dict[str, torch.Tensor]
+
+
+def read_gradients(run: Run, reader: CheckpointReader, alike: bool = False) -> tuple[Gradients, Gradients]:
+    """What this process had accumulated by itself, and what is the same for all: exchanged already, or a mean.
+
+    On another number of processes each gets the mean; theirs is the same. alike: so it is here.
+    """
+    sharded_state = layout.gradient_shards()
+    everyone: Gradients = read_full(reader.folder / sharded_state) if reader.has(sharded_state) else {}
+    if run.saved_ranks == run.ranks and not alike:
+        own = layout.gradients(run.rank)
+        return unpacked(read_safetensors(reader.path(own))) if reader.has(own) else {}, everyone
+    files = [layout.gradients(rank) for rank in range(run.saved_ranks)]
+    saved = [unpacked(read_safetensors(reader.path(file))) for file in files if reader.has(file)]
+    for name in {name for gradients in saved for name in gradients}:
+        mean = reduce(torch.add, (gradients[name] for gradients in saved if name in gradients)) / run.saved_ranks
+        everyone[name] = mean + everyone[name] if name in everyone else mean
+    return {}, everyone
+
+
+def added(one: torch.Tensor | None, other: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
+    """Both gradients together, as the parameter is; None where there is none."""
+    found = [
+        gradient.to(parameter.device, parameter.dtype, copy=True) for gradient in (one, other) if gradient is not None
+    ]
+    return sum(found[1:], found[0]) if found else None
+
+
+def read_full(folder: Path) -> dict[str, Any]:
+    """All of what several processes wrote in shards."""
+    from accelerate.checkpoint import sharded_state  # brings in torch.distributed.checkpoint, which few runs need
+
+    return sharded_state.read(folder, sharded_state.whole)
+
+
+# The names of the parameters of each group.
+Names = list[list[str]]
+
+
+def parameter_names(models: list[torch.nn.Module], optimizer: Any) -> Names:
+    """What the parameters of an optimizer are called in the models; with several models, after their numbers."""
+    plain = [extract_model_from_parallel(model, keep_torch_compile=False) for model in models]
+    own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    owners = [number for number, model in enumerate(plain) if any(id(p) in own for p in model.parameters())]
+    found: dict[int, str] = {}
+    for number in owners:
+        for name, parameter in plain[number].named_parameters():
+            found.setdefault(id(parameter), name if len(owners) == 1 else f"{number}.{name}")
+    missing = (f"parameter_{number}" for number in range(len(own)))
+    return [[found.get(id(p)) or next(missing) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def to_names(state: dict[str, Any], names: Names) -> dict[str, Any]:
+    """A state dict of an optimizer with names in place of numbers; one that has them already stays as it is."""
+    groups = state["param_groups"]
+    if any(isinstance(parameter, str) for group in groups for parameter in group["params"]):
+        return state
+    listed = [name for group in names for name in group]
+    if sum(len(group["params"]) for group in groups) != len(listed):
+        raise _another(groups, names)
+    return {
+        **state,
+        "state": {listed[number]: values for number, values in state["state"].items()},
+        "param_groups": [{**group, "params": [listed[number] for number in group["params"]]} for group in groups],
+    }
+
+
+def to_indices(state: dict[str, Any], names: Names) -> dict[str, Any]:
+    """A state dict with names as the optimizer itself takes it, in the order that it has its parameters in."""
+    groups = state["param_groups"]
+    if not any(isinstance(parameter, str) for group in groups for parameter in group["params"]):
+        return state
+    if [sorted(group["params"]) for group in groups] != [sorted(group) for group in names]:
+        raise _another(groups, names)
+    numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
+    return {
+        **state,
+        "state": {numbers[name]: values for name, values in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [numbers[name] for name in own]} for group, own in zip(groups, names, strict=True)
+        ],
+    }
+
+
+def _another(groups: list[dict[str, Any]], names: Names) -> CheckpointError:
+    found, expected = [len(group["params"]) for group in groups], [len(group) for group in names]
+    return CheckpointError(
+        f"The checkpoint is of an optimizer with groups of {found} parameters, and this one has {expected}, or other "
+        "ones: create the model and the optimizer as they were when the checkpoint was saved."
+    )

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from accelerate.checkpoint import commit, layout
 from accelerate.checkpoint.agreement import agree, explained, one_at_a_time, settle, together
-from accelerate.checkpoint.manifest import Manifest, files_since
+from accelerate.checkpoint.layout import Manifest, files_since
 from accelerate.checkpoint.parts import StagedLoad, StateIO
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Loaded, Run, apply_objects, apply_random_states, read
@@ -133,7 +133,7 @@ def _apart(folder: Path, local: tuple[int, int]) -> bool:
 def load(
     run: Run,
     folder: Path,
-    engine: StateIO,
+    strategy: StateIO,
     *,
     hooks: Iterable[Callable[[list[Any], str], Any]] = (),
     verified: bool = False,
@@ -142,7 +142,7 @@ def load(
 ) -> Loaded:
     """Load a checkpoint into a run; all or nothing, on all processes. Returns what was read.
 
-    engine: reads models and optimizers. kwargs: for it. torch_load: arguments for `torch.load`.
+    strategy: reads models and optimizers. kwargs: for it. torch_load: arguments for `torch.load`.
     hooks: called with the models and the folder; models that a hook takes out of the list are left to it.
     verified: whether the checksums were compared already.
     """
@@ -150,7 +150,7 @@ def load(
     end = time.monotonic() + _PATIENCE
     for attempt in itertools.count(1):
         try:
-            loaded, loads = _read(run, folder, engine, hooks, verified, torch_load or {}, kwargs)
+            loaded, loads = _read(run, folder, strategy, hooks, verified, torch_load or {}, kwargs)
             break
         except _ReplacedMeanwhile as error:
             # By the clock of the first process, so that all go on or none.
@@ -168,7 +168,7 @@ def load(
                 staged.apply_in_place()
             apply_random_states(loaded, run)
         except Exception as error:
-            if engine.can_roll_back:
+            if strategy.can_roll_back:
                 raise
             raise CheckpointError(
                 f"{folder} was loaded in part before it failed ({in_words(error)}), and this engine cannot undo that: "
@@ -186,7 +186,7 @@ def load(
 def _read(
     run: Run,
     folder: Path,
-    engine: StateIO,
+    strategy: StateIO,
     hooks: list[Callable[[list[Any], str], Any]],
     verified: bool,
     torch_load: dict[str, Any],
@@ -225,7 +225,7 @@ def _read(
     run = replace(run, saved_ranks=_saved_ranks(reader, manifest))
     if hooked:
         # Optimizers are left to no hook: where they do not fit, none is called, which might change a model.
-        together(lambda: loads.append(engine.load(run, reader, torch_load=torch_load, **kwargs)))
+        together(lambda: loads.append(strategy.load(run, reader, torch_load=torch_load, **kwargs)))
 
     def read_models() -> None:
         models = list(run.models)
@@ -233,7 +233,7 @@ def _read(
             hook(models, str(folder))
         optimizers = [] if hooked else run.optimizers
         own = replace(run, models_to_load=models, optimizers=optimizers, optimizers_after_models=run.optimizers)
-        loads.insert(0, engine.load(own, reader, torch_load=torch_load, **kwargs))
+        loads.insert(0, strategy.load(own, reader, torch_load=torch_load, **kwargs))
         if manifest is not None:  # what was read in another way, or by nobody
             manifest.check(folder, reader.unchecked)
 

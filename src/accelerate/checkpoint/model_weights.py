@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.layout import Manifest
 from accelerate.constants import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -22,9 +22,9 @@ from accelerate.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accelerate.errors import CheckpointError, Unfit
+from accelerate.errors import Unfit
 from accelerate.io import blocks, disk
-from accelerate.io.blocks import Entry
+from accelerate.io.blocks import FileEntry
 from accelerate.io.objects import address_of, each_once, view_of
 from accelerate.io.safetensors_format import write_safetensors
 from accelerate.io.torch_format import write_torch
@@ -99,7 +99,7 @@ def save_weights(
         names = [SAFE_WEIGHTS_NAME if safe else WEIGHTS_NAME]
     else:
         names = [pattern.format(suffix=f"-{i + 1:05d}-of-{len(shards):05d}") for i in range(len(shards))]
-    entries: dict[str, Entry] = {}
+    entries: dict[str, FileEntry] = {}
     index = [SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME] * (len(shards) > 1)
     with ExitStack() as stack:
         # In this order, since a stack ends with what it began with: the index gets its name last.
@@ -120,7 +120,7 @@ def _parts(weights: dict[str, Any], max_shard_size: int | str, safe: bool) -> li
     return split(each_once(weights) if safe else weights, convert_file_size_to_int(max_shard_size), alone=safe)
 
 
-def _write_index(path: Path, names: list[str], shards: list[dict[str, Any]]) -> Entry:
+def _write_index(path: Path, names: list[str], shards: list[dict[str, Any]]) -> FileEntry:
     stored = {view_of(v) or name: v for shard in shards for name, v in shard.items() if isinstance(v, torch.Tensor)}
     content = {
         "metadata": {"total_size": sum(value.numel() * value.element_size() for value in stored.values())},
@@ -138,7 +138,7 @@ def _remove_stale(folder: Path, written: set[str], pattern: str) -> None:
             disk.remove(path)
 
 
-def tell_manifest(folder: Path, entries: dict[str, Entry]) -> None:
+def tell_manifest(folder: Path, entries: dict[str, FileEntry]) -> None:
     """What is saved into the folder of a checkpoint by itself replaces a file of it, on purpose."""
     manifest = Manifest.read(folder)
     if manifest is None:
@@ -148,36 +148,3 @@ def tell_manifest(folder: Path, entries: dict[str, Entry]) -> None:
     if changed or len(kept) != len(manifest.files):
         with disk.replacing(folder / layout.MANIFEST) as draft:
             replace(manifest, files=kept | changed).write(draft)
-
-
-def with_tied(model: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """Weights under all names that the model has for them, where they were stored under one."""
-    state = model.state_dict()
-    missing = {name: view for name, value in state.items() if name not in weights and (view := view_of(value))}
-    if not missing:
-        return weights
-    homes = {view_of(value): name for name, value in state.items() if name in weights}
-    tied = {name: weights[homes[view]] for name, view in missing.items() if view in homes}
-    return {**weights, **tied}
-
-
-def check_fit(
-    model: torch.nn.Module, own: dict[str, Any], found: dict[str, Any], folder: Path, strict: bool = True
-) -> None:
-    """Raise where the weights in a folder are of another model. own: its state dict, or this rank's part of it.
-
-    strict: whether all names have to be the same; shapes have to be in any case.
-    """
-    missing, extra = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
-    if not strict:
-        missing, extra = [], []
-    shapes = [
-        f"{name} {tuple(found[name].shape)} for {tuple(value.shape)}"
-        for name, value in own.items()
-        if isinstance(value, torch.Tensor) and name in found and found[name].shape != value.shape
-    ]
-    if missing or extra or shapes:
-        raise CheckpointError(
-            f"The weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, "
-            f"unknown {extra[:5]}, other shapes {shapes[:5]}; create the model as it was when the checkpoint was saved."
-        )

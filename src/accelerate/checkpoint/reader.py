@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from accelerate.errors import CheckpointError
-from accelerate.io import blocks, disk, host_memory, torch_format
-from accelerate.io.blocks import Entry
+from accelerate.io import blocks, disk, host_memory
+from accelerate.io.blocks import FileEntry
 from accelerate.io.disk import check_plain
 from accelerate.io.file_range import FileRange
-from accelerate.io.safe_load import explaining, missing, read_torch
+from accelerate.io.safe_load import Opened, explaining, missing, read_torch
 from accelerate.io.safetensors_format import SafetensorsFile
 
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ class CheckpointReader:
     """
 
     folder: Path
-    unchecked: dict[str, Entry] = field(default_factory=dict)
+    unchecked: dict[str, FileEntry] = field(default_factory=dict)
     share: tuple[int, int] = (0, 1)
     names: frozenset[str] | None = None
     # Tensors of the run, by the address of their memory, with what they take and the file that it is in.
@@ -93,7 +93,7 @@ class CheckpointReader:
         if not zipfile.is_zipfile(path):
             return read_torch(path)  # as torch did before 1.6; it is compared later on
         with explaining(path):
-            opened = torch_format.Opened(path)
+            opened = Opened(path)
         mapped = self._mapped(path)
         places = dict(opened.places)
         found = _users(opened.content, places)

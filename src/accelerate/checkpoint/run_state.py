@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import pickle
+import random
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from accelerate.checkpoint import layout, random_states
-from accelerate.checkpoint.parts import File
+from accelerate.checkpoint import layout
+from accelerate.checkpoint.parts import File, snapshot_object
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.rollback import snapshot_object
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
 from accelerate.io.safe_load import read_torch
@@ -116,7 +117,7 @@ def own_parts(run: Run, step: int = 0) -> Iterator[File]:
     """
     together = run.progress is not None and _is_known_to_1_x(run.progress)
     progress = {_PROGRESS: run.progress} if together else {}
-    yield File(layout.random_states(run.rank), {"step": step, **random_states.capture(run.device), **progress})
+    yield File(layout.random_states(run.rank), {"step": step, **capture_random_states(run.device), **progress})
     if run.progress is not None and not together:
         yield File(layout.progress(run.rank), run.progress)
 
@@ -176,7 +177,7 @@ def read(run: Run, reader: CheckpointReader, **kwargs: Any) -> Loaded:
 
 def _random_states(states: Any, path: Path) -> Any:
     try:
-        random_states.check(states or {})
+        check_random_states(states or {})
     except Exception as error:
         raise CheckpointError(
             f"{path} holds no random states ({type(error).__name__}: {error}): load another checkpoint."
@@ -216,6 +217,63 @@ def apply_random_states(loaded: Loaded, run: Run) -> None:
     """To come last, so that nothing is drawn from them meanwhile."""
     if loaded.random_states is not None:
         if loaded.derived is not None:
-            random_states.derive(loaded.random_states, loaded.derived, run.rank, run.device)
+            derive_random_states(loaded.random_states, loaded.derived, run.rank, run.device)
         else:
-            random_states.restore(loaded.random_states, run.device)
+            restore_random_states(loaded.random_states, run.device)
+
+
+_PYTHON, _NUMPY, _TORCH = "random_state", "numpy_random_seed", "torch_manual_seed"
+
+
+def capture_random_states(device: Device | None = None) -> dict[str, Any]:
+    """The states of python, numpy, torch and, where it has its own, the device."""
+    states: dict[str, Any] = {
+        _PYTHON: random.getstate(),
+        _NUMPY: np.random.get_state(),
+        _TORCH: torch.get_rng_state(),
+    }
+    if device is not None and device.name != "cpu":
+        states[device.rng_key] = device.stored_rng()
+    return states
+
+
+def check_random_states(states: dict[str, Any]) -> None:
+    """Raise for states that cannot be restored, and change nothing. Those of the device are not tried."""
+    _restore_into(states, random.Random(), np.random.RandomState(), torch.Generator())
+
+
+def _restore_into(states: dict[str, Any], python: Any, numpy: Any, generator: torch.Generator) -> None:
+    if _PYTHON in states:
+        version, internal, gauss = states[_PYTHON]
+        python.setstate((version, tuple(internal), gauss))
+    if _NUMPY in states:
+        numpy.set_state(states[_NUMPY])
+    if _TORCH in states:
+        generator.set_state(states[_TORCH].cpu())
+
+
+def restore_random_states(states: dict[str, Any], device: Device | None = None) -> None:
+    _restore_into(states, random, np.random, torch.default_generator)
+    if device is not None and device.rng_key in states:
+        device.restore_rng(states[device.rng_key])
+
+
+def derive_random_states(states: dict[str, Any], last: dict[str, Any], rank: int, device: Device | None = None) -> None:
+    """Random states for a rank that has none of its own: they follow from those of rank 0, and differ by rank.
+
+    last: those of the last rank that has some. If python's or numpy's are the same there, they are on all ranks, as
+    `set_seed` leaves them, and become so on this one: samplers may shuffle with them, and all must give one order.
+    """
+    first = int(states[_TORCH].cpu().to(torch.int64).mul(torch.arange(1, states[_TORCH].numel() + 1)).sum())
+    seed = int(np.random.SeedSequence([abs(first), rank]).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if device is not None:
+        device.seed(seed)
+    shared = {
+        name: states[name]
+        for name in (_PYTHON, _NUMPY)
+        if name in states and pickle.dumps(states[name]) == pickle.dumps(last.get(name))
+    }
+    _restore_into(shared, random, np.random, torch.default_generator)

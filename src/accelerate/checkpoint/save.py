@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import commit, layout
-from accelerate.checkpoint.agreement import one_at_a_time, settle, settle_alone, together
-from accelerate.checkpoint.background import Background, Gather
-from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint.agreement import Background, Gather, one_at_a_time, settle, settle_alone, together
+from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.parts import Part, StateIO, snapshot, write_parts
 from accelerate.checkpoint.run_state import Run, own_parts, shared_parts
 from accelerate.comm import current
 from accelerate.io import blocks, disk
-from accelerate.io.blocks import Entry
+from accelerate.io.blocks import FileEntry
 
 Hook = Callable[[list[Any], list[dict[str, Any]], str], Any]
 
@@ -27,12 +26,12 @@ Hook = Callable[[list[Any], list[dict[str, Any]], str], Any]
 def save(
     run: Run,
     target: Path,
-    engine: StateIO,
+    strategy: StateIO,
     weights: list[dict[str, Any]],
     *,
     hooks: Iterable[Hook] = (),
     safe: bool = True,
-    strategy: str = "NO",
+    distributed_type: str = "NO",
     everywhere: bool = False,
     keep: int | None = None,
     background: Background | None = None,
@@ -40,7 +39,7 @@ def save(
 ) -> None:
     """Write a checkpoint to `target`. Raises alike on every process, and leaves what was there as it was, if any fails.
 
-    engine: writes models and optimizers. kwargs: for it.
+    strategy: writes models and optimizers. kwargs: for it. distributed_type: its name in the manifest.
     hooks: called with the models, their weights, and the folder that becomes the checkpoint.
     everywhere: whether each machine writes all files.
     keep: delete older automatically named checkpoints afterwards, down to this number.
@@ -61,8 +60,8 @@ def save(
             for hook in hooks:
                 hook(list(run.models), weights, str(staging))
             main = run.rank == 0 or (leads and everywhere)
-            # The engine first: what all processes write together must not wait for one that has failed before.
-            parts.append(engine.save(run, weights, safe=safe, main=main, **kwargs))
+            # The strategy first: what all processes write together must not wait for one that has failed before.
+            parts.append(strategy.save(run, weights, safe=safe, main=main, **kwargs))
             parts.extend([shared_parts(run, main), own_parts(run, (run.progress or {}).get("step", 0))])
             if background is not None:
                 parts[:] = [snapshot(chain(*parts), background.memory)]
@@ -79,16 +78,16 @@ def save(
 
     def finish(gather: Gather | None = None, group: Any = None) -> None:
         try:
-            own: dict[str, Entry] = {}
+            own: dict[str, FileEntry] = {}
 
-            def write() -> dict[str, Entry]:
+            def write() -> dict[str, FileEntry]:
                 own.update(write_parts(chain(*parts), staging, group))
                 # Only who leads needs them, and its own are the longest: a checksum for each block of a whole model,
                 # which all would get, and as much again for each of the others.
                 return {} if leads else own
 
             known = {name: entry for others in together(write, gather) for name, entry in others.items()} | own
-            manifest = Manifest({}, run.ranks, strategy, number, saved)
+            manifest = Manifest({}, run.ranks, distributed_type, number, saved)
             together(
                 lambda: _publish(staging, target, manifest, known),
                 gather,
@@ -106,7 +105,7 @@ def save(
         background.start(finish)
 
 
-def _publish(staging: Path, target: Path, manifest: Manifest, known: dict[str, Entry]) -> None:
+def _publish(staging: Path, target: Path, manifest: Manifest, known: dict[str, FileEntry]) -> None:
     commit.publish(staging, target, replace(manifest, files=_all_files(staging, known)))
 
 
@@ -142,9 +141,9 @@ def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str, float
     return staging, leads, answer[1], answer[2]
 
 
-def _all_files(folder: Path, known: dict[str, Entry]) -> dict[str, Entry]:
+def _all_files(folder: Path, known: dict[str, FileEntry]) -> dict[str, FileEntry]:
     """Every file of the staging folder: those of hooks are summed up, and put on the disk for good, here."""
-    found: dict[str, Entry] = {}
+    found: dict[str, FileEntry] = {}
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):
             name = path.relative_to(folder).as_posix()

@@ -28,7 +28,7 @@ from accelerate.comm.tree import recursively_apply
 from accelerate.constants import FSDP_MODEL_NAME
 from accelerate.errors import CheckpointError, WrongFolder
 from accelerate.io import disk
-from accelerate.io.blocks import Entry, flat, summed_up
+from accelerate.io.blocks import FileEntry, flat, summed_up
 from accelerate.io.disk import open_plain
 from accelerate.io.host_memory import HostMemory
 from accelerate.io.safe_load import explaining, load
@@ -55,7 +55,7 @@ class Shards:
         # Tensors in pieces have to stay such, so the memory of files is of no use here.
         return Shards(self.name, self.key, recursively_apply(_on_host, self.content))
 
-    def write(self, folder: Path, group: Any = None) -> dict[str, Entry]:
+    def write(self, folder: Path, group: Any = None) -> dict[str, FileEntry]:
         path = folder / self.name
         writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True)
         with warnings.catch_warnings():

@@ -11,7 +11,7 @@ from accelerate.errors import CommandFailed
 from accelerate.text import convert_bytes, did_you_mean
 
 if TYPE_CHECKING:
-    from accelerate.runs.read import Project, Run
+    from accelerate.runs.read import Project, RecordedRun
 
 DESCRIPTION = """Show the runs of a project, which a training with `log_with="local"` writes down: a list with the state
 and the main metric of each; with --run one or several of them, side by side.
@@ -65,7 +65,7 @@ def runs_command(args: argparse.Namespace) -> None:
         _show(project, runs, args)
 
 
-def _chosen(runs: list[Run], numbers: list[int] | None) -> list[Run]:
+def _chosen(runs: list[RecordedRun], numbers: list[int] | None) -> list[RecordedRun]:
     known = [run.number for run in runs]
     for number in numbers or ():
         if number not in known:
@@ -73,7 +73,7 @@ def _chosen(runs: list[Run], numbers: list[int] | None) -> list[Run]:
     return [run for run in runs if numbers is None or run.number in numbers]
 
 
-def _show(project: Project, runs: list[Run], args: argparse.Namespace) -> None:
+def _show(project: Project, runs: list[RecordedRun], args: argparse.Namespace) -> None:
     from rich.console import Console
 
     from accelerate.runs import terminal

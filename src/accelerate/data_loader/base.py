@@ -100,9 +100,17 @@ def _both(own: type, base: type) -> type:
 
 
 class DataLoaderAdapter:
-    """A loader that holds a torch `DataLoader` (or torchdata's stateful one), passes for it, and lends its attributes.
+    """A loader that wraps a torch `DataLoader`, has its attributes, and passes for an instance of its class.
 
-    part: what of an epoch it reads, and the torch loader that does.
+    Args:
+        dataset: the dataset.
+        use_stateful_dataloader: whether to use torchdata's `StatefulDataLoader`.
+        batch_sampler: the batch sampler.
+        skip_batches: how many batches to leave out at the start.
+        **kwargs: as for torch's `DataLoader`.
+
+    Attributes:
+        part: the part of an epoch that is read, with the torch loader that reads it.
     """
 
     part: EpochPart
@@ -191,7 +199,11 @@ class DataLoaderAdapter:
         return get_sampler(self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Replace the sampler of indices."""
+        """Replace the sampler of indices.
+
+        Args:
+            sampler: the new sampler.
+        """
         owner = sampler_owner(self)
         if owner is None:
             raise ValueError("A loader over an iterable dataset has no sampler to replace.")
@@ -213,7 +225,11 @@ class DataLoaderAdapter:
             self.part.torch_loader.next_iter_state = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the position of `state_dict` (stateful loaders only)."""
+        """Continue at a saved position (stateful loaders only).
+
+        Args:
+            state_dict: what `state_dict` returned.
+        """
         self.part.torch_loader.load_state_dict(state_dict)
         self.reused = None  # a stateful loader starts new workers then
         self.dl_state_dict = dict(state_dict)
@@ -290,7 +306,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             self.end()
 
     def start_epoch(self, part: EpochPart) -> None:
-        """An iteration begins: random states follow rank 0, and everything that knows of epochs is told this one."""
+        """Begin an iteration: random states follow rank 0, and samplers and dataset are told the epoch.
+
+        Args:
+            part: the part of the epoch that is going to be read.
+        """
         self._synchronize()
         self.reset()
         self._expect(part.samples_left)
@@ -328,7 +348,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return iteration.epoch, number, None if self.tracked_sampler is None else self.tracked_sampler.of_batch(number)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, here and in whatever sampler or dataset knows of epochs."""
+        """Choose the epoch of the next iteration, here and in every sampler or dataset with a `set_epoch`.
+
+        Args:
+            epoch: the number of the epoch.
+        """
         self.iteration = epoch
         forward_epoch(self.part.torch_loader, epoch)
 
@@ -346,8 +370,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return 1
 
     def without_first(self, count: int) -> Any:
-        """The same loader for the rest of an epoch of which `count` batches are done, in a loaded checkpoint or not."""
-        self.forget_state()  # or else the place that was loaded would be skipped to twice
+        """Make a loader for the rest of this epoch, as `skip_first_batches` does.
+
+        Args:
+            count: how many batches are done, in a loaded checkpoint or not.
+
+        Returns:
+            A loader of the same class, which shares this one's position.
+        """
+        self.forget_state()  # or else the loaded position would be skipped to twice
         rest: Any = object.__new__(type(self))
         rest.__dict__.update(self.__dict__, part=self.position.part_after(count, self))
         rest._rest_of = self if self._rest_of is None else self._rest_of

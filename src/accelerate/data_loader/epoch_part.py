@@ -20,7 +20,7 @@ from accelerate.data_loader.torch_loaders import (
 )
 
 if TYPE_CHECKING:
-    from accelerate.data_loader.resume import Resume
+    from accelerate.data_loader.position import Resume
 
 RngStates = dict[str, Any]  # by the name of the global generator: "python", "numpy", "torch"
 

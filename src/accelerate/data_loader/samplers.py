@@ -105,8 +105,15 @@ class BatchSamplerShard(BatchSampler):
         self._last = -1
 
     def counts(self, number: int) -> tuple[int, int] | None:
-        """How many samples of this process's batch `number` are no repeats, and how many there are; None when none
-        is a repeat, or when the iteration has not got there yet. -1 is the last one of a finished iteration."""
+        """Count the samples of one of this process's batches.
+
+        Args:
+            number: the number of the batch in this iteration. -1 is the last batch of a finished iteration.
+
+        Returns:
+            How many of its samples are not repeats, and how many it has. None if none is a repeat, or if the iteration
+            has not come to that batch yet.
+        """
         return self._counts.get(self._last if number == -1 else number)
 
     @property
@@ -152,7 +159,16 @@ class BatchSamplerShard(BatchSampler):
     def iterate(
         self, batches: Iterator[list[Any]], done: int = 0, first: Sequence[list[Any]] = ()
     ) -> Iterator[list[Any]]:
-        """This process's share of `batches`, which follow those of the first `done` steps. first: those of step 0."""
+        """Shard batches that come from elsewhere.
+
+        Args:
+            batches: batches of indices, over all processes.
+            done: how many steps were taken before the first of them.
+            first: the batches of the first step, which are repeated where the last step is short.
+
+        Returns:
+            This process's share of them.
+        """
         self._begin()
         if self.split_batches:
             return self._iter_pieces(batches, done, list(first[0]) if first else [])

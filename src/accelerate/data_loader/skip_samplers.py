@@ -80,7 +80,11 @@ class SkipBatchSampler(BatchSampler):
         return getattr(self.batch_sampler, name)
 
     def counts(self, number: int) -> tuple[int, int] | None:
-        """As in `BatchSamplerShard`, for the batches that are left."""
+        """Count the samples of one of this process's batches, as `BatchSamplerShard.counts` does.
+
+        Args:
+            number: the number of the batch among those that are left.
+        """
         counts = getattr(self.batch_sampler, "counts", None)
         return None if counts is None else counts(number if number == -1 else number + self.skip_batches)
 

@@ -41,7 +41,7 @@ _looks = attrgetter("is_cpu", "layout", "requires_grad", "is_nested", "is_quanti
 _PLAIN_LOOKS = {(True, torch.strided, False, False, False)}
 
 
-class Lane(staging.Lane, Protocol):
+class StreamLane(staging.Lane, Protocol):
     """The way of batches: the memory they get belongs to it, and is taken and given back in its order."""
 
     device: torch.device
@@ -62,7 +62,7 @@ class Lane(staging.Lane, Protocol):
 class Feeder:
     """A lane and its buffers: `buffers` for what the loop itself copies, whoever holds the `guard`."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: StreamLane) -> None:
         self.lane = lane
         self.buffers: Buffers = Buffers(lane, _AT_ONCE, _AHEAD)
         self.guard: threading.Lock = threading.Lock()

@@ -38,7 +38,7 @@ _NOTES_PER_SECOND = 100
 _PATIENCE = timedelta(seconds=5)
 
 
-class Watch:
+class HangWatch:
     """The watch of this rank."""
 
     def __init__(self, notes: Notes, rank: int, limit: float, abort: bool) -> None:
@@ -227,7 +227,7 @@ def show(notes: list[Note], file: Path | None = None) -> None:
     print(text, file=sys.stderr, flush=True, end="")
 
 
-_watch: Watch | None = None
+_watch: HangWatch | None = None
 
 
 def start(world: World, attempt: str, environ: Any) -> None:
@@ -246,7 +246,7 @@ def start(world: World, attempt: str, environ: Any) -> None:
     notes = Notes(store, attempt, world.size)
     if world.rank == 0:
         notes.announce()
-    _watch = Watch(notes, world.rank, limit, abort)
+    _watch = HangWatch(notes, world.rank, limit, abort)
     _watch.start()
 
 
@@ -257,7 +257,7 @@ def stop() -> None:
         _watch = None
 
 
-def current() -> Watch | None:
+def current() -> HangWatch | None:
     return _watch
 
 

@@ -28,7 +28,7 @@ from accelerate.devices.block_copies import BlockCopies, settle
 from accelerate.devices.staging import Free, Job, Lane, lane_of_caller, run_tasks
 from accelerate.errors import CheckpointError
 from accelerate.io import disk
-from accelerate.io.byte_ranges import Scattered, filled_up, in_steps, overlapping, within
+from accelerate.io.file_range import Scattered, filled_up, in_steps, overlapping, within
 
 
 def combine_by_zlib(first: int, second: int, length: int) -> int:
@@ -54,7 +54,7 @@ WRITERS = min(6, -(-(os.cpu_count() or 1) // FILES))
 READERS = min(8, os.cpu_count() or 1)
 
 
-class Entry(NamedTuple):
+class FileEntry(NamedTuple):
     """What a manifest says of a file: its size, and the checksum of each of its blocks."""
 
     size: int
@@ -115,7 +115,7 @@ def in_bytes(tensor: torch.Tensor) -> bytes:
     return string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
 
 
-def write_file(path: Path, pieces: Sequence[Piece | Late]) -> Entry:
+def write_file(path: Path, pieces: Sequence[Piece | Late]) -> FileEntry:
     """Write pieces one after the other to a new file, flushed to the disk; returns its size and checksums."""
     ends = list(accumulate(len(piece) for piece in pieces))
     size = ends[-1] if ends else 0
@@ -156,7 +156,7 @@ def write_file(path: Path, pieces: Sequence[Piece | Late]) -> Entry:
             disk.sync(descriptor)
     finally:
         os.close(descriptor)
-    return Entry(size, [_combined(sums) for sums in blocks])
+    return FileEntry(size, [_combined(sums) for sums in blocks])
 
 
 @dataclass
@@ -187,7 +187,7 @@ def _by_piece(count: int, blocks: Iterable[list[_Sum]]) -> list[list[_Sum]]:
 def read_file(
     path: Path,
     places: Sequence[tuple[int, torch.Tensor]] = (),
-    entry: Entry | None = None,
+    entry: FileEntry | None = None,
     share: tuple[int, int] = (0, 1),
     content: torch.Tensor | None = None,
 ) -> None:
@@ -233,7 +233,7 @@ class _Reading:
         descriptor: int,
         size: int,
         places: Sequence[tuple[int, torch.Tensor]],
-        entry: Entry | None,
+        entry: FileEntry | None,
         share: tuple[int, int],
         content: torch.Tensor,
     ) -> None:
@@ -296,7 +296,7 @@ def mapped(path: Path) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
-def summed_up(path: Path) -> Entry:
+def summed_up(path: Path) -> FileEntry:
     """The entry of a file that is there already."""
     size = path.stat().st_size
     descriptor = os.open(path, os.O_RDONLY)
@@ -308,7 +308,7 @@ def summed_up(path: Path) -> Entry:
         return _read_into(descriptor, in_steps(content, STEP), start, path, True)
 
     try:
-        return Entry(size, _each_block(size, move, READERS))
+        return FileEntry(size, _each_block(size, move, READERS))
     finally:
         os.close(descriptor)
 

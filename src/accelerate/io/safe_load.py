@@ -16,6 +16,7 @@ import os
 import pathlib
 import pickletools
 import re
+import sys
 import threading
 import zipfile
 from _compat_pickle import IMPORT_MAPPING as PYTHON_3_NAMES
@@ -208,6 +209,85 @@ def read_torch(path: Path, map_location: Any = "cpu", **kwargs: Any) -> Any:
     with explaining(path):
         disk.check_plain(path)
         return load(path, map_location=map_location, **kwargs)
+
+
+_LARGE = 1 << 20  # of a tensor whose content is read later, straight to where it goes
+# How the names of members begin that hold many small tensors (see `torch_format`).
+TOGETHER = "small"
+
+
+class Opened:
+    """A file of `torch.save` whose large tensors have memory but no contents yet.
+
+    content: what is in it. places: by the address of each such memory, where in the file its contents are, and itself.
+    together: the addresses of memory that tensors share only in the file (see `torch_format`).
+    """
+
+    def __init__(self, path: Path) -> None:
+        with open(path, "rb") as file:
+            self._file = file
+            self.places: dict[int, tuple[int, torch.Tensor]] = {}
+            self.together: set[int] = set()
+            self._records, self._together = _records(path)
+            self._next = self._header = -1
+            # Its memory is written to later on, so it stays, also where the file itself has dropped a tensor.
+            self._storages: list[Any] = []
+            where = self._kept if self._records else "cpu"
+            self.content = load(self, map_location=where)  # type: ignore[arg-type]
+        del self._file
+
+    def _kept(self, storage: Any, location: str) -> Any:
+        self._storages.append(storage)
+        return storage
+
+    # What torch asks of a file.
+
+    def read(self, size: int = -1) -> bytes:
+        return self._file.read(size)
+
+    def readline(self) -> bytes:
+        return self._file.readline()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        at = self._file.tell()
+        size, self._next = self._next, self._records.get(at, -1)
+        header, self._header = self._header, at
+        # torch reads the header of a member, and then all of it into the memory of a tensor.
+        if len(buffer) == size and self._next < 0:
+            memory = torch.frombuffer(buffer, dtype=torch.uint8)
+            if header in self._together:
+                self.together.add(memory.data_ptr())
+            self.places[memory.data_ptr()] = (at, memory)
+            self._file.seek(size, os.SEEK_CUR)
+            return size
+        return self._file.readinto(buffer)
+
+
+def _records(path: Path) -> tuple[dict[int, int], set[int]]:
+    """Where in a file are the headers of members to note, with their sizes; and which are of tensors put together.
+
+    Those are noted that are large, or of tensors put together; none where torch looks at contents.
+    """
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        pickled = next((member for member in members if member.filename.endswith("/data.pkl")), None)
+        # Sparse tensors are looked at by torch when they are made, and others are made for a device that it asks for.
+        if pickled is None or re.search(b"sparse|_rebuild_(wrapper|device)", archive.read(pickled)):
+            return {}, set()
+        # What a machine with another order of bytes has written is turned round when it is read.
+        order = next((member for member in members if member.filename.endswith("/byteorder")), None)
+        if order is not None and archive.read(order) != sys.byteorder.encode():
+            return {}, set()
+        stored = [m for m in members if "/data/" in m.filename and m.compress_type == zipfile.ZIP_STORED]
+        together = {member.header_offset for member in stored if f"/data/{TOGETHER}" in member.filename}
+        noted = [member for member in stored if member.file_size >= _LARGE or member.header_offset in together]
+        return {member.header_offset: member.file_size for member in noted}, together
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from accelerate.errors import CheckpointError
 from accelerate.io import blocks
-from accelerate.io.blocks import Entry
+from accelerate.io.blocks import FileEntry
 from accelerate.io.disk import open_plain, parsed
 from accelerate.io.file_range import FileRange, KeptFile
 from accelerate.io.safe_load import explaining
@@ -45,7 +45,7 @@ _DTYPES = {
 }
 
 
-def write_safetensors(tensors: dict[str, Any], path: Path) -> Entry:
+def write_safetensors(tensors: dict[str, Any], path: Path) -> FileEntry:
     order, header = header_of(tensors)
     return blocks.write_file(path, blocks.joined([header, *[tensors[name] for name in order]]))
 

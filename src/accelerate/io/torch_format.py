@@ -1,41 +1,55 @@
-"""Files of `torch.save`, written from wherever the tensors are and read to wherever they go, without a copy between.
+"""Files of `torch.save`, written from wherever the tensors are, without a copy between. `safe_load` reads them.
 
-torch keeps a pickle and the memory of each tensor as uncompressed members of a zip archive. `archive_of` plans such an
-archive. `Opened` has torch read the pickle (with `weights_only`) and only notes where the memory of large tensors is.
+torch keeps a pickle and the memory of each tensor as uncompressed members of a zip archive; `archive_of` plans such an
+archive. With thousands of small tensors that takes long: each is a member of its own, and some forty instructions of
+the pickle. Those of an optimizer are put together instead: each is a part of one member for its dtype, and nine
+instructions, which any `torch.load` reads. Whoever loads them gives each a memory of its own again (see
+`CheckpointReader.content`). Only plain values, and tensors that share nothing, are written in this way.
 """
 
 from __future__ import annotations
 
 import io
-import os
 import pickle
-import re
 import struct
 import sys
-import zipfile
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import string_at
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from accelerate.errors import CheckpointError
-from accelerate.io.blocks import SMALL, Entry, Late, Piece, crc32, in_bytes, write_file
-from accelerate.io.safe_load import first_line, load, named_in, reading
-from accelerate.io.small_tensors import NAME as TOGETHER
-from accelerate.io.small_tensors import Members
-from accelerate.io.small_tensors import pickled as _together
-from accelerate.torch_internals.serialization import storage_parts, try_weights_only
+from accelerate.io.blocks import SMALL, FileEntry, Late, Piece, crc32, in_bytes, write_file
+from accelerate.io.safe_load import TOGETHER, first_line, named_in, reading
+from accelerate.torch_internals.serialization import REBUILD_TENSOR, storage_parts, try_weights_only
 
 _ALIGNMENT = 64
-_LARGE = 1 << 20
 _NO_32_BITS = 0xFFFFFFFF
+_LARGEST = 1 << 12  # of a tensor that is put together with others
+_FEWEST = 256  # below that it makes no difference
+
+_STORAGES = {
+    torch.float64: "DoubleStorage",
+    torch.float32: "FloatStorage",
+    torch.float16: "HalfStorage",
+    torch.bfloat16: "BFloat16Storage",
+    torch.int64: "LongStorage",
+    torch.int32: "IntStorage",
+    torch.int16: "ShortStorage",
+    torch.int8: "CharStorage",
+    torch.uint8: "ByteStorage",
+    torch.bool: "BoolStorage",
+}
+
+Members = dict[str, bytes | torch.UntypedStorage]
 
 
-def write_torch(content: Any, path: Path, *, together: bool = False) -> Entry:
-    """Write what `torch.load` reads. together: small tensors may become parts of one memory (see `small_tensors`)."""
+def write_torch(content: Any, path: Path, *, together: bool = False) -> FileEntry:
+    """Write what `torch.load` reads. together: small tensors may become parts of one memory (see above)."""
     with naming(path.name):
         archive = archive_of(content, together)
     return archive.write(path)
@@ -147,7 +161,7 @@ class Archive:
         length = len(self._directory([0] * len(self._pieces)))
         return [*self._pieces, Late(length, self._directory)]
 
-    def write(self, path: Path) -> Entry:
+    def write(self, path: Path) -> FileEntry:
         return write_file(path, self.pieces())
 
     def add(self, name: str, content: Piece) -> None:
@@ -203,75 +217,182 @@ class Archive:
         return directory + b"PK\x05\x06" + struct.pack("<HHHHLLH", 0, 0, count, count, length, start, 0)
 
 
-class Opened:
-    """A file of `torch.save` whose large tensors have memory but no contents yet.
-
-    content: what is in it. places: by the address of each such memory, where in the file its contents are, and itself.
-    together: the addresses of memory that tensors share only in the file (see `small_tensors`).
-    """
-
-    def __init__(self, path: Path) -> None:
-        with open(path, "rb") as file:
-            self._file = file
-            self.places: dict[int, tuple[int, torch.Tensor]] = {}
-            self.together: set[int] = set()
-            self._records, self._together = _records(path)
-            self._next = self._header = -1
-            # Its memory is written to later on, so it stays, also where the file itself has dropped a tensor.
-            self._storages: list[Any] = []
-            where = self._kept if self._records else "cpu"
-            self.content = load(self, map_location=where)  # type: ignore[arg-type]
-        del self._file
-
-    def _kept(self, storage: Any, location: str) -> Any:
-        self._storages.append(storage)
-        return storage
-
-    # What torch asks of a file.
-
-    def read(self, size: int = -1) -> bytes:
-        return self._file.read(size)
-
-    def readline(self) -> bytes:
-        return self._file.readline()
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def readinto(self, buffer: Any) -> int:
-        at = self._file.tell()
-        size, self._next = self._next, self._records.get(at, -1)
-        header, self._header = self._header, at
-        # torch reads the header of a member, and then all of it into the memory of a tensor.
-        if len(buffer) == size and self._next < 0:
-            memory = torch.frombuffer(buffer, dtype=torch.uint8)
-            if header in self._together:
-                self.together.add(memory.data_ptr())
-            self.places[memory.data_ptr()] = (at, memory)
-            self._file.seek(size, os.SEEK_CUR)
-            return size
-        return self._file.readinto(buffer)
+def _together(content: Any) -> tuple[bytes, Members] | None:
+    """The pickle of `content`, and what it refers to by name; None where it is better written as torch does."""
+    writer = _Writer()
+    try:
+        writer.put(content, True)
+    except (_Unusual, RecursionError):
+        return None
+    return writer.finished() if writer.small >= _FEWEST else None
 
 
-def _records(path: Path) -> tuple[dict[int, int], set[int]]:
-    """Where in a file are the headers of members to note, with their sizes; and which are of tensors put together.
+class _Unusual(Exception):
+    """Something that is left to torch's own way."""
 
-    Those are noted that are large, or of tensors put together; none where torch looks at contents.
-    """
-    with zipfile.ZipFile(path) as archive:
-        members = archive.infolist()
-        pickled = next((member for member in members if member.filename.endswith("/data.pkl")), None)
-        # Sparse tensors are looked at by torch when they are made, and others are made for a device that it asks for.
-        if pickled is None or re.search(b"sparse|_rebuild_(wrapper|device)", archive.read(pickled)):
-            return {}, set()
-        # What a machine with another order of bytes has written is turned round when it is read.
-        order = next((member for member in members if member.filename.endswith("/byteorder")), None)
-        if order is not None and archive.read(order) != sys.byteorder.encode():
-            return {}, set()
-        stored = [m for m in members if "/data/" in m.filename and m.compress_type == zipfile.ZIP_STORED]
-        together = {member.header_offset for member in stored if f"/data/{TOGETHER}" in member.filename}
-        noted = [member for member in stored if member.file_size >= _LARGE or member.header_offset in together]
-        return {member.header_offset: member.file_size for member in noted}, together
+
+class _Pool:
+    """The bytes of the small tensors of a dtype. place: where the pickle says how many there are."""
+
+    def __init__(self, key: str, place: int) -> None:
+        self.key, self.place = key, place
+        self.content = bytearray()
+
+    def add(self, content: bytes) -> int:
+        """Returns where it begins."""
+        start = len(self.content)
+        self.content += content
+        self.content += bytes(-len(content) % _ALIGNMENT)
+        return start
+
+
+class _Writer:
+    """Writes a pickle of protocol 2."""
+
+    def __init__(self) -> None:
+        self.small = 0
+        self._out: list[bytes] = [b"\x80\x02"]
+        self._known: dict[Any, bytes] = {}  # how to get again what was written before
+        self._containers: set[int] = set()
+        self._addresses: set[int] = set()
+        self._members: Members = {}
+        self._memories: dict[torch.dtype, _Pool] = {}
+        # What is before and after the offset of a small tensor, by what it looks like.
+        self._frames: dict[Any, tuple[_Pool, int, bytes, bytes]] = {}
+        self._ways: dict[type, Callable[[Any, bool], None]] = {
+            type(None): lambda value, loose: self._out.append(b"N"),
+            bool: lambda value, loose: self._out.append(b"\x88" if value else b"\x89"),
+            int: lambda value, loose: self._out.append(_integer(value)),
+            float: lambda value, loose: self._out.append(b"G" + struct.pack(">d", value)),
+            str: self._text,
+            tuple: self._tuple,
+            list: self._list,
+            dict: self._dict,
+            torch.Tensor: self._tensor,
+        }
+
+    def put(self, value: Any, loose: bool) -> None:
+        """loose: whether another value can be put in its place when it is loaded."""
+        way = self._ways.get(type(value))
+        if way is None:
+            raise _Unusual
+        way(value, loose)
+
+    def finished(self) -> tuple[bytes, Members]:
+        for dtype, memory in self._memories.items():
+            self._out[memory.place] = _storage(dtype, memory.key, len(memory.content))
+            self._members[memory.key] = bytes(memory.content)
+        return b"".join(self._out) + b".", self._members
+
+    def _once(self, mark: int, seen: set[int]) -> None:
+        """What comes twice has to stay one thing, which is left to torch."""
+        if mark in seen:
+            raise _Unusual
+        seen.add(mark)
+
+    def _again(self, mark: Any, write: Callable[[Any], None]) -> None:
+        known = self._known.get(mark)
+        if known is not None:
+            self._out.append(known)
+            return
+        write(mark)
+        number = len(self._known)
+        self._known[mark] = b"h" + bytes((number,)) if number < 256 else b"j" + struct.pack("<I", number)
+        self._out.append(b"r" + struct.pack("<I", number))
+
+    def _text(self, value: str, loose: bool) -> None:
+        self._again(value, self._new_text)
+
+    def _new_text(self, value: str) -> None:
+        self._out.append(_text(value))
+
+    def _tuple(self, value: tuple[Any, ...], loose: bool) -> None:
+        self._out.append(b"(")
+        for item in value:
+            self.put(item, False)
+        self._out.append(b"t")
+
+    def _list(self, value: list[Any], loose: bool) -> None:
+        self._once(id(value), self._containers)
+        self._out.append(b"](")
+        for item in value:
+            self.put(item, True)
+        self._out.append(b"e")
+
+    def _dict(self, value: dict[Any, Any], loose: bool) -> None:
+        self._once(id(value), self._containers)
+        self._out.append(b"}(")
+        for key, item in value.items():
+            self.put(key, False)
+            self.put(item, True)
+        self._out.append(b"u")
+
+    def _tensor(self, value: torch.Tensor, loose: bool) -> None:
+        plain = value.dtype in _STORAGES and value.layout is torch.strided and value.is_cpu
+        if not plain or value.requires_grad or value.is_neg() or value.__dict__:
+            raise _Unusual
+        storage = value.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        self._once(address, self._addresses)
+        if loose and 0 < size <= _LARGEST and size == value.nbytes and address == value.data_ptr():
+            self._add_small(value, string_at(address, size))
+            return
+        key = str(len(self._members))
+        self._members[key] = storage
+        self._begin_tensor()
+        self._out.append(_storage(value.dtype, key, size) + _integer(int(value.storage_offset())))
+        self._end_tensor(value)
+
+    def _add_small(self, value: torch.Tensor, content: bytes) -> None:
+        self.small += 1
+        look = (value.dtype, value.shape, value.stride())
+        frame = self._frames.get(look)
+        if frame is not None:
+            memory, width, before, after = frame
+            self._out.append(before + _integer(memory.add(content) // width) + after)
+            return
+        self._begin_tensor()
+        self._again(value.dtype, self._begin_memory)
+        memory = self._memories[value.dtype]
+        self._out.append(_integer(memory.add(content) // value.itemsize))
+        self._end_tensor(value)
+        rebuild, where, shape, stride = (self._known[mark] for mark in (REBUILD_TENSOR, *look))
+        self._frames[look] = (memory, value.itemsize, rebuild + b"(" + where, shape + stride + b"tR")
+
+    def _begin_memory(self, dtype: torch.dtype) -> None:
+        self._memories[dtype] = _Pool(f"{TOGETHER}{len(self._memories)}", len(self._out))
+        self._out.append(b"")
+
+    def _begin_tensor(self) -> None:
+        self._again(REBUILD_TENSOR, self._out.append)
+        self._out.append(b"(")
+
+    def _end_tensor(self, value: torch.Tensor) -> None:
+        for numbers in (value.shape, value.stride()):
+            self._again(numbers, self._numbers)
+        self._out.append(b"tR")
+
+    def _numbers(self, value: tuple[int, ...]) -> None:
+        self._out.append(b"(" + b"".join(map(_integer, value)) + b"t")
+
+
+def _integer(value: int) -> bytes:
+    if 0 <= value < 256:
+        return b"K" + bytes((value,))
+    if -(1 << 31) <= value < 1 << 31:
+        return b"J" + struct.pack("<i", value)
+    length = value.bit_length() // 8 + 1
+    if length > 255:
+        raise _Unusual
+    return b"\x8a" + bytes((length,)) + value.to_bytes(length, "little", signed=True)
+
+
+def _text(value: str) -> bytes:
+    content = value.encode("utf-8", "surrogatepass")
+    return b"X" + struct.pack("<I", len(content)) + content
+
+
+def _storage(dtype: torch.dtype, key: str, size: int) -> bytes:
+    """A memory that is a member of the archive. For the CPU, wherever it is: so it can be loaded anywhere."""
+    kind = b"ctorch\n" + _STORAGES[dtype].encode() + b"\n"
+    return b"(" + _text("storage") + kind + _text(key) + _text("cpu") + _integer(size // dtype.itemsize) + b"tQ"

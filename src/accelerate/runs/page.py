@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from accelerate.runs.curves import Curves, bucketed
-from accelerate.runs.read import Event, Project, Run, flat
+from accelerate.runs.read import Event, Project, RecordedRun, flat
 
 # The files of the page, and what each is.
 FILES = {
@@ -92,7 +92,7 @@ def _times(rows: list[tuple[float, int, int, float, float]]) -> list[tuple[float
     return [(step, moment, median * 1000) for moment, step, _, median, _ in rows]
 
 
-def _as_json(run: Run) -> dict[str, Any]:
+def _as_json(run: RecordedRun) -> dict[str, Any]:
     return {
         "number": run.number,
         "name": run.name,

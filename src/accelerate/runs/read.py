@@ -62,7 +62,7 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class Run:
+class RecordedRun:
     """A run as it is in the file. resumed: the number of the run whose checkpoint it has loaded."""
 
     number: int
@@ -145,7 +145,7 @@ class Project:
         self.path = path
         self._summaries: dict[int, Summary] = {}
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[RecordedRun]:
         """All runs, the oldest first."""
         with store.reading(self.path) as connection:
             here = store.process_space()
@@ -162,7 +162,7 @@ class Project:
                 summaries.setdefault(run, []).append(self._summary(connection, Summary(*row)))
         resumed = _resumed(events)
         return [
-            Run(
+            RecordedRun(
                 run,
                 name,
                 created,
@@ -296,7 +296,7 @@ def flat(config: dict[str, Any], before: str = "") -> dict[str, str]:
     return found
 
 
-def differences(runs: list[Run]) -> tuple[dict[str, list[str | None]], dict[str, str]]:
+def differences(runs: list[RecordedRun]) -> tuple[dict[str, list[str | None]], dict[str, str]]:
     """The settings that differ, for each run (None where it has none), and those that all have in common."""
     configs = [flat(run.config) for run in runs]
     names = dict.fromkeys(name for config in configs for name in config)

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from accelerate.runs.curves import Curves, bucketed
-from accelerate.runs.read import Project, Run, Summary, differences, direction
+from accelerate.runs.read import Project, RecordedRun, Summary, differences, direction
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -52,7 +52,7 @@ def shown(text: str) -> Text:
     return Text("".join(letter if letter.isprintable() else "\ufffd" for letter in text))
 
 
-def list_of(project: Project, runs: list[Run], metric: str | None, width: int) -> Table:
+def list_of(project: Project, runs: list[RecordedRun], metric: str | None, width: int) -> Table:
     """A line for each run, with one of its metrics. width: of the terminal, in which less is shown if it is narrow."""
     wide = width >= _WIDE
     columns = ("run", "name", "state", "started", "duration", "last step", "metric", "curve", "best", "last")
@@ -77,7 +77,7 @@ def list_of(project: Project, runs: list[Run], metric: str | None, width: int) -
     return table
 
 
-def reasons(runs: list[Run]) -> list[Text]:
+def reasons(runs: list[RecordedRun]) -> list[Text]:
     """One line for each run with which something is wrong."""
     lines = []
     for run in runs:
@@ -88,7 +88,7 @@ def reasons(runs: list[Run]) -> list[Text]:
     return lines
 
 
-def comparison(project: Project, runs: list[Run]) -> list[Table | Text]:
+def comparison(project: Project, runs: list[RecordedRun]) -> list[Table | Text]:
     """The metrics of some runs side by side, and the settings that differ; of one run, all it has."""
     curves = Curves(project)
     names = dict.fromkeys(each.name for run in runs for each in run.metrics)

@@ -23,7 +23,7 @@ from accelerate.checkpoint.parts import FileInFolder, Part
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.errors import CheckpointError
 from accelerate.io import blocks
-from accelerate.io.blocks import Entry
+from accelerate.io.blocks import FileEntry
 from accelerate.io.host_memory import HostMemory
 from accelerate.io.safe_load import read_torch
 from accelerate.strategies import deepspeed_disk
@@ -89,7 +89,7 @@ class _Left:
     def copied(self, memory: HostMemory) -> _Left:
         return self
 
-    def write(self, folder: Path, group: Any) -> dict[str, Entry]:
+    def write(self, folder: Path, group: Any) -> dict[str, FileEntry]:
         source, path = Path(self.folder.name, self.name), folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
         entry = blocks.write_file(path, [blocks.mapped(source)])

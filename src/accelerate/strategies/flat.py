@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 
-from accelerate.torch_internals.fsdp1 import FlatParameter, Place, flat_parameters, name_before
+from accelerate.torch_internals.fsdp1 import FlatParameter, ModuleParameter, flat_parameters, name_before
 
 
 class Flat:
@@ -32,7 +32,7 @@ class Flat:
         places = [place for flat in self._flats for place in flat.places]
         self._order = [self._name(place) for place in sorted(places, key=lambda place: order[id(place.module)])]
 
-    def _name(self, place: Place) -> str:
+    def _name(self, place: ModuleParameter) -> str:
         prefix = self._modules[id(place.module)]
         return f"{prefix}.{place.name}" if prefix else place.name
 

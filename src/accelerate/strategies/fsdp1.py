@@ -23,8 +23,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from accelerate.checkpoint.gradients import added
-from accelerate.checkpoint.optimizer_keys import Names
+from accelerate.checkpoint.full_state import Names, added
 from accelerate.checkpoint.run_state import unwrapped
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.errors import CheckpointError
@@ -32,8 +31,8 @@ from accelerate.parallel import values
 from accelerate.parallel.mesh import machines_mesh, sharding_mesh
 from accelerate.parallel.shards import scale_down, total_norm
 from accelerate.state import AcceleratorState
+from accelerate.strategies.base import Strategy
 from accelerate.strategies.flat import Flat
-from accelerate.strategies.rebind import Moved
 from accelerate.strategies.sharded import Sharded, names_of_each
 from accelerate.strategies.wrapping import average_gradients, compute_twice, ignored_modules, parts
 from accelerate.torch_internals.compile import compiled_like, original_of
@@ -47,7 +46,6 @@ class FSDP1(Sharded):
         self.plugin = state.fsdp_plugin
         # That of shards, and that of copies and shards for the hybrid strategies.
         self.mesh = sharding_mesh(None, None, state.device), machines_mesh(state.device, state.world.local_size)
-        self.moved = Moved()
         self._flats: weakref.WeakSet[Flat] = weakref.WeakSet()
 
     # --- preparing ----------------------------------------------------------------------------------------------
@@ -132,7 +130,7 @@ class FSDP1(Sharded):
         return values.Filling(model, kept, self.device, plugin.param_init_fn)
 
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
-        self.moved.rebind(optimizer)
+        super().rebind(optimizer)
         for flat in self._flats:
             flat.rebind(optimizer)
 
@@ -150,13 +148,13 @@ class FSDP1(Sharded):
     def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         gradients = {id(p.grad): p for p in parameters if p.grad is not None}
         # A piece is counted once; what is whole on every process is counted on the first one.
-        counted = {gradient for gradient, parameter in gradients.items() if self._counts(parameter)}
+        counted = {gradient for gradient, parameter in gradients.items() if self._counts_piece(parameter)}
         own = [parameter.grad for parameter in gradients.values() if parameter.grad is not None]
         total = total_norm(own, float(norm_type), self.device, lambda gradient: id(gradient) in counted)
         scale_down(own, total, max_norm)
         return total
 
-    def _counts(self, parameter: torch.Tensor) -> bool:
+    def _counts_piece(self, parameter: torch.Tensor) -> bool:
         for flat in self._flats:
             if (counts := flat.counts(parameter)) is not None:
                 return counts
@@ -203,7 +201,7 @@ class FSDP1(Sharded):
         """The whole state dict on the first process; nothing on the others."""
         wrapped = _find(model)
         if wrapped is None:
-            return super().state_dict(model, unwrap=unwrap)
+            return Strategy.state_dict(self, model, unwrap=unwrap)  # it is whole, on every process
         with self._type(wrapped, StateDictType.FULL_STATE_DICT):
             state: dict[str, Any] = wrapped.state_dict()
         # With copies, the first process of each has one.

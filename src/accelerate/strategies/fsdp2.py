@@ -23,7 +23,7 @@ from accelerate.parallel.mesh import axis_rank, sharding_mesh
 from accelerate.parallel.shards import complete, local, spread_as, whole
 from accelerate.state import AcceleratorState
 from accelerate.strategies import fsdp_tools
-from accelerate.strategies.dtensors import DTensors
+from accelerate.strategies.sharded import Sharded
 from accelerate.strategies.wrapping import average_gradients, compute_twice, ignored_modules, parts
 from accelerate.torch_internals.compile import original_of
 from accelerate.torch_internals.fsdp2 import WaitingGradients
@@ -51,7 +51,7 @@ def _gloo_takes_means() -> bool:
     return mean.item() == 1.0
 
 
-class FSDP2(DTensors):
+class FSDP2(Sharded):
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
         super().__init__(state, ddp)
         config, whole_mesh = state.parallelism_config, state.device_mesh

@@ -1,4 +1,4 @@
-"""What the engines share that hold pieces of parameters: checkpoints in shards, and as a whole."""
+"""What the engines share that shard parameters: steps, and checkpoints in shards or as full state dicts."""
 
 from __future__ import annotations
 
@@ -8,26 +8,39 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.gradients import read_gradients
-from accelerate.checkpoint.model_weights import Fetch, check_fit
-from accelerate.checkpoint.optimizer_keys import Names, to_names
+from accelerate.checkpoint.full_state import (
+    Names,
+    added,
+    check_fit,
+    parameter_names,
+    read_gradients,
+    to_indices,
+    to_names,
+)
+from accelerate.checkpoint.model_weights import Fetch
 from accelerate.checkpoint.parts import File, Part, StagedLoad
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.run_state import Run, unwrapped
+from accelerate.checkpoint.run_state import Run, named_parameters, unwrapped
 from accelerate.checkpoint.sharded_state import Shards, read
 from accelerate.comm import current
 from accelerate.compilation import compile_regions_fsdp2
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.errors import CheckpointError
-from accelerate.parallel.shards import spread_as, whole
+from accelerate.parallel.shards import complete, is_first_copy, local, scale_down, spread_as, total_norm, whole
 from accelerate.precision.sharded import ShardedScaler
+from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Strategy
+from accelerate.strategies.rebind import Moved
+from accelerate.torch_internals.modules import parameters_of
 
 
 class Sharded(Strategy):
-    """An engine overrides how the pieces of a model and of an optimizer are got and put back."""
+    """Parameters are DTensors, which know themselves how they are spread. An engine with others overrides how the
+    shards of a model, of an optimizer and of gradients are got and put back."""
 
     places_models = True
     needs_even_batches = True
@@ -37,8 +50,55 @@ class Sharded(Strategy):
     takes_back = True
     plugin: FullyShardedDataParallelPlugin
 
+    def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
+        super().__init__(state, ddp)
+        self.moved = Moved()
+        # The place of this process on the tensor axis, along which what is not split is the same.
+        self.tensor_rank = 0
+
+    def note_moved(self, before: dict[str, torch.Tensor], model: nn.Module) -> None:
+        """Remember which parameter became which. before: those that the model had, by name."""
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for name, parameter in parameters_of(module).items():
+                if parameter is not None:
+                    self.moved.note(before[f"{prefix}.{name}" if prefix else name], module, name)
+
+    def rebind(self, optimizer: torch.optim.Optimizer) -> None:
+        self.moved.rebind(optimizer)
+
     def compile_regions(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         return compile_regions_fsdp2(model, **kwargs)
+
+    # --- stepping -----------------------------------------------------------------------------------------------
+
+    def gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+
+    def clip_grad_value_(self, parameters: list[torch.Tensor], clip_value: float) -> None:
+        for gradient in self._complete(parameters):
+            local(gradient).clamp_(-clip_value, clip_value)
+
+    def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
+        gradients = self._complete(parameters)
+        total = total_norm(gradients, float(norm_type), self.device, self._counts)
+        scale_down(gradients, total, max_norm)
+        return total
+
+    def _counts(self, gradient: torch.Tensor) -> bool:
+        """Whether this process counts its piece, of those that are the same."""
+        # A mesh whose axes have no names is that of whoever split the model before it came here.
+        split = isinstance(gradient, DTensor) and "tp" in (gradient.device_mesh.mesh_dim_names or ("tp",))
+        return is_first_copy(gradient) and (split or self.tensor_rank == 0)
+
+    def _complete(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+        gradients = []
+        for parameter in parameters:
+            if parameter.grad is not None:
+                gradient = complete(parameter.grad)
+                if gradient is not parameter.grad:
+                    parameter.grad = gradient
+                gradients.append(gradient)
+        return gradients
 
     def nonfinite(self, parameters: list[torch.Tensor]) -> torch.Tensor:
         own = super().nonfinite(parameters)
@@ -46,6 +106,8 @@ class Sharded(Strategy):
         # elsewhere, all have to talk through one backend.
         flag = torch.zeros((), device=self.device) if own is None else own.to(self.device)
         return current().all_reduce(flag, "max")
+
+    # --- shards -------------------------------------------------------------------------------------------------
 
     def pieces(self, model: nn.Module) -> dict[str, Any]:
         """The state dict of a model, with tensors that know which piece this process has."""
@@ -60,16 +122,36 @@ class Sharded(Strategy):
 
     def names(self, models: list[nn.Module], optimizer: Any) -> Names:
         """The names of an optimizer's parameters."""
-        raise NotImplementedError
+        return parameter_names(models, optimizer)
 
     def optimizer_pieces(self, models: list[nn.Module], optimizer: Any) -> dict[str, Any]:
         """The state dict of an optimizer, by the names of parameters, with pieces."""
-        raise NotImplementedError
+        return to_names(optimizer.state_dict(), self.names(models, optimizer))
 
     def put_optimizer_pieces(self, models: list[nn.Module], optimizer: Any, content: dict[str, Any]) -> None:
-        raise NotImplementedError
+        optimizer.load_state_dict(to_indices(content, self.names(models, optimizer)))
 
     # --- saving -------------------------------------------------------------------------------------------------
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict on the first process, put together tensor by tensor; nothing on the others."""
+        model = unwrapped(model) if unwrap else model
+        twins = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+        first = dist.get_rank() == 0
+        done: dict[int, Any] = {}
+        state: dict[str, Any] = {}
+        for name, value in model.state_dict().items():
+            twin = twins.get(name)
+            if twin in done:
+                value = done[twin]
+            elif isinstance(value, torch.Tensor):
+                full = whole(value)
+                value = full.cpu() if first else None
+            if twin is not None:
+                done[twin] = value
+            if first:
+                state[name] = value
+        return state
 
     def stream_weights(self, model: nn.Module) -> tuple[dict[str, Any], Fetch] | None:
         pieces = self.pieces(model)
@@ -106,17 +188,21 @@ class Sharded(Strategy):
 
     def waiting(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
         """The gradients that this process has accumulated and not exchanged yet, as a whole."""
-        raise NotImplementedError
+        return {}
 
     def exchanged(self, models: list[nn.Module]) -> dict[str, Any] | None:
         """The gradients that are exchanged already, in pieces; None, on all processes, where there are none."""
-        raise NotImplementedError
+        parameters = named_parameters(models)
+        self._complete(list(parameters.values()))
+        return {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None} or None
 
     def put_gradients(
         self, models: list[nn.Module], waiting: dict[str, torch.Tensor], exchanged: dict[str, torch.Tensor]
     ) -> None:
         """Have these gradients, and no others. exchanged: as a whole, and the same on all processes."""
-        raise NotImplementedError
+        for name, parameter in named_parameters(models).items():
+            gradient = added(waiting.get(name), exchanged.get(name), parameter)
+            parameter.grad = None if gradient is None else spread_as(gradient, parameter)
 
     @property
     def gathers(self) -> bool:

@@ -10,11 +10,11 @@ from torch.distributed.tensor.parallel import parallelize_module
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.parallel import tensor, values
 from accelerate.state import AcceleratorState
-from accelerate.strategies.dtensors import DTensors
+from accelerate.strategies.sharded import Sharded
 from accelerate.torch_internals.compile import original_of
 
 
-class TensorParallel(DTensors):
+class TensorParallel(Sharded):
     takes_back = False  # all get the same data
 
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:

@@ -68,7 +68,7 @@ def exchanging(wrapped: Any) -> Iterator[None]:
             module._sync_gradients = syncs
 
 
-class Place(NamedTuple):
+class ModuleParameter(NamedTuple):
     """Where a parameter was before it became part of a flat one."""
 
     module: nn.Module
@@ -92,9 +92,9 @@ class FlatParameter:
         try:
             self.keeps_originals: bool = handle._use_orig_params
             self.originals: list[Any] = list(flat._params or ())
-            self.places = [Place(info.module, info.param_name) for info in flat._param_infos]
+            self.places = [ModuleParameter(info.module, info.param_name) for info in flat._param_infos]
             self.shared = [
-                (Place(info.prim_module, info.prim_param_name), Place(info.module, info.param_name))
+                (ModuleParameter(info.prim_module, info.prim_param_name), ModuleParameter(info.module, info.param_name))
                 for info in flat._shared_param_infos
             ]
             self.shapes: list[torch.Size] = list(flat._shapes)

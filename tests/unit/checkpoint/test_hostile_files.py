@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.checkpoint.manifest import Manifest, _sum
+from accelerate.checkpoint.layout import Manifest, _sum
 from accelerate.checkpoint.reader import CheckpointReader, _can_bring_in
 from accelerate.checkpointing import verify_checkpoint
 from accelerate.errors import CheckpointError

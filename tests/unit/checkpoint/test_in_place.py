@@ -11,13 +11,13 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.errors import CheckpointError
-from accelerate.io import blocks, disk, torch_format
+from accelerate.io import blocks, disk, safe_load
 
 
 @pytest.fixture(autouse=True)
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch itself reads what is small."""
-    monkeypatch.setattr(torch_format, "_LARGE", 1)
+    monkeypatch.setattr(safe_load, "_LARGE", 1)
     monkeypatch.setattr(blocks, "BLOCK", 4096)
 
 

@@ -26,9 +26,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accelerate import Accelerator
-from accelerate.checkpoint import commit, gradients, layout
-from accelerate.checkpoint.gradients import read_gradients
-from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint import commit, layout
+from accelerate.checkpoint.full_state import packed, read_gradients
+from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Run, own_parts, read
 from accelerate.checkpointing import (
@@ -430,7 +430,7 @@ def test_a_manifest_says_nothing_of_other_folders(tmp_path: Path, name: str) -> 
     name = name if name != "/mine" else str(tmp_path / "mine")
     manifest = Manifest.read(folder)
     assert manifest is not None
-    replace(manifest, files={**manifest.files, name: blocks.Entry(0, [])}).write(folder / layout.MANIFEST)
+    replace(manifest, files={**manifest.files, name: blocks.FileEntry(0, [])}).write(folder / layout.MANIFEST)
     if name == "link/mine":
         for look in (run.accelerator.load_state, run.accelerator.save_state):
             with pytest.raises(CheckpointError, match=r"link leads out of the checkpoint"):
@@ -1058,7 +1058,7 @@ def test_the_mean_of_sparse_gradients(tmp_path: Path) -> None:
     one = torch.sparse_coo_tensor([[1]], [4.0], (3,), check_invariants=True)
     two = torch.sparse_coo_tensor([[2]], [2.0], (3,), check_invariants=True)
     for rank, gradient in enumerate((one, two)):
-        write_safetensors(gradients.packed({"0.x": gradient}), tmp_path / layout.gradients(rank))
+        write_safetensors(packed({"0.x": gradient}), tmp_path / layout.gradients(rank))
     _, found = read_gradients(
         Run(0, 1, Accelerator(cpu=True).state.device_kind, saved_ranks=2), CheckpointReader(tmp_path)
     )

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from accelerate import Accelerator
-from accelerate.checkpoint import background, commit, layout, load
-from accelerate.checkpoint.background import Background
-from accelerate.checkpoint.manifest import Manifest
+from accelerate.checkpoint import agreement, commit, layout, load
+from accelerate.checkpoint.agreement import Background
+from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpointing import verify_checkpoint
 from accelerate.errors import CheckpointError
 from accelerate.io import disk
@@ -138,7 +138,7 @@ def test_two_accelerators_of_one_process(tmp_path: Path, monkeypatch: pytest.Mon
         write(*args)
 
     def noted(waiting: Background) -> None:
-        if background._writing:
+        if agreement._writing:
             second.set()
         wait(waiting)
 

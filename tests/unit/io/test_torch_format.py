@@ -16,7 +16,7 @@ import torch
 
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.errors import CheckpointError
-from accelerate.io import blocks, torch_format
+from accelerate.io import blocks, safe_load, torch_format
 from accelerate.io.torch_format import write_torch
 
 LARGE = 400_000  # of float32: what is read to its place
@@ -59,7 +59,7 @@ def test_it_is_read_to_its_place(tmp_path: Path, ours: bool) -> None:
     else:
         del expected["as integers"]  # torch refuses memory of two kinds
         torch.save(expected, tmp_path / "x")
-    assert len(torch_format.Opened(tmp_path / "x").places) == 1 + ours
+    assert len(safe_load.Opened(tmp_path / "x").places) == 1 + ours
     reader = CheckpointReader(tmp_path, {"x": blocks.summed_up(tmp_path / "x")})
     same(reader.content("x"), expected)
     assert reader.unchecked == {}
@@ -93,7 +93,7 @@ def test_what_torch_looks_at_is_read_by_torch(tmp_path: Path) -> None:
     places = torch.arange(LARGE).unsqueeze(0)
     sparse = torch.sparse_coo_tensor(places, torch.ones(LARGE), (LARGE,), check_invariants=True)
     torch.save({"sparse": sparse}, tmp_path / "sparse")
-    assert torch_format.Opened(tmp_path / "sparse").places == {}
+    assert safe_load.Opened(tmp_path / "sparse").places == {}
     assert torch.equal(CheckpointReader(tmp_path).content("sparse")["sparse"].to_dense(), torch.ones(LARGE))
     torch.save({"big": torch.ones(LARGE)}, tmp_path / "old", _use_new_zipfile_serialization=False)
     assert torch.equal(CheckpointReader(tmp_path).content("old")["big"], torch.ones(LARGE))
@@ -117,7 +117,7 @@ def test_more_than_four_gigabytes(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "x") as opened:
         sizes = {member.filename: member.file_size for member in opened.infolist()}
     assert sizes["archive/data/0"] == 5 << 30 and os.path.getsize(tmp_path / "x") == at
-    [(offset, memory)] = torch_format.Opened(tmp_path / "x").places.values()
+    [(offset, memory)] = safe_load.Opened(tmp_path / "x").places.values()
     assert offset % 64 == 0 and len(memory) == 5 << 30
 
 

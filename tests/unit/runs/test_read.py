@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from accelerate.runs import store
-from accelerate.runs.read import Project, Run, differences, direction, flat
+from accelerate.runs.read import Project, RecordedRun, differences, direction, flat
 from tests.unit.runs.toys import runs_of, write
 
 
@@ -55,7 +55,7 @@ def test_which_end_is_the_better_one(name: str, better: int) -> None:
     assert direction(name) == better
 
 
-def processes(path: Path, *rows: tuple[Any, ...]) -> Run:
+def processes(path: Path, *rows: tuple[Any, ...]) -> RecordedRun:
     """The run with these processes: attempt, rank, space, pid, born, seen, state, reason."""
     with store.writing(path) as connection:
         connection.execute("DELETE FROM processes")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.runs import store
-from accelerate.runs.read import Project, Run
+from accelerate.runs.read import Project, RecordedRun
 from accelerate.tracking import recorder as recording
 from accelerate.tracking.recorder import Identity, Recorder
 
@@ -45,11 +45,11 @@ def write(
     return recorder.path
 
 
-def runs_of(path: Path) -> list[Run]:
+def runs_of(path: Path) -> list[RecordedRun]:
     return Project(path).runs()
 
 
-def values(project: Project, run: Run, name: str) -> list[tuple[float, float | None]]:
+def values(project: Project, run: RecordedRun, name: str) -> list[tuple[float, float | None]]:
     """Step and value of every point of a metric."""
     [summary] = [each for each in run.summaries if each.name == name and each.kind == "metric"]
     return [(step, None if isinstance(value, str) else value) for step, _, value, _ in project.points(summary.series)]

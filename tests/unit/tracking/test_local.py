@@ -22,7 +22,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.config.preemption import PREEMPTED
 from accelerate.runs import store
-from accelerate.runs.read import Project, Run
+from accelerate.runs.read import Project, RecordedRun
 from accelerate.tracking import (
     LOGGER_TYPE_TO_CLASS,
     LocalTracker,
@@ -44,7 +44,7 @@ def started(folder: Path, **init: Any) -> Accelerator:
     return accelerator
 
 
-def only_run(folder: Path) -> tuple[Project, Run]:
+def only_run(folder: Path) -> tuple[Project, RecordedRun]:
     project = Project(store.place(folder))
     [run] = project.runs()
     return project, run

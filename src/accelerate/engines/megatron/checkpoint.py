@@ -19,7 +19,7 @@ from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.engines.megatron.engine import MegatronEngine
 from accelerate.errors import CheckpointError, NotYetSupported
 from accelerate.io import blocks
-from accelerate.io.blocks import Entry
+from accelerate.io.blocks import FileEntry
 from accelerate.io.host_memory import HostMemory
 from accelerate.io.safe_load import read_torch
 
@@ -35,7 +35,7 @@ class _Text:
     def copied(self, memory: HostMemory) -> _Text:
         return self
 
-    def write(self, folder: Path, group: Any = None) -> dict[str, Entry]:
+    def write(self, folder: Path, group: Any = None) -> dict[str, FileEntry]:
         return {self.name: blocks.write_file(folder / self.name, [self.text.encode()])}
 
 
