@@ -102,17 +102,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process, and not to the optimizer, is found again where it is unpickled.
-        dropped = ("accelerator_state", "on_sync", "after_step", "_stepper", "_prepared_parameters")
-        kept = {name: value for name, value in self.__dict__.items() if name not in dropped}
-        return {**kept, "inner": self.optimizer, "skipped": self.step_was_skipped}
+        dropped = ("accelerator_state", "on_sync", "after_step", "_prepared_parameters")
+        return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        state = dict(state)
-        optimizer, skipped = state.pop("inner"), state.pop("skipped")
         self.__dict__.update(state)
         self.accelerator_state = AcceleratorState()
         self.on_sync = self.after_step = self._prepared_parameters = None
-        self._stepper = stepper_for(optimizer, self._scaler, skipped)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedOptimizer:
         # A copy takes part in the same training: only the optimizer inside is another one.

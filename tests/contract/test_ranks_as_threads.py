@@ -50,7 +50,7 @@ class Between(Communicator):
     def side_channel(self) -> tuple[Any, Any]:
         return BetweenHelpers(self.rank).gather_objects, None
 
-    def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def gather(self, tensors: list[torch.Tensor], keys: tuple[str | int, ...] = ()) -> list[torch.Tensor]:
         return [torch.cat(parts) for parts in zip(*self.gather_objects(tensors), strict=True)]
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum") -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate.engines.wrappers import OptimizerOfEngine
 from accelerate.optimizer import AcceleratedOptimizer, move_to_device
 from accelerate.utils import GradScalerKwargs
 from tests.unit.accelerator.toys import Net, weights
@@ -57,6 +58,39 @@ def test_it_pickles(precision: str) -> None:
     values = zip(other.state.values(), optimizer.state.values(), strict=True)
     assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in values)
     other.zero_grad()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_that_was_pickled_still_leaves_steps_out(fused: bool) -> None:
+    accelerator = Accelerator(cpu=True, nonfinite="skip")
+    net = Net()
+    _, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1, fused=fused))
+    other_net, other = pickle.loads(pickle.dumps((net, optimizer)))
+    before = weights(other_net)
+    for value, skipped in ((float("nan"), True), (1.0, False)):
+        for parameter in other_net.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        other.step()
+        assert other.step_was_skipped is skipped and torch.equal(weights(other_net), before) is skipped
+
+
+class OfEngine(OptimizerOfEngine):
+    skipped_attribute = "overflow"
+
+
+def test_one_of_an_engine_that_was_pickled_is_still_stepped_by_the_engine() -> None:
+    net = Net()
+    Accelerator(cpu=True)
+    other_net, other = pickle.loads(pickle.dumps((net, OfEngine(torch.optim.SGD(net.parameters(), lr=0.1)))))
+    before = weights(other_net)
+    for parameter in other_net.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    other.step()
+    other.zero_grad()
+    assert torch.equal(weights(other_net), before)
+    assert all(parameter.grad is not None for parameter in other_net.parameters())
+    other.optimizer.overflow = True
+    assert other.step_was_skipped
 
 
 @pytest.mark.parametrize("precision", ["no", "fp16"])

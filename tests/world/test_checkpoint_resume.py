@@ -28,6 +28,7 @@ from torch.utils.data import (
 )
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.errors import CheckpointError
 from accelerate.state import PartialState
 from accelerate.utils import GradientAccumulationPlugin, set_seed
 from tests.harness import run_world
@@ -551,6 +552,84 @@ def test_a_dataset_that_can_tell_its_place(tmp_path: Path, dispatched: bool) -> 
         done = [index for rank in before for index in rank[0]]
         assert sorted(done + rest) == list(range(SAMPLES)), (saved, loaded)
         assert after[0][1] == SAMPLES - len(done)  # nothing of what was seen is read again
+
+
+class Refusing(Telling):
+    """Objects to a state halfway, if it is told to."""
+
+    refuses = False
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+        if self.refuses:
+            raise ValueError("these are other files")
+
+
+class RefusingIndexed(Dataset):
+    """The same, with indices: torchdata asks it for a state, too."""
+
+    refuses, place = False, 0
+    load_state_dict = Refusing.load_state_dict
+    state_dict = Telling.state_dict
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+def refused_by_the_dataset(folder: str, kind: Any, stateful: bool) -> tuple[str, list[int]]:
+    """The error of a load that the last rank's dataset refuses, and what it sees of the next epoch after that."""
+    config = DataLoaderConfiguration(
+        exact_resume=not stateful, use_stateful_dataloader=stateful, dispatch_batches=False
+    )
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    dataset = kind()
+    loader = accelerator.prepare(DataLoader(dataset, BATCH))
+    for number, _ in enumerate(loader):
+        if number == 1:
+            accelerator.save_state(folder)
+            break
+    dataset.refuses, dataset.place = accelerator.is_last_process, 0
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    before = weights(model), optimizer_values(optimizer)
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.load_state(folder)
+    assert torch.equal(weights(model), before[0])
+    assert all(map(torch.equal, optimizer_values(optimizer), before[1]))
+    assert dataset.place == 0
+    seen = [index for batch in loader for index in batch.tolist()]
+    dataset.refuses = False
+    accelerator.load_state(folder)
+    assert not torch.equal(weights(model), before[0])
+    return str(caught.value), seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "stateful", "processes"),
+    [
+        (Refusing, False, 1),
+        (Refusing, False, 2),
+        (Refusing, True, 1),
+        (RefusingIndexed, True, 1),
+        (RefusingIndexed, True, 2),
+    ],
+)
+def test_a_dataset_that_refuses_its_state_leaves_all_as_it_was(
+    tmp_path: Path, kind: Any, stateful: bool, processes: int
+) -> None:
+    if stateful:
+        pytest.importorskip("torchdata.stateful_dataloader")
+    outcomes = run_world(refused_by_the_dataset, processes, str(tmp_path), kind, stateful)
+    assert len({text for text, _ in outcomes}) == 1
+    text = outcomes[0][0]
+    assert f"does not fit the {kind.__name__} that it is loaded into (ValueError: these are other files)" in text
+    assert "loader 0" in text
+    assert {index for _, seen in outcomes for index in seen} == set(range(SAMPLES))
 
 
 class Placed(IterableDataset):

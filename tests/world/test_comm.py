@@ -227,6 +227,10 @@ def _disagree(kind: str) -> str:
         "dims": torch.ones(2, 3) if last else torch.ones(2),
         "dtype": torch.ones(2, dtype=torch.float64 if last else torch.float32),
         "same bytes": torch.ones(2, dtype=torch.int32 if last else torch.float32),
+        "keys": {"a": torch.ones(2), "c" if last else "b": torch.ones(2)},
+        "order of keys": dict.fromkeys("ba" if last else "ab", torch.ones(2)),
+        "keys within": [torch.ones(2), Record(torch.ones(2), {"y" if last else "x": torch.ones(2)})],
+        "keys of many": {f"{i}{'x' if last and i == 100 else ''}": torch.ones(1) for i in range(122)},
     }[kind]
     try:
         ops.gather(data)
@@ -238,22 +242,61 @@ def _disagree(kind: str) -> str:
 
 @pytest.mark.parametrize("processes", [2, 3])
 @pytest.mark.parametrize(
-    "kind", ["number", "none", "many", "trailing", "trailing large", "dims", "dtype", "same bytes"]
+    "kind",
+    [
+        "number",
+        "none",
+        "many",
+        "trailing",
+        "trailing large",
+        "dims",
+        "dtype",
+        "same bytes",
+        "keys",
+        "order of keys",
+        "keys within",
+        "keys of many",
+    ],
 )
 def test_ranks_that_disagree_all_get_the_same_error_and_can_go_on(kind: str, processes: int) -> None:
     texts = run_world(_disagree, processes, kind)
     assert len(set(texts)) == 1
     remedy = {"number": "the same tensors", "none": "the same tensors", "many": "the same tensors"}
     remedy |= {"dims": "same number of dimensions", "dtype": "one dtype", "same bytes": "one dtype"}
+    remedy |= dict.fromkeys(
+        ["keys", "order of keys", "keys within", "keys of many"], "the same keys, in the same order"
+    )
     assert remedy.get(kind, "Pad them with `pad_across_processes`") in texts[0]
     for rank in range(processes):
         assert f"rank {rank} has " in texts[0]
+
+
+def test_keys_that_differ_are_shown() -> None:
+    assert "rank 0 has a, b; rank 1 has a, c." in run_world(_disagree, 2, "keys")[0]
+    assert "rank 0 has a, b; rank 1 has b, a." in run_world(_disagree, 2, "order of keys")[0]
+    assert "rank 0 has ..., 99, 100, 101, 102, ...; rank 1 has" in run_world(_disagree, 2, "keys of many")[0]
+
+
+def _keys_of_other_kinds() -> None:
+    rank = PartialState().process_index
+    gathered = ops.gather({1: torch.tensor(rank), None: torch.tensor(rank), (2, "x"): torch.tensor(rank)})
+    assert [value.tolist() for value in gathered.values()] == [[0, 1]] * 3
+    assert list(gathered) == [1, None, (2, "x")]
+    own = object()  # which reads differently on each rank
+    assert ops.gather({own: torch.tensor(rank)})[own].tolist() == [0, 1]
+
+
+def test_keys_need_not_be_strings() -> None:
+    run_world(_keys_of_other_kinds, 2)
 
 
 def _pad_disagree() -> str:
     rank = PartialState().process_index
     with pytest.raises(DistributedOperationException) as caught:
         ops.pad_across_processes([torch.ones(2)] * rank)
+    assert ops.gather(torch.tensor(rank)).tolist() == [0, 1]
+    with pytest.raises(DistributedOperationException, match=r"While running `pad_across_processes`: .*the same keys"):
+        ops.pad_across_processes({"xy"[rank]: torch.ones(2)})
     assert ops.gather(torch.tensor(rank)).tolist() == [0, 1]
     return str(caught.value)
 

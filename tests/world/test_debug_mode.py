@@ -29,6 +29,8 @@ def _try(kind: str) -> str:
         "gather trailing": lambda: ops.gather((one, torch.ones(2, 3 + odd))),
         "gather number": lambda: ops.gather([one] * (1 + odd)),
         "pad dims": lambda: ops.pad_across_processes(torch.ones(2) if odd else one),
+        "gather keys": lambda: ops.gather({"b" if odd else "a": one}),
+        "reduce keys": lambda: ops.reduce([{"b" if odd else "a": one}]),
         "by keyword": lambda: ops.reduce(tensor=torch.ones(2 + odd), reduction="sum"),
     }
     try:
@@ -50,6 +52,8 @@ def _try(kind: str) -> str:
         "gather trailing",
         "gather number",
         "pad dims",
+        "gather keys",
+        "reduce keys",
         "by keyword",
     ],
 )
@@ -64,6 +68,8 @@ def test_every_rank_raises_and_names_the_one_that_differs(kind: str) -> None:
 def test_the_error_shows_operations_shapes_and_dtypes() -> None:
     (text, _) = run_world(_try, 2, "operation", env=DEBUG)
     assert "rank 0: gather of float32[2, 3]" in text and "rank 1: reduce of float32[2, 3]" in text
+    (text, _) = run_world(_try, 2, "reduce keys", env=DEBUG)
+    assert "rank 0: reduce of float32[2, 3] with the keys a (" in text and "with the keys b (" in text
 
 
 def _what_fits() -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+from contextlib import suppress
 from typing import Any
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.checkpoint.agreement import together
+from accelerate.checkpoint.run_state import Loaded, load_into
+from accelerate.data_loader.resume import dataset_to_move
 from accelerate.data_loader.snapshot import Snapshot, can_go_on_by_itself, change, other_order
 from accelerate.io.torch_format import refused
 
@@ -35,6 +39,46 @@ def _capture(accelerator: AcceleratorBase, number: int) -> dict[str, Any]:
             "`state_dict` return tensors and plain values."
         )
     return position | dict.fromkeys(states)
+
+
+def check(accelerator: AcceleratorBase, loaded: Loaded) -> None:
+    """Raise if a dataset refuses the state that its next iteration begins with, before anything is loaded.
+
+    Those of worker processes are not asked: that would take workers.
+    """
+    positions = (loaded.progress or {}).get("loaders", [])
+    for number, loader in enumerate(accelerator._dataloaders):
+        snapshot = Snapshot.from_state_dict(positions[number]) if number < len(positions) else None
+        if loader.num_workers or snapshot is None or not snapshot.inside:
+            continue
+        by_itself, skips = _way(accelerator, loader, snapshot, loaded.loaders.get(number))
+        if by_itself:
+            dataset, state = loader.dataset, loaded.loaders[number].get("dataset_state")  # as torchdata calls it
+        else:
+            dataset, state = dataset_to_move(loader), snapshot.dataset if skips else None
+        if state is not None and (twin := _twin(dataset)) is not None:
+            load_into(twin, copy.deepcopy(state), f"The state of the dataset of loader {number}")
+
+
+def _twin(dataset: Any) -> Any:
+    """Another dataset with all that this one has, to be tried in its place; None of one that has no such state.
+
+    To give a dataset back what it has told of itself would not do: some begin their next epoch there.
+    """
+    if not hasattr(dataset, "load_state_dict"):
+        return None
+    with suppress(TypeError):  # one that Python alone cannot make
+        twin = object.__new__(type(dataset))
+        twin.__dict__.update(vars(dataset))
+        return twin
+    return None
+
+
+def _way(accelerator: AcceleratorBase, loader: Any, snapshot: Snapshot | None, own_state: Any) -> tuple[bool, bool]:
+    """Whether a stateful loader goes to its place by itself, and whether a loader is taken there."""
+    has_own = own_state is not None and loader.use_stateful_dataloader
+    by_itself = has_own and (snapshot is None or can_go_on_by_itself(snapshot, loader))
+    return by_itself, not by_itself and (has_own or accelerator.dataloader_config.exact_resume)
 
 
 def restore(accelerator: AcceleratorBase, positions: list[dict[str, Any]], own_states: dict[int, Any]) -> None:
@@ -67,19 +111,16 @@ def _restore(accelerator: AcceleratorBase, saved: list[Snapshot], own_states: di
             "prepare the same loaders in the same order as in the run that saved, before `load_state`."
         )
     for number, loader in enumerate(loaders):
-        own_state = own_states.get(number) if loader.use_stateful_dataloader else None
         snapshot = saved[number] if number < len(saved) else None
-        by_itself = own_state is not None and (snapshot is None or can_go_on_by_itself(snapshot, loader))
+        by_itself, skips = _way(accelerator, loader, snapshot, own_states.get(number))
         if by_itself:
-            loader.load_state_dict(own_state)
+            loader.load_state_dict(own_states[number])
         else:
             loader.forget_state()
         if snapshot is None:
             continue
         if other_order(snapshot, loader) is None and (text := change(snapshot, loader)) is not None:
             changes.append(f"loader {number}: {text}")
-        # A stateful loader that cannot go there by itself is taken there.
-        skips = not by_itself and (own_state is not None or accelerator.dataloader_config.exact_resume)
         loader.position.load(snapshot, loader, skips=skips, by_itself=by_itself)
     if changes and accelerator.is_main_process:
         logger.warning(f"The checkpoint was saved on another set-up; {'; '.join(changes)}.")

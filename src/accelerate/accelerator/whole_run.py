@@ -110,6 +110,7 @@ def load_state(
         folder,
         accelerator._strategy,
         hooks=accelerator._load_model_state_pre_hook.values(),
+        fits=lambda read: loader_positions.check(accelerator, read),
         verified=verified,
         torch_load=load_kwargs,
         **load_model_func_kwargs,

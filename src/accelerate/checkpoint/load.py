@@ -136,6 +136,7 @@ def load(
     strategy: StateIO,
     *,
     hooks: Iterable[Callable[[list[Any], str], Any]] = (),
+    fits: Callable[[Loaded], None] = lambda loaded: None,
     verified: bool = False,
     torch_load: dict[str, Any] | None = None,
     **kwargs: Any,
@@ -144,13 +145,13 @@ def load(
 
     strategy: reads models and optimizers. kwargs: for it. torch_load: arguments for `torch.load`.
     hooks: called with the models and the folder; models that a hook takes out of the list are left to it.
-    verified: whether the checksums were compared already.
+    fits: raises if what was read does not fit. verified: whether the checksums were compared already.
     """
     hooks = list(hooks)
     end = time.monotonic() + _PATIENCE
     for attempt in itertools.count(1):
         try:
-            loaded, loads = _read(run, folder, strategy, hooks, verified, torch_load or {}, kwargs)
+            loaded, loads = _read(run, folder, strategy, hooks, fits, verified, torch_load or {}, kwargs)
             break
         except _ReplacedMeanwhile as error:
             # By the clock of the first process, so that all go on or none.
@@ -188,6 +189,7 @@ def _read(
     folder: Path,
     strategy: StateIO,
     hooks: list[Callable[[list[Any], str], Any]],
+    fits: Callable[[Loaded], None],
     verified: bool,
     torch_load: dict[str, Any],
     kwargs: dict[str, Any],
@@ -211,6 +213,7 @@ def _read(
         _check_custom(run, reader)
         loaded.append(read(run, reader, **torch_load))
         _check_orders(run, reader, loaded[0])
+        fits(loaded[0])
         return None if manifest is None else manifest.save, bool(hooks)
 
     answers = _together_unless_replaced(check, folder, began, _ReplacedMeanwhile)

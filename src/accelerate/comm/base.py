@@ -24,10 +24,11 @@ class Communicator:
     def barrier(self) -> None:
         """Return when every process has called it."""
 
-    def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def gather(self, tensors: list[torch.Tensor], keys: tuple[str | int, ...] = ()) -> list[torch.Tensor]:
         """For each tensor, those of all ranks concatenated along the first dimension.
 
         First dimensions may differ between ranks; where anything else differs every rank raises the same error.
+        keys: by which the tensors are known to the script, and which are to be the same on all ranks.
         """
         return tensors
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate.comm.base import Communicator
-from accelerate.comm.tree import leaves
+from accelerate.comm.tree import keys_of, leaves
 from accelerate.diagnosis.place import line_of_script
 from accelerate.errors import DistributedOperationException
 
@@ -24,7 +24,7 @@ _OBJECTS = frozenset({"gather_object", "broadcast_object_list"})
 
 
 class Checked:
-    """Any communicator, with a check of operation, line, shapes and dtypes on all ranks before each collective."""
+    """Any communicator, with a check of operation, line and tensors on all ranks before each collective."""
 
     def __init__(self, inner: Communicator) -> None:
         self._inner = inner
@@ -42,6 +42,7 @@ class Checked:
             operation,
             line_of_script(),
             [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors],
+            () if operation in _OBJECTS else keys_of(data),
         )
         everyone = self._inner.gather_objects(mine)
         compared = [self._compared(*entry) for entry in everyone]
@@ -50,20 +51,23 @@ class Checked:
         usual = max(compared, key=compared.count)
         differing = [str(rank) for rank, entry in enumerate(compared) if entry != usual]
         lines = [
-            f"  rank {rank}: {name}{_describe(shapes)} ({line})" for rank, (name, line, shapes) in enumerate(everyone)
+            f"  rank {rank}: {name}{_describe(shapes, keys)} ({line})"
+            for rank, (name, line, shapes, keys) in enumerate(everyone)
         ]
         raise DistributedOperationException(
             f"The ranks disagree about a collective; rank {', '.join(differing)} differs from the others:\n"
             + "\n".join(lines)
             + "\nMake every rank call the same operation, on the same line, with tensors of fitting shapes and dtypes"
-            + " (`pad_across_processes` evens out lengths); under `if is_main_process` there is one rank alone."
+            + " under the same keys (`pad_across_processes` evens out lengths); under `if is_main_process` there is one"
+            + " rank alone."
         )
 
     @staticmethod
-    def _compared(operation: str, line: str, shapes: list[tuple[list[int], str]]) -> Any:
+    def _compared(operation: str, line: str, shapes: list[tuple[list[int], str]], keys: tuple[str | int, ...]) -> Any:
         relevant = _COMPARED.get(operation, _as_it_is)
-        return operation, line, [(relevant(shape), dtype) for shape, dtype in shapes]
+        return operation, line, [(relevant(shape), dtype) for shape, dtype in shapes], keys
 
 
-def _describe(shapes: list[tuple[list[int], str]]) -> str:
-    return " of " + ", ".join(f"{dtype}{shape}" for shape, dtype in shapes) if shapes else ""
+def _describe(shapes: list[tuple[list[int], str]], keys: tuple[str | int, ...]) -> str:
+    of = " of " + ", ".join(f"{dtype}{shape}" for shape, dtype in shapes) if shapes else ""
+    return of + (f" with the keys {', '.join(map(str, keys))}" if keys else "")

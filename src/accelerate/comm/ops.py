@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from accelerate.comm.base import current
-from accelerate.comm.tree import convert_to_fp32, leaves, recursively_apply, replace_leaves
+from accelerate.comm.tree import convert_to_fp32, keys_of, leaves, recursively_apply, replace_leaves
 from accelerate.errors import CannotPadNestedTensorWarning, CannotPickle, DistributedOperationException, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -71,12 +71,6 @@ def chained_operation(function: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-def _leaves_or_error(data: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    recursively_apply(found.append, data, error_on_other_type=True)
-    return found
-
-
 @verify_operation
 def gather(tensor: Any) -> Any:
     """Concatenate the tensors of nested data over all ranks along the first dimension.
@@ -94,7 +88,7 @@ def gather(tensor: Any) -> Any:
         return tensor
     if isinstance(tensor, torch.Tensor):
         return communicator.gather([tensor])[0]
-    return replace_leaves(tensor, communicator.gather(_leaves_or_error(tensor)))
+    return replace_leaves(tensor, communicator.gather(leaves(tensor, error_on_other_type=True), keys_of(tensor)))
 
 
 @verify_operation
@@ -258,7 +252,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         The same structure with the padded tensors.
     """
     communicator = current()
-    tensors = _leaves_or_error(tensor)
+    tensors = leaves(tensor, error_on_other_type=True)
     if any(leaf.is_nested for leaf in tensors):
         warn(
             "Nested tensors cannot be padded across processes: they are returned as they are.",
@@ -268,7 +262,7 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: float = 0, pad_fi
         return tensor
     padded_dims = [dim if -leaf.ndim <= dim < leaf.ndim and not leaf.is_nested else None for leaf in tensors]
     mine = torch.tensor([0 if d is None else leaf.shape[d] for leaf, d in zip(tensors, padded_dims, strict=True)])
-    longest = communicator.gather([mine[None]])[0].amax(dim=0).tolist()
+    longest = communicator.gather([mine[None]], keys_of(tensor))[0].amax(dim=0).tolist()
 
     def pad(leaf: torch.Tensor, size: int, padded_dim: int | None) -> torch.Tensor:
         if padded_dim is None or leaf.shape[padded_dim] == size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import pickle
 import zlib
@@ -193,20 +194,22 @@ class TorchDistributed(Communicator):
     def broadcast_objects(self, values: list[Any], source: int = 0) -> None:
         dist.broadcast_object_list(values, src=source, group=self._host_group)
 
-    def gather(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    def gather(self, tensors: list[torch.Tensor], keys: tuple[str | int, ...] = ()) -> list[torch.Tensor]:
         limit = self._messages.most_tensors
         if len(tensors) > limit:
             # The first message tells how many there are in all, so that nobody waits for more than the others bring.
-            first = self._gather(tensors[:limit], len(tensors))[0]
+            first = self._gather(tensors[:limit], len(tensors), keys)[0]
             return first + self.gather(tensors[limit:])
-        return self._gather(tensors, len(tensors))[0]
+        return self._gather(tensors, len(tensors), keys)[0]
 
-    def _gather(self, tensors: list[torch.Tensor], total: int) -> tuple[list[torch.Tensor], list[list[int]]]:
+    def _gather(
+        self, tensors: list[torch.Tensor], total: int, keys: tuple[str | int, ...] = ()
+    ) -> tuple[list[torch.Tensor], list[list[int]]]:
         """Tensors of all ranks, and their lengths by tensor and rank. total: how many this rank is going to bring."""
         # One message per rank says what the rank brings and, if it fits, already carries it. Larger tensors follow in
         # collectives whose sizes all ranks then know.
         tensors = [_one_dim_at_least(tensor) for tensor in tensors]
-        told = self._told(tensors, total)
+        told = self._told(tensors, total, keys)
         message = self._messages.next
         small = 0 <= told.nbytes <= message.room
         # By address: to call torch takes longer than to move so little.
@@ -230,7 +233,7 @@ class TorchDistributed(Communicator):
             room = self._messages.room_for(-1 if min(sizes) < 0 else max(sizes))
             self._messages.gathered((first[0], first[2], room))
             if any(header[0] != total or header[2] != first[2] for header in headers):
-                self._raise_mismatch(tensors, total - len(tensors))
+                self._raise_mismatch(tensors, total - len(tensors), keys)
             lengths = [[header[i] for header in headers] for i in range(3, 3 + len(tensors))]
             small = min(sizes) >= 0 and max(sizes) <= message.room
             outs = [_rows(sum(n), tensor) for tensor, n in zip(tensors, lengths, strict=True)] if small else []
@@ -239,22 +242,31 @@ class TorchDistributed(Communicator):
             return outs, lengths
         return [self._gather_large(tensor, sizes) for tensor, sizes in zip(tensors, lengths, strict=True)], lengths
 
-    def _told(self, tensors: list[torch.Tensor], total: int) -> _Told:
+    def _told(self, tensors: list[torch.Tensor], total: int, keys: tuple[str | int, ...]) -> _Told:
         """What this rank says of its tensors."""
-        look = (total, *[(tensor.dtype, tensor.shape, tensor.is_cpu) for tensor in tensors])
+        look = (total, keys, *[(tensor.dtype, tensor.shape, tensor.is_cpu) for tensor in tensors])
         found = self._known.get(look)
         if found is None:
             size = sum(tensor.nbytes for tensor in tensors) if all(tensor.is_cpu for tensor in tensors) else -1
-            kind = zlib.crc32(repr(tuple((tensor.dtype, tensor.shape[1:]) for tensor in tensors)).encode())
+            kind = zlib.crc32(repr((keys, [(tensor.dtype, tensor.shape[1:]) for tensor in tensors])).encode())
             header = np.array([total, size, kind, *map(len, tensors)], np.int64).tobytes()
             if len(self._known) >= _MOST_KNOWN:
                 self._known.clear()
             found = self._known[look] = _Told(header, size, (total, kind, self._messages.room_for(size)))
         return found
 
-    def _raise_mismatch(self, tensors: list[torch.Tensor], more: int) -> None:
+    def _raise_mismatch(self, tensors: list[torch.Tensor], more: int, keys: tuple[str | int, ...]) -> None:
         mine = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
-        everyone = self.gather_objects((mine, more))
+        told = self.gather_objects((mine, more, keys))
+        if len({own for _, _, own in told}) > 1:
+            raise DistributedOperationException(
+                "Cannot gather tensors under keys that differ between ranks: "
+                + "; ".join(
+                    f"rank {rank} has {shown}" for rank, shown in enumerate(_differing([k for _, _, k in told]))
+                )
+                + ". Bring the same keys, in the same order, on every rank, or gather them as objects."
+            )
+        everyone = [(brought, left) for brought, left, _ in told]
         raise DistributedOperationException(
             "Cannot gather tensors that differ between ranks in more than their first dimension: "
             + "; ".join(f"rank {rank} has {_in_words(*brought)}" for rank, brought in enumerate(everyone))
@@ -331,6 +343,14 @@ def _unpack(outs: list[torch.Tensor], lengths: list[list[int]], places: list[int
             memmove(address, places[rank], size)
             places[rank] += size
             address += size
+
+
+def _differing(keys: list[tuple[str | int, ...]]) -> list[str]:
+    """The keys of each rank, in words, around the first place where they differ."""
+    place = next(place for place in itertools.count() if len({own[place : place + 1] for own in keys}) > 1)
+    start, end = max(place - 1, 0), place + 3
+    words = [["..."] * (start > 0) + [str(key) for key in own[start:end]] + ["..."] * (len(own) > end) for own in keys]
+    return [", ".join(each) or "none" for each in words]
 
 
 def _in_words(tensors: list[tuple[str, list[int]]], more: int) -> str:

@@ -82,7 +82,7 @@ def _names_of(record: Any) -> list[str]:
 
 def is_nested(data: Any) -> bool:
     """Whether `data` has items of its own: a list, tuple, mapping or dataclass."""
-    return isinstance(data, (tuple, list, Mapping)) or _is_record(data)
+    return isinstance(data, (tuple, list, dict, Mapping)) or _is_record(data)
 
 
 def items_of(data: Any) -> Iterable[Any]:
@@ -147,30 +147,44 @@ def recursively_apply(
     return data
 
 
-def leaves(data: Any) -> list[torch.Tensor]:
-    """Every tensor of `data`, in a fixed order."""
+def leaves(data: Any, error_on_other_type: bool = False) -> list[torch.Tensor]:
+    """Every tensor of `data`, in a fixed order. error_on_other_type: raise a TypeError where there is anything else."""
     if isinstance(data, torch.Tensor):
         return [data]
-    # The usual batches, without the cost of walking any nesting.
-    if type(data) is dict or type(data) is list or type(data) is tuple:
-        values = list(data.values()) if type(data) is dict else list(data)
-        if all(isinstance(value, torch.Tensor) for value in values):
-            return values
+    if (values := _usual_batch(data)) is not None:
+        return values
     found: list[torch.Tensor] = []
-    recursively_apply(found.append, data)
+    recursively_apply(found.append, data, error_on_other_type=error_on_other_type)
     return found
+
+
+def _usual_batch(data: Any) -> list[torch.Tensor] | None:
+    """The tensors of a plain dict, list or tuple that has nothing else: without the cost of walking any nesting."""
+    kind = type(data)
+    if kind is not dict and kind is not list and kind is not tuple:
+        return None
+    values = list(data.values() if kind is dict else data)
+    return values if all(isinstance(value, torch.Tensor) for value in values) else None
+
+
+def keys_of(data: Any) -> tuple[str | int, ...]:
+    """The keys of all mappings in `data`, in a fixed order; of one that may read differently elsewhere, its type."""
+    if isinstance(data, torch.Tensor) or not is_nested(data):
+        return ()
+    found: Iterable[Any] = data if type(data) is dict or isinstance(data, Mapping) else ()
+    keys = [key if isinstance(key, (str, int)) else type(key).__name__ for key in found]
+    if _usual_batch(data) is None:
+        for item in items_of(data):
+            keys += keys_of(item)
+    return tuple(keys)
 
 
 def replace_leaves(data: Any, values: Iterable[torch.Tensor]) -> Any:
     """`data` with its tensors, in the order of `leaves`, replaced by `values`."""
     iterator = iter(values)
-    # The usual batches, without the cost of walking any nesting.
-    kind = type(data)
-    if kind is list or kind is tuple or kind is dict:
-        items = data.values() if kind is dict else data
-        if all(isinstance(item, torch.Tensor) for item in items):
-            replaced = [next(iterator) for _ in items]
-            return dict(zip(data, replaced, strict=True)) if kind is dict else kind(replaced)
+    if (usual := _usual_batch(data)) is not None:
+        replaced = [next(iterator) for _ in usual]
+        return dict(zip(data, replaced, strict=True)) if type(data) is dict else type(data)(replaced)
     return recursively_apply(lambda _: next(iterator), data)
 
 

@@ -104,6 +104,10 @@ class ScaledStepper(SkippingStepper):
     def for_other(self, optimizer: Any) -> ScaledStepper:
         return type(self)(optimizer, self.scaler, self.skipped)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The optimizer's `step`, which notes that it was called, does not travel with it.
+        return type(self), (self.optimizer, self.scaler, self.skipped)
+
 
 class FiniteStepper(SkippingStepper):
     """Looks at the gradients before each step, and leaves it out where one is not finite.
@@ -140,13 +144,16 @@ class FiniteStepper(SkippingStepper):
         # What is known on a device alone is not waited for: a step that is left out now and then may count.
         return not self.flags() and self.skipped
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.optimizer, self._look, self.skipped)
+
     def for_other(self, optimizer: Any) -> FiniteStepper:
         return type(self)(optimizer, self._look, self.skipped)
 
 
-def stepper_for(optimizer: Any, scaler: torch.amp.GradScaler | None, overflow: bool = False) -> Stepper:
-    """What steps an optimizer that no engine steps. overflow: whether its last step was skipped."""
-    return Stepper(optimizer) if scaler is None else ScaledStepper(optimizer, scaler, overflow)
+def stepper_for(optimizer: Any, scaler: torch.amp.GradScaler | None) -> Stepper:
+    """What steps an optimizer that no engine steps."""
+    return Stepper(optimizer) if scaler is None else ScaledStepper(optimizer, scaler)
 
 
 def patch_optimizer_step(accelerated_optimizer: Any, method: Callable[..., Any]) -> Callable[..., Any]:
