@@ -149,6 +149,13 @@ def megatron_plugin(given: Any, others: dict[str, Any], mixed_precision: str) ->
 
 def set_up_megatron(state: PartialState) -> None:
     """A group of processes for Megatron-LM to divide, also where there is one process."""
+    try:
+        import_module("megatron.core")
+    except Exception as error:
+        raise ImportError(
+            f"megatron-core is installed and cannot be imported ({type(error).__name__}: {error}): install it again, "
+            "for the torch that is here."
+        ) from error
     os.environ["ACCELERATE_USE_MEGATRON_LM"] = "true"  # where scripts ask whether it is the engine
     if state.backend is None:
         os.environ.update({name: value for name, value in state.world.variables().items() if name not in os.environ})
