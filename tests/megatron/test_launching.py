@@ -73,6 +73,12 @@ def test_megatron_core_that_is_not_installed(tmp_path: Path) -> None:
     assert alone.stderr.splitlines()[-1] == last
 
 
+def test_a_machine_without_gpus(tmp_path: Path) -> None:
+    alone = run(tmp_path, sys.executable, "-c", ALONE)
+    said = "Megatron-LM runs on GPUs that are devices of `torch.cuda`, and rank 0 is on cpu: start it on such GPUs"
+    assert said in alone.stderr.splitlines()[-1]
+
+
 def test_megatron_core_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "megatron" / "core").mkdir(parents=True)
     (tmp_path / "megatron" / "__init__.py").touch()

@@ -10,11 +10,13 @@ from importlib import import_module
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from accelerate.available import has_package, is_deepspeed_available
 from accelerate.comm.torch_dist import join_alone
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.environment import parse_flag_from_env
-from accelerate.errors import NotYetSupported
+from accelerate.errors import NotYetSupported, Unfit
 from accelerate.state.partial import PartialState
 from accelerate.versions import compare_versions
 
@@ -156,6 +158,11 @@ def set_up_megatron(state: PartialState) -> None:
             f"megatron-core is installed and cannot be imported ({type(error).__name__}: {error}): install it again, "
             "for the torch that is here."
         ) from error
+    if torch.cuda.device_count() == 0 or (torch.cuda.is_available() and state.device.type != "cuda"):
+        raise Unfit(
+            f"Megatron-LM runs on GPUs that are devices of `torch.cuda`, and rank {state.process_index} is on "
+            f"{state.device}: start it on such GPUs, or spread the model with FSDP (`fsdp_plugin`)."
+        )
     os.environ["ACCELERATE_USE_MEGATRON_LM"] = "true"  # where scripts ask whether it is the engine
     if state.backend is None:
         os.environ.update({name: value for name, value in state.world.variables().items() if name not in os.environ})
