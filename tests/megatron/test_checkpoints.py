@@ -12,8 +12,9 @@ from accelerate.checkpoint.load import verify_checkpoint
 from accelerate.checkpoint.parts import FileInFolder
 from accelerate.errors import CheckpointError
 from accelerate.utils import MegatronLMDummyScheduler
-from tests.harness import run_world
+from tests.harness import run_world, world_outcomes
 from tests.megatron import training
+from tests.world.crashing import kill_at
 
 WAYS: dict[str, dict[str, Any]] = {
     "tensors": {"tp_degree": 2},
@@ -134,3 +135,57 @@ def test_a_save_that_fails_leaves_the_one_before(tmp_path: Path) -> None:
     run_world(keeps_what_was_saved, 2, str(tmp_path), timeout=100)
     left = sorted(path.name for path in tmp_path.iterdir())
     assert left == ["behind", "run"], "and nothing beside it"
+
+
+# Of the first stage, which puts the files of both in their place: in the middle of a file, with half of the files in
+# place, and with half of the old ones gone. Of the second: in the middle of a file.
+MOMENTS = ((0, 9), (0, 60), (0, 66), (1, 6))
+
+
+def whole_state(run: Training) -> dict[str, Any]:
+    """What this stage has: its weights, what its optimizer knows of them, and how far it is."""
+    optimizer = run.net.optimizer.chained_optimizers[0].optimizer
+    moments = [state["exp_avg"].clone() for state in optimizer.state.values()]
+    weights = [parameter.detach().clone() for parameter in run.net.parameters()]
+    return {"tensors": weights + moments, "rate": run.scheduler.get_last_lr(), "iteration": run.net.iteration}
+
+
+def killed(folder: str, victim: int, moment: int) -> None:
+    """Saves to one folder after each of two steps; one stage is killed at some moment of the second save."""
+    run = Training(pp_degree=2)
+    for number in (1, 2):
+        run.steps(1)
+        torch.save(whole_state(run), Path(folder, f"{number}_of_{run.acc.process_index}.pt"))
+        run.acc.wait_for_everyone()
+        if number == 2 and run.acc.process_index == victim:
+            kill_at(moment)
+        run.acc.save_state(Path(folder, "same"))
+
+
+def loaded(folders: list[str]) -> list[int]:
+    """Which of the two states is in each folder, on this stage."""
+    run = Training(pp_degree=2)
+    run.steps(1)
+    found = []
+    for folder in folders:
+        run.acc.load_state(Path(folder, "same"))
+        here = whole_state(run)
+        saved = torch.load(Path(folder, f"{here['iteration']}_of_{run.acc.process_index}.pt"))
+        assert here["rate"] == saved["rate"]
+        assert all(torch.equal(one, other) for one, other in zip(here["tensors"], saved["tensors"], strict=True))
+        found.append(here["iteration"])
+    training.end(run.acc)
+    return found
+
+
+def test_a_save_that_is_killed_leaves_one_state_whole(tmp_path: Path) -> None:
+    folders = []
+    for victim, moment in MOMENTS:
+        folder = tmp_path / f"{victim}_{moment}"
+        folder.mkdir()
+        folders.append(str(folder))
+        outcomes = world_outcomes(killed, 2, str(folder), victim, moment, timeout=100, grace=1.0)
+        assert outcomes[victim].signal == "SIGKILL", outcomes[victim]
+    first, second = run_world(loaded, 2, folders, timeout=100)
+    assert first == second, "both stages are where the other is"
+    assert set(first) == {1, 2}, "some were killed before the new state was there, and some after"

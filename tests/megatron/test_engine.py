@@ -268,6 +268,8 @@ def refuses() -> None:
     refused(NotImplementedError, "cp_size", context_parallel_size=2)
     refused(NotImplementedError, "use FSDP", use_custom_fsdp=True)
     refused(ValueError, "set tp_degree to 2 or", sequence_parallelism=True)
+    with pytest.raises(NotImplementedError, match="leave out `dynamo_backend`"):
+        Accelerator(cpu=True, dynamo_backend="inductor", megatron_lm_plugin=MegatronLMPlugin())
     with pytest.raises(ValueError, match="set `num_micro_batches=4`"):
         Accelerator(cpu=True, gradient_accumulation_steps=4, megatron_lm_plugin=MegatronLMPlugin())
     acc = training.accelerator()

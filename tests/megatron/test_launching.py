@@ -28,12 +28,15 @@ accelerator.end_training()
 """
 
 
-def launched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(SCRIPT)
-    path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+    path = os.pathsep.join([str(folder), str(ROOT / "src"), str(ROOT)])
     environ = {**os.environ, "PYTHONPATH": path, "HF_HOME": "/nonexistent", "OMP_NUM_THREADS": "1"}
-    command = [*LAUNCH, "--main_process_port", "0", *words, "script.py", "said"]
     return subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
+
+
+def launched(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return run(folder, *LAUNCH, "--main_process_port", "0", *words, "script.py", "said")
 
 
 def test_a_script_without_a_plugin(tmp_path: Path) -> None:
@@ -50,3 +53,38 @@ def test_processes_that_do_not_fit(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "take a multiple of 2 processes, and there are 3" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+ALONE = """
+from accelerate import Accelerator
+from accelerate.utils import MegatronLMPlugin
+
+Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
+"""
+
+
+def test_megatron_core_that_is_not_installed(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['megatron'] = None\n")
+    result = launched(tmp_path, "--num_processes", "2")
+    assert result.returncode != 0
+    assert result.stderr == "accelerate launch: `--use_megatron_lm` needs Megatron-LM: pip install megatron-core\n"
+    alone = run(tmp_path, sys.executable, "-c", ALONE)
+    last = "ImportError: Megatron-LM was asked for and is not installed: pip install megatron-core"
+    assert alone.stderr.splitlines()[-1] == last
+
+
+def test_a_machine_without_gpus(tmp_path: Path) -> None:
+    alone = run(tmp_path, sys.executable, "-c", ALONE)
+    said = "Megatron-LM runs on GPUs that are devices of `torch.cuda`, and rank 0 is on cpu: start it on such GPUs"
+    assert said in alone.stderr.splitlines()[-1]
+
+
+def test_megatron_core_that_cannot_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "megatron" / "__init__.py").touch()
+    (tmp_path / "megatron" / "core" / "__init__.py").write_text("raise RuntimeError('made for another torch')\n")
+    alone = run(tmp_path, sys.executable, "-c", ALONE)
+    said = (
+        "ImportError: megatron-core is installed and cannot be imported (RuntimeError: made for another torch): install"
+    )
+    assert alone.stderr.splitlines()[-1].startswith(said)

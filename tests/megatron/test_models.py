@@ -257,6 +257,9 @@ def fields() -> tuple[list[dict[str, Any]], list[str]]:
         (gpt2, {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 3}),
         (gpt2, {"context_parallel_size": 2}),
         (gpt2, {"expert_model_parallel_size": 2}),
+        (llama, {"use_rotary_position_embeddings": False}),
+        (tiny.BERT, {"return_logits": True}),
+        (gpt2, {"other_megatron_args": {"attention_backend": "flash"}}),
     ]
     for config, settings in refused:
         with pytest.raises((ValueError, ImportError)) as error:
@@ -306,6 +309,9 @@ def test_configs() -> None:
         "2 layers cannot be divided into 2 pipeline stages of 3 layers",
         "needs Transformer Engine",
         "No model that is built here has experts",
+        "positions of a llama are rotary ones",
+        "a megatron-bert returns no logits",
+        "'flash' is one of Transformer Engine",
     )
     for words, sentence in zip(expected, said, strict=True):
         assert words in sentence, sentence

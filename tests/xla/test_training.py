@@ -225,6 +225,9 @@ def test_parameters_in_bf16() -> None:
 def refuses() -> None:
     with pytest.raises(ValueError, match="'fp16' does not run on this xla device"):
         Accelerator(mixed_precision="fp16")
+    with pytest.raises(ValueError, match="'inductor' does not run on an XLA device, where XLA compiles every step"):
+        Accelerator(dynamo_backend="inductor")
+    Accelerator(dynamo_backend="eager")
 
 
 def test_what_does_not_run_is_refused_in_a_sentence() -> None:

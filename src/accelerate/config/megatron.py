@@ -53,7 +53,7 @@ _SETTINGS = {
     "num_micro_batches": _Setting(1, int),
     "gradient_clipping": _Setting(1.0, float, "clip_grad"),
     "sequence_parallelism": _Setting(False, _flag, "sequence_parallel"),
-    "recompute_activations": _Setting(False, _flag, None),
+    "recompute_activations": _Setting(False, _flag, None),  # another name for one value of `recompute_granularity`
     "use_distributed_optimizer": _Setting(False, _flag),
 }
 # Fields that Megatron-LM gets as they are.
@@ -68,7 +68,7 @@ _PASSED_ON = (
     "eval_iters",
     "eval_interval",
 )
-_SCHEDULE = (
+SCHEDULE = (
     "train_iters",
     "lr_warmup_iters",
     "train_samples",
@@ -82,6 +82,11 @@ _SCHEDULE = (
     "end_weight_decay",
     "min_lr",
 )
+# By the name of a field, what Megatron-LM calls it.
+ARGUMENTS: dict[str, str] = {
+    **{name: setting.argument or name for name, setting in _SETTINGS.items() if setting.argument is not None},
+    **{name: name for name in ("DDP_impl", *_PASSED_ON)},
+}
 
 
 @dataclass
@@ -158,19 +163,18 @@ class MegatronLMPlugin:
     model_config: Any = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        granularity = self.recompute_granularity or os.environ.get(f"{_PREFIX}RECOMPUTE_GRANULARITY")
         for name, setting in _SETTINGS.items():
             if getattr(self, name) is None:
                 setattr(self, name, _from_variable(_PREFIX + name.upper(), setting))
+        if self.recompute_activations:
+            self.recompute_granularity = _selective(granularity)
         if self.consumed_samples is not None:  # of training, validation and test, of which the last may be left out
             self.consumed_samples = [*self.consumed_samples, *[0] * (3 - len(self.consumed_samples))]
         # Megatron-LM reduces gradients itself where they do not all come at the same time, or go to one process.
         self.DDP_impl = "local" if self.pp_degree != 1 or self.use_distributed_optimizer else "torch"
-        arguments = {
-            name: setting.argument or name for name, setting in _SETTINGS.items() if setting.argument is not None
-        }
-        arguments |= {name: name for name in ("DDP_impl", *_PASSED_ON)}
         self.megatron_lm_default_args: dict[str, Any] = {
-            argument: getattr(self, name) for name, argument in arguments.items()
+            argument: getattr(self, name) for name, argument in ARGUMENTS.items()
         }
         if self.tensorboard_dir is not None:
             self.megatron_lm_default_args["tensorboard_dir"] = self.tensorboard_dir
@@ -239,12 +243,22 @@ class MegatronLMPlugin:
                 warnings.warn(f"`{samples}` is not used: the scheduler counts in steps.", stacklevel=2)
             setattr(self, total, (steps or 0) // self.megatron_lm_default_args["data_parallel_size"])
             setattr(self, samples, 0 if samples == "lr_warmup_samples" else None)
-        self.megatron_lm_default_args.update({name: getattr(self, name) for name in _SCHEDULE})
+        self.megatron_lm_default_args.update({name: getattr(self, name) for name in SCHEDULE})
 
     def set_tensorboard_logging_options(self) -> None:
         """Log all that can be logged, beside losses, learning rate and the norm of gradients."""
         for name in ("log_num_zeros_in_grad", "log_loss_scale_to_tensorboard", "log_batch_size_to_tensorboard"):
             self.megatron_lm_default_args[name] = True
+
+
+def _selective(asked: str | None) -> str:
+    """What `recompute_activations` stands for, unless something else was asked for."""
+    if asked not in (None, "selective"):
+        raise ValueError(
+            "recompute_activations=True computes again what lies inside of attention, and "
+            f"recompute_granularity={asked!r} something else: leave out one of the two."
+        )
+    return "selective"
 
 
 def _same(optimizer: Any, name: str) -> Any:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from accelerate.available import has_package
 from accelerate.config.environment import str_to_bool
 from accelerate.devices.base import Device, Memory
 from accelerate.devices.cpu import CPU
@@ -97,10 +98,10 @@ def choose(environ: Mapping[str, str], cpu: bool = False, devices: Sequence[Devi
     if wanted:
         device = by_name(name, devices)
         if not device.available():
-            raise Unfit(
-                f"ACCELERATE_TORCH_DEVICE is {wanted!r}, but torch finds no {name} on this machine: "
-                "name another device, or unset the variable."
-            )
+            why = f"torch finds no {name} on this machine: "
+            if device.plugin is not None and not has_package(device.plugin):
+                why = f"{device.plugin} is not installed: install it, "
+            raise Unfit(f"ACCELERATE_TORCH_DEVICE is {wanted!r}, but {why}name another device, or unset the variable.")
         return Choice(device, int(index) if index else None, f"ACCELERATE_TORCH_DEVICE is {wanted}")
     for device in devices:
         if device.available():

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accelerate.available import is_torch_xla_available
+from accelerate.available import has_package, is_torch_xla_available
 from accelerate.comm import Communicator, torch_dist
 from accelerate.comm.tree import recursively_apply, send_to_device
 from accelerate.config.enums import DistributedType
@@ -23,7 +23,7 @@ from accelerate.devices.cpu import CPU
 from accelerate.devices.transfer import Transfer
 from accelerate.environments import World
 from accelerate.environments.base import DEFAULT_PORT, integer
-from accelerate.errors import Unfit
+from accelerate.errors import Unfit, warn
 
 if TYPE_CHECKING:
     from accelerate.devices.spmd import Sharding
@@ -36,7 +36,7 @@ class XLA(Device):
     sharding_label = DistributedType.XLA
 
     def __init__(self) -> None:
-        super().__init__("xla", backend="xla", label=DistributedType.XLA)
+        super().__init__("xla", backend="xla", label=DistributedType.XLA, plugin="torch_xla")
 
     @property
     def module(self) -> Any:
@@ -52,6 +52,11 @@ class XLA(Device):
         That torch_xla is merely installed is not enough: without a TPU it would compute on the CPU, beside a GPU too.
         """
         if not is_torch_xla_available():
+            if _PJRT_DEVICE in os.environ and not has_package("torch_xla"):
+                warn(
+                    f"{_PJRT_DEVICE} is {os.environ[_PJRT_DEVICE]!r}, and torch_xla, which it is for, is not "
+                    "installed: install the release that has torch's number, or unset the variable."
+                )
             return False
         if _PJRT_DEVICE in os.environ:
             return True

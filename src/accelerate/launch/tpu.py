@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from accelerate.environments.base import integer
 from accelerate.launch.machine import Accelerators
 from accelerate.launch.settings import Settings
 
@@ -40,14 +41,20 @@ def chips(bus: Path = _PCI) -> int:
 def pod(environ: Mapping[str, str], found: int) -> Pod | None:
     """The pod that this machine, with so many chips, is part of: by variables, or by what Google Cloud says."""
     names = [name for name in environ.get("TPU_WORKER_HOSTNAMES", "").split(",") if name]
-    if names and "TPU_WORKER_ID" in environ:
+    own = integer(environ, ["TPU_WORKER_ID"])
+    if names and own is not None:
+        if own not in range(len(names)):
+            raise ValueError(
+                f"The environment variable TPU_WORKER_ID is {own}, and TPU_WORKER_HOSTNAMES names {len(names)} "
+                "machines, which are counted from 0: correct one of the two."
+            )
         reason = "TPU_WORKER_HOSTNAMES and TPU_WORKER_ID say so"
-        return Pod(names, int(environ["TPU_WORKER_ID"]), reason) if len(names) > 1 else None
+        return Pod(names, own, reason) if len(names) > 1 else None
     if not found:
         return None  # and nobody to ask
     endpoints, number = _asked(environ, "worker-network-endpoints"), _asked(environ, "agent-worker-number")
     addresses = [entry.split(":")[-1] for entry in (endpoints or "").split(",") if entry]
-    if len(addresses) < 2 or number is None:
+    if len(addresses) < 2 or number is None or not number.isdigit():
         return None
     return Pod(addresses, int(number), "Google Cloud's metadata says so")
 

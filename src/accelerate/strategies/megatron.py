@@ -16,6 +16,7 @@ from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Run
 from accelerate.comm import current
 from accelerate.config.accumulation import GradientAccumulationPlugin
+from accelerate.config.enums import DynamoBackend
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.config.megatron import MODEL_CONFIGS_TO_MEGATRON_PARSERS, MegatronLMPlugin
 from accelerate.engines.megatron import building, checkpoint, parallel
@@ -48,6 +49,8 @@ class Megatron(Strategy):
         super().__init__(state, ddp)
         assert state.megatron_lm_plugin is not None
         self.plugin: MegatronLMPlugin = state.megatron_lm_plugin
+        if state.dynamo_plugin is not None and state.dynamo_plugin.backend != DynamoBackend.NO:
+            raise NotYetSupported("torch.compile with Megatron-LM", "leave out `dynamo_backend`.")
         parallel.begin(self.plugin, state.num_processes)
         self.engine: MegatronEngine | None = None
         # The batch sizes of the script's loaders, which are those of micro-batches.
@@ -164,9 +167,6 @@ class Megatron(Strategy):
         if not isinstance(scheduler, OptimizerParamScheduler):
             return None
         return MegatronLMSchedulerWrapper(scheduler, optimizers)
-
-    def compile(self, model: nn.Module, *, regional: bool, **kwargs: Any) -> nn.Module:
-        raise NotYetSupported("torch.compile with Megatron-LM", "leave out `dynamo_backend`.")
 
     def unwrap(self, model: nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """This process's part of the model; a list where it has several."""

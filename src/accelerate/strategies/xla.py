@@ -12,11 +12,15 @@ import torch
 
 from accelerate.bundle import Bundle
 from accelerate.comm import current
+from accelerate.config.enums import DynamoBackend
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.errors import Unfit
 from accelerate.precision.stepping import Stepper
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Strategy
+
+# Backends of `torch.compile` that compile nothing themselves.
+_LEAVE_IT_TO_XLA = (DynamoBackend.NO, DynamoBackend.EAGER, DynamoBackend.AOT_EAGER)
 
 
 class XLA(Strategy):
@@ -27,6 +31,12 @@ class XLA(Strategy):
         super().__init__(state, ddp)
         if state.deepspeed_plugins is not None:
             raise Unfit("DeepSpeed does not run on an XLA device: remove its plugin, or use FSDP.")
+        compiler = DynamoBackend.NO if state.dynamo_plugin is None else DynamoBackend(state.dynamo_plugin.backend)
+        if compiler not in _LEAVE_IT_TO_XLA:
+            raise Unfit(
+                f"torch.compile with {compiler.value.lower()!r} does not run on an XLA device, where XLA compiles "
+                "every step: leave out `dynamo_backend`."
+            )
         if state.parallelism_config is not None:
             raise Unfit(
                 f"{state.parallelism_config!r} does not run on an XLA device: remove it, or use FSDP, which shards "

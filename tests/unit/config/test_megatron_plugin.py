@@ -37,6 +37,22 @@ def test_defaults_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         MegatronLMPlugin()
 
 
+def test_recompute_activations_is_a_granularity(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert MegatronLMPlugin().recompute_granularity == "full"
+    for plugin in (
+        MegatronLMPlugin(recompute_activations=True),
+        MegatronLMPlugin(recompute_activations=True, recompute_granularity="selective"),
+    ):
+        assert plugin.recompute_granularity == plugin.megatron_lm_default_args["recompute_granularity"] == "selective"
+    with pytest.raises(ValueError, match="recompute_granularity='full' something else: leave out one"):
+        MegatronLMPlugin(recompute_activations=True, recompute_granularity="full")
+    monkeypatch.setenv("MEGATRON_LM_RECOMPUTE_ACTIVATIONS", "true")  # as a launch says it
+    assert MegatronLMPlugin().recompute_granularity == "selective"
+    monkeypatch.setenv("MEGATRON_LM_RECOMPUTE_GRANULARITY", "full")
+    with pytest.raises(ValueError, match="leave out one"):
+        MegatronLMPlugin()
+
+
 @pytest.mark.parametrize("config", [GPT2, LLAMA, T5], ids=lambda config: config["model_type"])
 @pytest.mark.parametrize("in_batch", [False, True])
 def test_sizes_of_models(config: dict[str, Any], in_batch: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import types
 
 import pytest
@@ -135,6 +136,18 @@ def test_torch_xla_is_used_where_somebody_asks_for_it(monkeypatch: pytest.Monkey
     monkeypatch.delenv("PJRT_DEVICE")
     stand_in.runtime.device_type = lambda: "TPU"
     assert XLA().available()
+
+
+def without_torch_xla() -> None:
+    sys.modules["torch_xla"] = None  # type: ignore[assignment]
+    with pytest.raises(Unfit, match="is 'xla', but torch_xla is not installed: install it, name another device"):
+        choose({"ACCELERATE_TORCH_DEVICE": "xla"})
+    with pytest.warns(UserWarning, match="PJRT_DEVICE is 'TPU', and torch_xla, which it is for, is not installed"):
+        assert not XLA().available()
+
+
+def test_torch_xla_that_is_not_installed() -> None:
+    run_world(without_torch_xla, 1, env={"PJRT_DEVICE": "TPU"})
 
 
 def _chooses_the_cpu() -> str:

@@ -141,6 +141,19 @@ def test_each_machine_of_a_pod_finds_the_others(metadata: dict[str, str]) -> Non
         planned("--tpu", "--num_processes", "2", environ=variables)
 
 
+@pytest.mark.parametrize(
+    ("number", "sentence"),
+    [
+        ("x", "variable TPU_WORKER_ID should be a whole number but is 'x'"),
+        ("2", "variable TPU_WORKER_ID is 2, and TPU_WORKER_HOSTNAMES names 2 machines"),
+    ],
+)
+def test_a_number_of_a_machine_that_cannot_be(number: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as caught:
+        planned("--tpu", environ={"TPU_WORKER_ID": number, "TPU_WORKER_HOSTNAMES": "10.0.0.2,10.0.0.3"})
+    assert "\n" not in str(caught.value)
+
+
 def commands(found: LaunchPlan) -> list[list[str]]:
     """What each machine of the pod runs."""
     return [shlex.split(words[-1]) for words in found.machines.values()]

@@ -10,8 +10,10 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig, ParamKey, get_standard_config_overrides
 from megatron.core.optimizer.optimizer_config import ParamWithNamePredicate
+from megatron.core.transformer import TransformerConfig
 
-from accelerate.config.megatron import MegatronLMPlugin
+from accelerate.config.megatron import ARGUMENTS, SCHEDULE, MegatronLMPlugin
+from accelerate.text import did_you_mean
 
 # What train steps and providers may ask for, where nothing was said about it.
 _DEFAULTS: dict[str, Any] = {
@@ -38,7 +40,57 @@ _DEFAULTS: dict[str, Any] = {
     "data_parallel_size": 1,
     "fp16": False,
     "bf16": False,
+    "tensorboard_dir": None,
+    "log_num_zeros_in_grad": False,
+    "log_loss_scale_to_tensorboard": False,
+    "log_batch_size_to_tensorboard": False,
+    "lr_warmup_init": 0.0,
+    "data_cache_path": None,
+    "orig_vocab_size": None,
 }
+# What a model is built by, beside the fields of configs.
+_OF_MODELS = ("transformer_impl", "padded_vocab_size", "make_vocab_size_divisible_by")
+_CONFIGS = (TransformerConfig, OptimizerConfig, DistributedDataParallelConfig)
+# What a field of the plugin decides before other arguments are looked at: groups of processes, loaders, schedules.
+_BY_FIELD = {
+    ARGUMENTS.get(name, name): name
+    for name in (
+        *("tp_degree", "pp_degree", "num_layers_per_virtual_pipeline_stage", "num_micro_batches"),
+        *("sequence_parallelism", "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
+        *("decoder_last_pipeline_num_layers", "use_custom_fsdp", "no_load_optim", "no_save_optim"),
+        *("no_wd_decay_cond", "scale_lr_cond", "lr_mult"),
+        *SCHEDULE,
+    )
+}
+
+
+def check_names(plugin: MegatronLMPlugin) -> None:
+    """Refuse `other_megatron_args` that nothing here takes. A train step of the script may take any."""
+    given = plugin.other_megatron_args or {}
+    settled = {
+        name: field for name, field in _BY_FIELD.items() if name in given and given[name] != getattr(plugin, field)
+    }
+    if settled:
+        raise ValueError(
+            "`other_megatron_args` come too late for "
+            + ", ".join(f"`{name}`: set `{field}` of the MegatronLMPlugin" for name, field in settled.items())
+            + "."
+        )
+    known = {field.name for config in _CONFIGS for field in dataclasses.fields(config) if field.init}
+    known |= {*_DEFAULTS, *_OF_MODELS, *ARGUMENTS.values(), *_BY_FIELD}
+    unknown = [name for name in given if name not in known]
+    if unknown and plugin.custom_train_step_class is None:
+        fields = {field.name for field in dataclasses.fields(plugin)}
+        listed = (
+            f"`{name}` (a field of the MegatronLMPlugin itself)"
+            if name in fields
+            else f"`{name}`{did_you_mean(name, known | fields)}"
+            for name in unknown
+        )
+        raise ValueError(
+            f"`other_megatron_args` has names that nothing here takes: {', '.join(listed)}; correct them, or leave "
+            "them out."
+        )
 
 
 def arguments(plugin: MegatronLMPlugin) -> SimpleNamespace:
@@ -73,6 +125,11 @@ def optimizer_config(args: SimpleNamespace, optimizer: Any) -> OptimizerConfig:
     if fields.get("optimizer") == "adam" and optimizer is not None:
         decoupled = optimizer.defaults.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
         fields.setdefault("decoupled_weight_decay", decoupled)
+        if fields.get("optimizer_cpu_offload") and not fields["decoupled_weight_decay"]:
+            raise ValueError(
+                "optimizer_cpu_offload=True of Megatron-LM has no Adam whose weight decay is part of the gradients: "
+                "use torch.optim.AdamW."
+            )
     return OptimizerConfig(**fields)
 
 

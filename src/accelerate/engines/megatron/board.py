@@ -27,9 +27,9 @@ class Board:
             values["grad-norm"] = float(engine.grad_norm)
         if zeros is not None:
             values["num-zeros"] = float(zeros)
-        if getattr(self.args, "log_loss_scale_to_tensorboard", False):
+        if self.args.log_loss_scale_to_tensorboard:
             values["loss-scale"] = float(engine.optimizer.get_loss_scale())
-        if getattr(self.args, "log_batch_size_to_tensorboard", False):
+        if self.args.log_batch_size_to_tensorboard:
             values["batch-size"] = float(self.args.global_batch_size)
         self._write(values, engine.iteration)
 

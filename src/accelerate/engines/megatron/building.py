@@ -164,7 +164,7 @@ def make_scheduler(args: SimpleNamespace, optimizer: MegatronOptimizer) -> Optim
     last = constant if args.end_weight_decay is None else args.end_weight_decay
     return OptimizerParamScheduler(
         optimizer,
-        init_lr=getattr(args, "lr_warmup_init", 0.0),
+        init_lr=args.lr_warmup_init,
         max_lr=args.lr,
         min_lr=args.min_lr or 0.0,
         lr_warmup_steps=int(warmup * each),

@@ -89,7 +89,7 @@ def _gpt_datasets(args: SimpleNamespace, counts: list[int]) -> tuple[Any, Any, A
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         mmap_bin_files=True,
-        path_to_cache=getattr(args, "data_cache_path", None),
+        path_to_cache=args.data_cache_path,
     )
     made = BlendedMegatronDatasetBuilder(GPTDataset, counts, lambda: True, config).build()
     first, second, third = (None if dataset is None else _Texts(dataset) for dataset in made)

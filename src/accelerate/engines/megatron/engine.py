@@ -54,7 +54,7 @@ class MegatronEngine(nn.Module):
         # Of the last step: the norm of its gradients before they were clipped.
         self.grad_norm: float | None = None
         self.eval_total_loss_dict: dict[str, tuple[Any, int]] = {}
-        logs = getattr(self.args, "tensorboard_dir", None) is not None and accelerator.is_main_process
+        logs = self.args.tensorboard_dir is not None and accelerator.is_main_process
         self._board = Board(self.args) if logs else None
         self.module_config = self.get_module_config()
         self._schedule = get_forward_backward_func()

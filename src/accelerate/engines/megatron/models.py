@@ -13,8 +13,6 @@ from torch import nn
 from accelerate.engines.megatron.families import Stage, family_of
 from accelerate.engines.megatron.layers import has_transformer_engine
 
-# Settings of the plugin that megatron-core knows under the same name, but with another meaning or type.
-_OTHERWISE = ("attention_backend",)
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # What Megatron-LM pads a vocabulary to a multiple of, for each tensor-parallel rank.
 _VOCABULARY_MULTIPLE = 128
@@ -35,8 +33,6 @@ def transformer_config(plugin: Any, model_config: Any, dtype: torch.dtype) -> An
     family.check(model_config, plugin)
     known = {field.name for field in dataclasses.fields(TransformerConfig) if field.init}
     arguments = {name: value for name, value in plugin.megatron_lm_default_args.items() if name in known}
-    for name in _OTHERWISE:
-        arguments.pop(name, None)
     settings = {**arguments, **family.settings(model_config)}
     settings.update(
         params_dtype=dtype,
@@ -49,8 +45,35 @@ def transformer_config(plugin: Any, model_config: Any, dtype: torch.dtype) -> An
     settings.update({name: value for name, value in (plugin.other_megatron_args or {}).items() if name in known})
     if settings.get("recompute_granularity") != "full":
         settings.update(recompute_method=None, recompute_num_layers=None)
-    _check(settings, transformer_engine=_uses_transformer_engine(plugin))
+    engine = _uses_transformer_engine(plugin)
+    settings["attention_backend"] = attention_backend(settings["attention_backend"], transformer_engine=engine)
+    _check(settings, transformer_engine=engine)
     return TransformerConfig(**settings)
+
+
+def attention_backend(asked: Any, *, transformer_engine: bool) -> Any:
+    """How attention is computed, in the words of megatron-core.
+
+    Args:
+        asked: True leaves the choice to Transformer Engine, and False takes none of its fused kernels; in
+            `other_megatron_args`, the name of one.
+        transformer_engine: Whether the layers are its own. Those of megatron-core have one way.
+    """
+    from megatron.core.transformer.enums import AttnBackend
+
+    name = getattr(asked, "name", asked)
+    if isinstance(asked, bool):
+        name = "auto" if asked or not transformer_engine else "unfused"
+    if name not in AttnBackend.__members__:
+        raise ValueError(
+            f"attention_backend={asked!r} is none of megatron-core's: {', '.join(AttnBackend.__members__)}."
+        )
+    if name not in ("auto", "local") and not transformer_engine:
+        raise ImportError(
+            f"attention_backend={name!r} is one of Transformer Engine: `pip install transformer-engine`, or leave it "
+            "out."
+        )
+    return AttnBackend[name]
 
 
 def build_model(

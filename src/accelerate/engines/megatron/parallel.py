@@ -13,6 +13,8 @@ from megatron.core import parallel_state, tensor_parallel
 
 from accelerate.comm.tree import recursively_apply
 from accelerate.config.megatron import MegatronLMPlugin
+from accelerate.engines.megatron.arguments import check_names
+from accelerate.engines.megatron.layers import has_transformer_engine
 from accelerate.errors import NotYetSupported
 
 # The group of all processes that the groups of Megatron-LM were made from; they end with it.
@@ -33,6 +35,7 @@ def data_parallel_size(plugin: MegatronLMPlugin, processes: int) -> int:
 
 def check(plugin: MegatronLMPlugin) -> None:
     """Refuse what is not done here, before anything is made."""
+    check_names(plugin)
     if (plugin.context_parallel_size or 1) > 1:
         raise NotYetSupported(
             f"Megatron-LM with context_parallel_size={plugin.context_parallel_size}",
@@ -49,6 +52,16 @@ def check(plugin: MegatronLMPlugin) -> None:
         raise ValueError(
             "sequence_parallelism=True shares out sequences among the processes of one tensor: set tp_degree to 2 or "
             "more, or leave it out."
+        )
+    if plugin.overlap_cpu_optimizer_d2h_h2d and not plugin.optimizer_cpu_offload:
+        raise ValueError(
+            "overlap_cpu_optimizer_d2h_h2d=True is about the copies of an optimizer on the host: set "
+            "optimizer_cpu_offload=True as well, or leave it out."
+        )
+    if plugin.use_precision_aware_optimizer and not (plugin.use_distributed_optimizer and has_transformer_engine()):
+        raise ValueError(
+            "use_precision_aware_optimizer=True needs use_distributed_optimizer=True, and Transformer Engine (`pip "
+            "install transformer-engine`), whose Adam it is: see to both, or leave it out."
         )
 
 

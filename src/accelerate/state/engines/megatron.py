@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from accelerate import devices
 from accelerate.available import has_package
 from accelerate.config.enums import DistributedType
 from accelerate.config.megatron import MegatronLMPlugin
-from accelerate.errors import NotYetSupported
+from accelerate.errors import NotYetSupported, Unfit
 from accelerate.state.engines.base import Engine, Request, join_a_group
 from accelerate.versions import compare_versions
 
@@ -45,6 +47,19 @@ class MegatronLM(Engine):
         return {"megatron_lm_plugin": self._plugin}
 
     def set_up(self, partial: PartialState) -> None:
+        try:
+            import_module("megatron.core")
+        except Exception as error:
+            raise ImportError(
+                f"megatron-core is installed and cannot be imported ({type(error).__name__}: {error}): install it "
+                "again, for the torch that is here."
+            ) from error
+        cuda = devices.by_name("cuda")
+        if cuda.count() == 0 or (cuda.available() and partial.device.type != cuda.name):
+            raise Unfit(
+                f"Megatron-LM runs on GPUs that are devices of `torch.cuda`, and rank {partial.process_index} is on "
+                f"{partial.device}: start it on such GPUs, or spread the model with FSDP (`fsdp_plugin`)."
+            )
         os.environ["ACCELERATE_USE_MEGATRON_LM"] = "true"  # where scripts ask whether it is the engine
         join_a_group(partial)
 

@@ -45,6 +45,9 @@ class Family:
     buffers: ClassVar[tuple[str, ...]] = ()
     # Settings of transformers' config for which megatron-core has no counterpart, and what they have to be.
     required: ClassVar[Mapping[str, Any]] = {}
+    # Whether its positions are rotary ones, and whether its train step can return logits.
+    rotary: ClassVar[bool] = False
+    returns_logits: ClassVar[bool] = False
 
     def check(self, model: Any, plugin: Any) -> None:
         """Refuse a config that would become another model."""
@@ -54,6 +57,16 @@ class Family:
                 raise ValueError(
                     f"megatron-core has no {model.model_type} with {name}={found!r}: it has to be {value!r}."
                 )
+        if self.rotary and not plugin.use_rotary_position_embeddings:
+            raise ValueError(
+                f"The positions of a {model.model_type} are rotary ones, and use_rotary_position_embeddings=False "
+                "would make another model of it: leave it out."
+            )
+        if plugin.return_logits and not self.returns_logits and plugin.custom_train_step_class is None:
+            raise ValueError(
+                f"The train step of a {model.model_type} returns no logits, as return_logits=True asks for: leave it "
+                "out, or give the MegatronLMPlugin a `custom_train_step_class`."
+            )
 
     def settings(self, model: Any) -> dict[str, Any]:
         """The fields of megatron-core's `TransformerConfig` that describe the model."""

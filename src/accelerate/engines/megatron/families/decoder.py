@@ -13,6 +13,8 @@ from accelerate.engines.megatron.layers import block, hide_padding, with_norm
 class Decoder(Family):
     """A model with causal attention and a head over the vocabulary."""
 
+    returns_logits = True
+
     def positions(self, model: Any) -> dict[str, Any]:
         """The arguments of `GPTModel` about positions."""
         raise NotImplementedError

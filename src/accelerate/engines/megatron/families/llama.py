@@ -21,6 +21,7 @@ class Llama(Decoder):
 
     prefix = "model."
     buffers = (".rotary_emb.inv_freq",)
+    rotary = True
 
     def check(self, model: Any, plugin: Any) -> None:
         super().check(model, plugin)
