@@ -225,6 +225,8 @@ class DeepSpeed(Strategy):
 
     def _take_over(self, stepper: EngineStepper) -> None:
         self.steppers.append(stepper)
+        if stepper.engine.zero_nvme_offload_optimizer():
+            self.can_snapshot = False  # its states are on a disk since memory has no room for them
         inside = [p for group in stepper.optimizer.param_groups for p in group["params"]]
         for parameter in (*stepper.engine.module.parameters(), *inside):
             self.owners[id(parameter)] = stepper
@@ -263,6 +265,7 @@ class DeepSpeed(Strategy):
         self.owners.clear()
         self.replaced.clear()
         self.last_engine = None
+        self.can_snapshot = True
         if self.sharing is not None:
             self.sharing.end()
             self.sharing = None
