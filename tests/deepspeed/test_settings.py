@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.config.deepspeed import DummyOptim, DummyScheduler
+from accelerate.state import AcceleratorState
 from accelerate.strategies.deepspeed_settings import Objects, fill
 from tests.deepspeed import training
 from tests.harness import run_world
@@ -195,6 +196,10 @@ def refused() -> list[str]:
     acc.state._reset_state()
     attempt(lambda: training.accelerator(2, precision="fp16"))
     attempt(lambda: training.accelerator(2, enable_msamp=True))
+    AcceleratorState._reset_state()
+    other = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}})
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    attempt(lambda: Accelerator(cpu=True, deepspeed_plugins={"one": training.plugin(2), "other": other}))
     return sentences
 
 
@@ -211,6 +216,7 @@ def test_refusals_are_one_sentence() -> None:
         "RuntimeError: The gradients of this DeepSpeed engine are not complete",
         "ValueError: DeepSpeed has no fp16 on this cpu",
         "NotYetSupported: MS-AMP with DeepSpeed (`enable_msamp`) is not part of this version",
+        "ValueError: DeepSpeed has no fp16 on this cpu",
     )
     for sentence, start in zip(found, expected, strict=True):
         assert sentence.startswith(start), found
