@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.config.deepspeed import DummyOptim, DummyScheduler
+from accelerate.state import AcceleratorState
 from accelerate.strategies.deepspeed_settings import Objects, fill
 from tests.deepspeed import training
 from tests.harness import run_world
@@ -195,6 +196,10 @@ def refused() -> list[str]:
     acc.state._reset_state()
     attempt(lambda: training.accelerator(2, precision="fp16"))
     attempt(lambda: training.accelerator(2, enable_msamp=True))
+    AcceleratorState._reset_state()
+    other = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}, "fp16": {"enabled": True}})
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    attempt(lambda: Accelerator(cpu=True, deepspeed_plugins={"one": training.plugin(2), "other": other}))
     return sentences
 
 
@@ -211,6 +216,7 @@ def test_refusals_are_one_sentence() -> None:
         "RuntimeError: The gradients of this DeepSpeed engine are not complete",
         "ValueError: DeepSpeed has no fp16 on this cpu",
         "NotYetSupported: MS-AMP with DeepSpeed (`enable_msamp`) is not part of this version",
+        "ValueError: DeepSpeed has no fp16 on this cpu",
     )
     for sentence, start in zip(found, expected, strict=True):
         assert sentence.startswith(start), found
@@ -357,3 +363,138 @@ def test_operations_that_cannot_be_compiled_are_one_sentence(tmp_path: Path) -> 
     assert ninja in found["optimizer"]
     assert "zero_force_ds_cpu_optimizer=false" in found["optimizer"]
     assert found["disk"].startswith("Offloading to a disk needs DeepSpeed's async_io, which cannot be compiled here")
+
+
+def asked_in_vain() -> list[str]:
+    """What is said of the second of two models, or of the optimizer of a config, while no engine is made."""
+    import deepspeed
+
+    sentences = []
+
+    def attempt(plugin: DeepSpeedPlugin, make: Any) -> None:
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        acc = Accelerator(cpu=True, deepspeed_plugin=plugin)
+        first, second = training.model(1), training.model(2)
+        loader = DataLoader(training.data(), batch_size=4)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises((ValueError, ImportError)) as caught:
+            patch.setattr(deepspeed, "initialize", lambda **kwargs: pytest.fail("an engine is made"))
+            acc.prepare(loader, first, *make(first, second))
+        sentences.append(str(caught.value))
+        assert type(first) is nn.Sequential
+        acc.state._reset_state(reset_partial_state=False)
+
+    def adam(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(net.parameters())
+
+    def sgd(net: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(net.parameters(), lr=0.1)
+
+    attempt(training.plugin(2), lambda one, two: (adam(one), adam(two)))
+    attempt(training.plugin(2), lambda one, two: (adam(one), two, adam(two), sgd(two)))
+    attempt(training.plugin(2, offload_optimizer_device="cpu"), lambda one, two: (adam(one), two, sgd(two)))
+    config = {**AUTO, "zero_optimization": {"stage": 2}, "scheduler": {}}
+    for kind in ("SGD", "Nothing", "AdamW"):
+        if kind == "AdamW":  # compiled at its first use, which cannot be
+            os.environ["PATH"] = "/nothing"
+        config["optimizer"] = {"type": kind, "params": {"lr": "auto"}}
+        own = DeepSpeedPlugin(hf_ds_config=config, gradient_accumulation_steps=1)
+        attempt(own, lambda one, two: (DummyOptim(one.parameters()),))
+    return sentences
+
+
+def test_what_is_wrong_is_said_before_any_engine_is_made() -> None:
+    found = run_world(asked_in_vain, 1, timeout=60)[0]
+    expected = (
+        "DeepSpeed makes one engine of a model and its optimizer, and AdamW came without its model",
+        "This Sequential has 2 optimizers",
+        "DeepSpeed has no SGD on the host: use Adam, AdamW or Adagrad",
+        "DeepSpeed does not vouch for ZeRO with the optimizer 'SGD' of its config",
+        "The DeepSpeed config asks for an optimizer 'Nothing'",
+        "The optimizer of the DeepSpeed config needs an operation of DeepSpeed that cannot be compiled here",
+    )
+    for sentence, start in zip(found, expected, strict=True):
+        assert sentence.startswith(start), found
+    assert "zero_allow_untested_optimizer" in found[3]
+    assert "torch_adam" in found[5]
+
+
+def trained_by_untested() -> None:
+    config = {**AUTO, "zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    config["optimizer"] = {"type": "SGD", "params": {"lr": "auto"}}
+    del config["scheduler"]
+    acc = Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+    net = training.model()
+    net, optimizer, loader = acc.prepare(
+        net, DummyOptim(net.parameters(), lr=0.5), DataLoader(training.data(), batch_size=4)
+    )
+    inputs, targets = next(iter(loader))
+    before = training.loss_of(net(inputs), targets)
+    acc.backward(before)
+    optimizer.step()
+    assert training.loss_of(net(inputs), targets) < before
+    acc.free_memory()
+
+
+def test_an_untested_optimizer_that_is_allowed_trains() -> None:
+    run_world(trained_by_untested, 1, timeout=60)
+
+
+def several_numbers() -> list[str]:
+    """Plugins that accumulate differently: the loop follows the first that trains, and a second one has to agree."""
+    sentences = []
+
+    def config(steps: int | str | None) -> dict[str, Any]:
+        own = {} if steps is None else {"gradient_accumulation_steps": steps}
+        return {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": "auto", **own}
+
+    def pair(seed: int) -> tuple[Any, Any]:
+        net = training.model(seed)
+        return net, torch.optim.AdamW(net.parameters())
+
+    steps = {"judge": None, "one": 4, "two": 2, "open": "auto"}
+    plugins = {
+        name: DeepSpeedPlugin(hf_ds_config=config(number), zero3_init_flag=False) for name, number in steps.items()
+    }
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    acc = Accelerator(cpu=True, deepspeed_plugins=plugins)
+    acc.prepare(DataLoader(training.data(), batch_size=4))
+    acc.prepare(training.model())  # which is not trained
+    acc.state.select_deepspeed_plugin("one")
+    acc.prepare(*pair(1))
+    assert acc.gradient_accumulation_steps == 4
+    acc.state.select_deepspeed_plugin("two")
+    with pytest.raises(ValueError) as caught:
+        acc.prepare(*pair(2))
+    sentences.append(str(caught.value))
+    acc.prepare(training.model())  # its config need not agree
+    acc.state.select_deepspeed_plugin("open")
+    net, _ = acc.prepare(*pair(3))
+    assert net.gradient_accumulation_steps() == acc.gradient_accumulation_steps == 4
+    acc.gradient_accumulation_steps = 2
+    net, _ = acc.prepare(*pair(4))
+    assert net.gradient_accumulation_steps() == 2
+    acc.free_memory()
+    acc.state._reset_state(reset_partial_state=False)
+
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    both = {name: DeepSpeedPlugin(hf_ds_config=config(number)) for name, number in (("a", 2), ("b", 3))}
+    acc = Accelerator(cpu=True, deepspeed_plugins=both, gradient_accumulation_steps=2)
+    acc.state.select_deepspeed_plugin("b")
+    acc.prepare(DataLoader(training.data(), batch_size=4))
+    with pytest.warns(UserWarning) as warned:
+        acc.prepare(*pair(1))
+    sentences += [text for each in warned if "accumulation" in (text := str(each.message))]
+    assert acc.gradient_accumulation_steps == 3
+    acc.free_memory()
+    return sentences
+
+
+def test_plugins_that_accumulate_differently() -> None:
+    differs, follows = run_world(several_numbers, 1, timeout=60)[0]
+    assert differs.startswith(
+        "The DeepSpeed plugin 'two' says gradient_accumulation_steps=2, and the engines that were"
+    )
+    assert "accumulate 4:" in differs
+    assert follows.startswith(
+        "The DeepSpeed config says gradient_accumulation_steps=3, and the Accelerator was given 2"
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import logging
@@ -26,14 +25,13 @@ from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Run
 from accelerate.compilation import compile_regions_deepspeed
 from accelerate.config.accumulation import GradientAccumulationPlugin
-from accelerate.config.deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
+from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.engines.deepspeed import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     EngineStepper,
-    map_pytorch_optim_to_deepspeed,
     undo_first_step,
 )
 from accelerate.errors import NotYetSupported, warn
@@ -44,7 +42,8 @@ from accelerate.strategies import deepspeed_checkpoint
 from accelerate.strategies import deepspeed_checks as checks
 from accelerate.strategies import deepspeed_pieces as pieces
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.deepspeed_settings import Objects, fill, open_again
+from accelerate.strategies.deepspeed_plan import Plan, plans, settle
+from accelerate.strategies.deepspeed_settings import open_again
 from accelerate.torch_internals.optimizers import call_stepped
 
 logger = logging.getLogger(__name__)
@@ -76,7 +75,8 @@ class DeepSpeed(Strategy):
                 f"DeepSpeed has chosen the device {used!r}, and this process is on {self.device.type!r}: set "
                 f"DS_ACCELERATOR={self.device.type} before anything imports deepspeed."
             )
-        if state.mixed_precision == "fp16" and not get_accelerator().is_fp16_supported():
+        in_fp16 = any(plugin.mixed_precision == "fp16" for plugin in state.deepspeed_plugins.values())
+        if in_fp16 and not get_accelerator().is_fp16_supported():
             raise ValueError(f"DeepSpeed has no fp16 on this {self.device.type}: use mixed_precision='bf16', or 'no'.")
         # Those with an optimizer.
         self.steppers: list[EngineStepper] = []
@@ -98,15 +98,19 @@ class DeepSpeed(Strategy):
         return plugin
 
     def accumulation(self, plugin: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
+        return dataclasses.replace(plugin, num_steps=self._accumulation_steps(plugin.num_steps))
+
+    def _accumulation_steps(self, given: int | None) -> Any:
+        """What the config of the plugin in use says, where it says anything. given: to the Accelerator."""
         steps = self.plugin.get_value("gradient_accumulation_steps")
-        if steps in (None, "auto", plugin.num_steps):
-            return plugin
-        if plugin.num_steps not in (None, 1):
+        if steps in (None, "auto", given):
+            return given
+        if given not in (None, 1):
             warn(
                 f"The DeepSpeed config says gradient_accumulation_steps={steps}, and the Accelerator was given "
-                f"{plugin.num_steps}: the config counts; write 'auto' there to have the Accelerator's."
+                f"{given}: the config counts; write 'auto' there to have the Accelerator's."
             )
-        return dataclasses.replace(plugin, num_steps=steps)
+        return steps
 
     # --- preparing ----------------------------------------------------------------------------------------------
 
@@ -138,32 +142,46 @@ class DeepSpeed(Strategy):
         return loader if isinstance(loader, SequenceLoader) else SequenceLoader(loader, self.device)
 
     def prepare(self, bundle: Bundle) -> None:
-        sizes = self.batch_sizes[-len(bundle.loaders) :] if bundle.loaders else self.batch_sizes
-        models = [model for model in bundle.models if not model.evaluation]
-        left = list(bundle.optimizers)
-        for model in models:
-            own = left if len(models) == 1 else [entry for entry in left if _trains(entry.value, model.value)]
-            if len(own) > 1:
-                raise ValueError(
-                    f"This {type(model.value).__name__} has {len(own)} optimizers, and DeepSpeed steps one for each "
-                    "model: give one optimizer several groups of parameters."
-                )
-            optimizer = own[0] if own else None
-            left = [entry for entry in left if entry is not optimizer]
-            scheduler = None if optimizer is None else _scheduler_of(optimizer, bundle)
-            self._make_engine(model, optimizer, scheduler, sizes)
-        if left:
-            raise ValueError(
-                f"DeepSpeed makes one engine of a model and its optimizer, and {type(left[0].value).__name__} came "
-                "without its model: pass both to one call of `prepare`."
-            )
-        if models and self.sharing is not None:
+        found = plans(bundle)
+        # Of a model that is not trained, nothing would be sharded in other stages.
+        sharded = self.plugin.get_value("zero_optimization.stage") == 3
+        engines = [plan for plan in found if plan.optimizer is not None or sharded]
+        if any(plan.optimizer is not None for plan in engines):
+            self._follow_config()
+        run = {
+            "batch_sizes": self.batch_sizes[-len(bundle.loaders) :] if bundle.loaders else self.batch_sizes,
+            "processes": len(set(super().data_shares())),
+            "split_batches": self.accelerator().split_batches,
+            "accumulation_steps": self.accelerator().gradient_accumulation_steps,
+        }
+        if self._cuts_sequences() and len(engines) + (self.sharing is not None) > 1:
+            raise NotYetSupported("A second model with sp_size", "train one model, and leave others in one piece.")
+        for plan in engines:
+            settle(plan, self.plugin, **run)
+        for plan in found:
+            if plan in engines:
+                self._make_engine(plan)
+            else:
+                self._place(plan.model)
+        if found and self.sharing is not None:
             for loader in bundle.loaders:
                 loader.value = self.cut_sequences(loader.value)
 
+    def _follow_config(self) -> None:
+        """A number in the config of the plugin in use counts for the loop, which has one for all its engines."""
+        accelerator = self.accelerator()
+        open_again(self.plugin)
+        now = accelerator.gradient_accumulation_steps
+        steps = self.plugin.get_value("gradient_accumulation_steps")
+        if self.steppers and steps not in (None, "auto", now):
+            name = next(name for name, plugin in self.state.deepspeed_plugins.items() if plugin is self.plugin)
+            raise ValueError(
+                f"The DeepSpeed plugin {name!r} says gradient_accumulation_steps={steps}, and the engines that were "
+                f"prepared before accumulate {now}: a loop has one number, so make them the same, or write 'auto'."
+            )
+        accelerator.gradient_accumulation_steps = self._accumulation_steps(now)
+
     def _share_sequences(self, model: nn.Module) -> Any:
-        if self.sharing is not None:
-            raise NotYetSupported("A second model with sp_size", "train one model, and leave others in one piece.")
         try:
             from accelerate.strategies.deepspeed_sequence import attend_together
         except ImportError as error:
@@ -176,63 +194,39 @@ class DeepSpeed(Strategy):
         self.sharing = attend_together(model, config, size)
         return self.sharing.groups
 
-    def _make_engine(
-        self, model: Entry, optimizer: Entry | None, scheduler: Entry | None, sizes: list[int | None]
-    ) -> None:
-        plugin, accelerator = self.plugin, self.accelerator()
-        stage = plugin.get_value("zero_optimization.stage")
-        if optimizer is None and stage != 3:
-            # Nothing of it would be sharded.
-            model.value = model.value.to(self.device, _DTYPES.get(self.state.mixed_precision))
-            self._cast_inputs(model.value)
-            return
-        checks.check_disk(plugin, model.value)
-        checks.check_exchange()
-        given = None if optimizer is None else optimizer.value
-        schedule = None if scheduler is None else scheduler.value
-        steps = accelerator.gradient_accumulation_steps
-        shares = len(set(super().data_shares()))
-        if given is not None:  # else what the config has of a training before stays
-            open_again(plugin)
-        fixed_clip = None if plugin.is_auto("gradient_clipping") else plugin.get_value("gradient_clipping") or None
-        fill(plugin, Objects(model.value, given, schedule, sizes, shares, accelerator.split_batches, steps))
-        plugin.set_moe_leaf_modules(model.value)
-        arguments: dict[str, Any] = {"model": model.value, "config": copy.deepcopy(plugin.deepspeed_config)}
-        if isinstance(given, DummyOptim):
-            arguments["model_parameters"] = given.params
-        elif given is not None:
-            offloaded = plugin.get_value("zero_optimization.offload_optimizer.device", "none") not in (None, "none")
-            if offloaded and plugin.get_value("zero_force_ds_cpu_optimizer", True):
-                arguments["optimizer"] = map_pytorch_optim_to_deepspeed(given)
-                call_stepped(given)
-            else:
-                arguments["optimizer"] = given
-        if isinstance(schedule, DummyScheduler):
-            if schedule.lr_scheduler_callable is not None:
-                arguments["lr_scheduler"] = schedule.lr_scheduler_callable
-        elif type(schedule).__name__ in lr_schedules.VALID_LR_SCHEDULES:
-            arguments["lr_scheduler"] = schedule
+    def _place(self, model: Entry) -> None:
+        """A model without an engine."""
+        model.value = model.value.to(self.device, _DTYPES.get(self.state.mixed_precision))
+        self._cast_inputs(model.value)
+
+    def _make_engine(self, plan: Plan) -> None:
+        given = plan.given
         if self._cuts_sequences():
-            arguments["mpu"] = self._share_sequences(model.value)
+            plan.arguments["mpu"] = self._share_sequences(plan.model.value)
         had_state = bool(getattr(given, "state", None))
-        if stage != 0 and isinstance(given, torch.optim.Optimizer):
-            checks.leave_states(given)
-        engine, made, _, stepped = deepspeed.initialize(**arguments)
+        if isinstance(given, torch.optim.Optimizer):
+            if plan.arguments["optimizer"] is not given:
+                call_stepped(given)
+            if self.plugin.get_value("zero_optimization.stage") != 0:
+                checks.leave_states(given)
+        engine, made, _, stepped = deepspeed.initialize(**plan.arguments)
         self._cast_inputs(engine.module)
         if pieces.is_sharded(engine):
             pieces.warn_of_empty_state_dict(engine)
-        self.last_engine = model.value = engine
-        if optimizer is not None:
-            optimizer.value = made
+        self.last_engine = plan.model.value = engine
+        if plan.optimizer is not None:
+            plan.optimizer.value = made
             undo_first_step(engine, had_state=had_state)
             if isinstance(given, torch.optim.Optimizer):
                 self.replaced.append((given, engine))
-            self._take_over(EngineStepper(engine, fixed_clip))
-        if scheduler is not None and stepped is not None:
-            scheduler.value = stepped
+            self._take_over(EngineStepper(engine, plan.fixed_clip))
+        if plan.scheduler is not None and stepped is not None:
+            plan.scheduler.value = stepped
 
     def _take_over(self, stepper: EngineStepper) -> None:
         self.steppers.append(stepper)
+        if stepper.engine.zero_nvme_offload_optimizer():
+            self.can_snapshot = False  # its states are on a disk since memory has no room for them
         inside = [p for group in stepper.optimizer.param_groups for p in group["params"]]
         for parameter in (*stepper.engine.module.parameters(), *inside):
             self.owners[id(parameter)] = stepper
@@ -271,6 +265,7 @@ class DeepSpeed(Strategy):
         self.owners.clear()
         self.replaced.clear()
         self.last_engine = None
+        self.can_snapshot = True
         if self.sharing is not None:
             self.sharing.end()
             self.sharing = None
@@ -435,21 +430,6 @@ def _kept_back(stepper: EngineStepper) -> Iterator[None]:
         yield
     finally:
         stepper.kept_back -= 1
-
-
-def _scheduler_of(optimizer: Entry, bundle: Bundle) -> Entry | None:
-    """The scheduler of an optimizer, before the engine has changed both."""
-    if len(bundle.optimizers) == 1:
-        return bundle.schedulers[0] if bundle.schedulers else None
-    return next((entry for entry in bundle.schedulers if entry.value.optimizer is optimizer.value), None)
-
-
-def _trains(optimizer: Any, model: nn.Module) -> bool:
-    """Whether an optimizer, or what stands for one, has parameters of a model."""
-    own = set(map(id, model.parameters()))
-    given = list(optimizer.params if isinstance(optimizer, DummyOptim) else optimizer.param_groups)
-    tensors = [p for group in given for p in (group["params"] if isinstance(group, dict) else [group])]
-    return any(id(p) in own for p in tensors)
 
 
 def _casting(dtype: torch.dtype) -> Callable[..., Any]:

@@ -80,35 +80,39 @@ def _instead(engine: Any, other: CheckpointEngine, names: list[str] | None = Non
 
 
 @dataclass
-class _Left:
-    """A file that the engine has written by itself. folder: where, for as long as anybody needs it."""
+class _Lying:
+    """A file that lies on a disk already. folder: a temporary one that it is in, which goes when nobody needs it."""
 
-    folder: TemporaryDirectory[str]
+    source: Path
     name: str
+    folder: TemporaryDirectory[str] | None = None
 
-    def copied(self, memory: HostMemory) -> _Left:
-        return self
+    def copied(self, memory: HostMemory) -> _Lying:
+        return self  # nobody changes it meanwhile: where an engine would, `can_snapshot` is False
 
     def write(self, folder: Path, group: Any) -> dict[str, FileEntry]:
-        source, path = Path(self.folder.name, self.name), folder / self.name
+        path = folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        entry = blocks.write_file(path, [blocks.mapped(source)])
-        path.chmod(source.stat().st_mode)
+        entry = blocks.write_file(path, [blocks.mapped(self.source)])
+        path.chmod(self.source.stat().st_mode)
         return {self.name: entry}
 
 
 def parts(engine: Any, number: int, **kwargs: Any) -> Iterator[Part]:
     """What this process writes of an engine. kwargs: for its `save_checkpoint`. Called on all processes."""
-    collected = _Collecting()
-    # Small files that help people, and what lies on a disk already, are written all the same.
+    collected, tag = _Collecting(), layout.engine_folder(number)
+    on_disk = deepspeed_disk.kept(engine, tag) if engine.zero_nvme_offload_optimizer() else {}
+    # Small files that help people are written all the same.
     folder = TemporaryDirectory(prefix="accelerate-deepspeed-")
-    with _instead(engine, collected):
-        engine.save_checkpoint(folder.name, tag=layout.engine_folder(number), **kwargs)
+    with _instead(engine, collected), deepspeed_disk.left_out(engine):
+        engine.save_checkpoint(folder.name, tag=tag, **kwargs)
     for path, content in collected.files.items():
         yield FileInFolder(os.path.relpath(path, folder.name), content)
     for left in sorted(Path(folder.name).rglob("*")):
         if left.is_file():
-            yield _Left(folder, str(left.relative_to(folder.name)))
+            yield _Lying(left, str(left.relative_to(folder.name)), folder)
+    for name, swapped in on_disk.items():
+        yield _Lying(swapped, name)
 
 
 def read(

@@ -5,11 +5,18 @@ from __future__ import annotations
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
 from torch import nn
 
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.engines.deepspeed import need_operation
 from accelerate.errors import warn
+
+# The optimizers of a config that ZeRO takes without being told to.
+_TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
+# What DeepSpeed compiles for optimizers of a config: those on the host, and the others.
+_ON_HOST = {"adam": "CPUAdam", "adamw": "CPUAdam", "adagrad": "CPUAdagrad", "lion": "CPULion"}
+_ON_DEVICE = {"adam": "FusedAdam", "adamw": "FusedAdam", "lamb": "FusedLamb", "lion": "FusedLion"}
 
 
 def check_disk(plugin: DeepSpeedPlugin, model: nn.Module) -> None:
@@ -47,6 +54,32 @@ def check_exchange() -> None:
     builder = get_accelerator().create_op_builder("ShareMemCommBuilder")
     if builder is not None and deepspeed.ops.__compatible_ops__.get(builder.NAME):
         need_operation("ShareMemCommBuilder", "Training on a CPU")
+
+
+def is_offloaded(plugin: DeepSpeedPlugin) -> bool:
+    """Whether an optimizer steps on the host."""
+    return plugin.get_value("zero_optimization.offload_optimizer.device") not in (None, "none")
+
+
+def check_optimizer(plugin: DeepSpeedPlugin) -> None:
+    """Whether DeepSpeed can make the optimizer that its config describes, and takes it."""
+    kind = str(plugin.get_value("optimizer.type"))
+    name = kind.lower()
+    if name not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, kind):
+        raise ValueError(
+            f"The DeepSpeed config asks for an optimizer {kind!r}, which neither DeepSpeed nor torch.optim has: write "
+            "the name of one of theirs, as 'AdamW'."
+        )
+    sharded = bool(plugin.get_value("zero_optimization.stage"))
+    if sharded and name not in _TESTED and not plugin.get_value("zero_allow_untested_optimizer"):
+        raise ValueError(
+            f"DeepSpeed does not vouch for ZeRO with the optimizer {kind!r} of its config: write "
+            "zero_allow_untested_optimizer=true into the config, or choose 'AdamW'."
+        )
+    operation = (_ON_HOST if is_offloaded(plugin) else _ON_DEVICE).get(name)
+    if operation is not None and not plugin.get_value("optimizer.params.torch_adam"):
+        instead = ", or write torch_adam=true into the params of an Adam, to have torch's own"
+        need_operation(f"{operation}Builder", "The optimizer of the DeepSpeed config", instead)
 
 
 def leave_states(optimizer: torch.optim.Optimizer) -> None:

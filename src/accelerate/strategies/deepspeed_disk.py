@@ -1,4 +1,4 @@
-"""Optimizer states that DeepSpeed keeps in files on a disk: put back where an engine looks for them."""
+"""Optimizer states that DeepSpeed keeps in files on a disk: which files those are, and how they are put back."""
 
 from __future__ import annotations
 
@@ -18,34 +18,64 @@ from accelerate.errors import CheckpointError
 _NAME = re.compile(r"((?:\w+-)?)(\d+_\d+)(\.tensor\.swp)")
 
 
+def kept(engine: Any, tag: str) -> dict[str, Path]:
+    """Where the files of an engine lie on this process, by their names in a checkpoint.
+
+    Others in that folder are gradients, and what engines before have left.
+    """
+    own, saved = set(_groups(engine)), _place(tag, engine)
+    found = {path: _NAME.fullmatch(path.name) for path in Path(_swapper(engine).swap_folder).iterdir()}
+    return {f"{saved}/{path.name}": path for path, match in found.items() if match is not None and match[2] in own}
+
+
+@contextmanager
+def left_out(engine: Any) -> Iterator[None]:
+    """Have an engine see no files of its own while it saves: it would copy them to where its other files go."""
+    if not engine.zero_nvme_offload_optimizer():
+        yield
+        return
+    swapper = _swapper(engine)
+    with TemporaryDirectory(prefix="accelerate-deepspeed-") as empty:
+        own, swapper.swap_folder = swapper.swap_folder, empty
+        try:
+            yield
+        finally:
+            swapper.swap_folder = own
+
+
 def files(engine: Any, folder: Path, tag: str) -> dict[str, Path]:
     """The saved files of this process, by the names that its engine looks for.
 
     DeepSpeed names them after the numbers of parameters, which depend on what a process has made before.
     """
-    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
-    saved = folder / _place(tag, rank)
+    saved = folder / _place(tag, engine)
     found = {path: match for path in saved.glob("*.swp") if (match := _NAME.fullmatch(path.name)) is not None}
     theirs = sorted({match[2] for match in found.values()}, key=lambda numbers: int(numbers.split("_")[0]))
-    own = [engine.optimizer.fp32_partitioned_groups_flat[number].ds_id for number in _on_disk(engine)]
+    own = _groups(engine)
     if len(theirs) != len(own):
         raise CheckpointError(
             f"{saved} has {len(theirs)} groups of optimizer states, and {len(own)} are on a disk here: prepare the "
             "model and its optimizer as they were when the checkpoint was saved, on as many processes."
         )
     names = dict(zip(theirs, own, strict=True))
-    return {f"{_place(tag, rank)}/{match[1]}{names[match[2]]}{match[3]}": path for path, match in found.items()}
+    return {f"{_place(tag, engine)}/{match[1]}{names[match[2]]}{match[3]}": path for path, match in found.items()}
 
 
-def _place(tag: str, rank: int) -> str:
+def _place(tag: str, engine: Any) -> str:
+    """The folder of this process in a checkpoint."""
+    rank = engine.local_rank if engine.use_node_local_storage() else engine.global_rank
     return f"{tag}/offloaded_tensors/rank{dp_index_to_str(rank)}"
 
 
-def _on_disk(engine: Any) -> list[int]:
-    """The groups that are large enough."""
+def _swapper(engine: Any) -> Any:
+    return engine.optimizer.optimizer_swapper
+
+
+def _groups(engine: Any) -> list[str]:
+    """The groups that are large enough to be on a disk, as files are named after them."""
     optimizer = engine.optimizer
-    every = range(len(optimizer.fp32_partitioned_groups_flat))
-    return [number for number in every if optimizer._swappable_optimizer_subgroup(number)]
+    every = enumerate(optimizer.fp32_partitioned_groups_flat)
+    return [group.ds_id for number, group in every if optimizer._swappable_optimizer_subgroup(number)]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 from accelerate.config.deepspeed import DummyOptim as DummyOptim
 from accelerate.config.deepspeed import DummyScheduler as DummyScheduler
-from accelerate.config.deepspeed import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accelerate.config.deepspeed import get_active_deepspeed_plugin as get_active_deepspeed_plugin
+from accelerate.config.deepspeed_file import HfDeepSpeedConfig as HfDeepSpeedConfig
 from accelerate.engines.deepspeed import DeepSpeedEngineWrapper as DeepSpeedEngineWrapper
 from accelerate.engines.deepspeed import DeepSpeedOptimizerWrapper as DeepSpeedOptimizerWrapper
 from accelerate.engines.deepspeed import DeepSpeedSchedulerWrapper as DeepSpeedSchedulerWrapper

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from accelerate.commands import estimate
 from accelerate.estimate import models
 from accelerate.estimate.usage import Task, measure, usage
 from accelerate.estimate.zero import zero_usage
+from accelerate.utils import convert_bytes
 
 needs_transformers = pytest.mark.skipif(not has_package("transformers"), reason="needs transformers")
 
@@ -79,6 +81,29 @@ def test_what_each_stage_of_zero_keeps() -> None:
     assert stages["ZeRO 3, all on the CPU"].device == 420 + 50
     # In float32, stage 0 steps the weights themselves.
     assert zero_usage(dataclasses.replace(task, compute_bytes=4), 4)["ZeRO 0"].optimizer == 6400
+
+
+def rows_of(document: str, start: str) -> list[list[str]]:
+    """The cells of a table whose rows begin with something."""
+    lines = Path(__file__).parents[3].joinpath("docs", document).read_text().splitlines()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if re.match(rf"\| {start}", line)]
+
+
+def test_the_documents_show_what_is_printed() -> None:
+    parameters, processes = 8_000_000, 8
+    stages = zero_usage(Task(parameters, parameters, 0, 0, compute_bytes=2), processes, bucket=0)
+    formulas = rows_of("deepspeed.md", r"[0-3]\b")
+    assert len(formulas) == 4
+    for stage, *cells in formulas:
+        used = stages[f"ZeRO {stage[0]}"]
+        found = [eval(cell.strip("`"), {"P": parameters, "N": processes}) for cell in cells]
+        assert found == [used.parameters, used.gradients, used.optimizer, used.device], stage
+    seven = Task(7_000_000_000, 7_000_000_000, largest_layer=200_000_000, activations=0, compute_bytes=2)
+    shown = {name: cells for name, *cells in rows_of("deepspeed-launch.md", "ZeRO")}
+    for name, used in zero_usage(seven, 8).items():
+        sizes = (used.parameters, used.gradients, used.optimizer, used.at_work, used.device, used.host)
+        assert shown.pop(name) == [convert_bytes(size) if size else "-" for size in sizes], name
+    assert not shown
 
 
 class Block(nn.Module):

@@ -11,6 +11,7 @@ import pytest
 
 import accelerate.state.engines.deepspeed as engine
 from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType, DummyOptim, DummyScheduler
 from accelerate.utils.deepspeed import HfDeepSpeedConfig, get_active_deepspeed_plugin
 
@@ -148,6 +149,31 @@ def test_what_is_missing_or_wrong_is_one_sentence(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(engine, "compare_versions", lambda *args: True)
     with pytest.raises(ImportError, match=r"older than 0\.16\.4"):
         Accelerator()
+
+
+def test_fp8_is_refused_before_anything_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = [
+        {"enable_msamp": True},
+        {"hf_ds_config": {"zero_optimization": {"stage": 2}, "msamp": {"enabled": True}}},
+    ]
+    for settings in asked:
+        with pytest.raises(NotImplementedError, match=r"^MS-AMP with DeepSpeed \(`enable_msamp`\) is not part of this"):
+            Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin(**settings))
+    with pytest.raises(ValueError, match="msamp_opt_level is 'O7': choose one of O1, O2"):
+        DeepSpeedPlugin(msamp_opt_level="O7")
+    with pytest.raises(NotImplementedError, match="MS-AMP does not work with stage 3 of ZeRO"):
+        DeepSpeedPlugin(enable_msamp=True, zero_stage=3)
+    monkeypatch.setattr(engine, "is_deepspeed_available", lambda: True)
+    monkeypatch.setattr(engine, "compare_versions", lambda *args: False)
+    monkeypatch.setattr("accelerate.state.accelerator.is_fp8_available", lambda: True)
+    plugin = DeepSpeedPlugin()
+    with pytest.raises(NotImplementedError, match="mixed_precision='fp8' with DeepSpeed is not part of this version"):
+        Accelerator(cpu=True, deepspeed_plugin=plugin, mixed_precision="fp8")
+    assert PartialState._shared_state == {}
+    monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "MSAMP")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(NotImplementedError, match="MS-AMP with DeepSpeed"):
+        Accelerator(cpu=True)
 
 
 def test_stand_ins_keep_what_they_are_given() -> None:

@@ -8,7 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from accelerate.config.deepspeed import PLUGIN_SETTINGS, HfDeepSpeedConfig
+from accelerate.config.deepspeed import PLUGIN_SETTINGS
+from accelerate.config.deepspeed_file import HfDeepSpeedConfig
 from accelerate.config.options import option
 from accelerate.environments.base import DEFAULT_PORT
 from accelerate.launch import hostfile
