@@ -55,8 +55,8 @@ class Checked:
         raise DistributedOperationException(
             f"The ranks disagree about a collective; rank {', '.join(differing)} differs from the others:\n"
             + "\n".join(lines)
-            + "\nMake every rank call the same operation, on the same line, with tensors of fitting shapes and dtypes"
-            + " (`pad_across_processes` evens out lengths); under `if is_main_process` there is one rank alone."
+            + "\nMake every rank call the same operation, on the same line, with tensors of matching shapes and dtypes"
+            + " (`pad_across_processes` makes lengths equal); code under `if is_main_process` runs on one rank only."
         )
 
     @staticmethod

@@ -190,14 +190,19 @@ def fsdp_is_on(plugin: FullyShardedDataParallelPlugin | None, state: PartialStat
     if plugin is None:
         return False
     if state.backend is None:
-        logger.warning(
-            "FSDP has nothing to shard across, since there is only one process: start several with `accelerate "
-            "launch --num_processes`, or one GPU process with `torchrun`; the models stay unsharded."
-        )
+        _say_that_nothing_is_sharded()
         return False
     # Libraries that load pretrained models look there.
     os.environ["ACCELERATE_USE_FSDP"] = "true"
     return True
+
+
+@functools.cache  # one process stays one process, however often its states are set up
+def _say_that_nothing_is_sharded() -> None:
+    logger.warning(
+        "FSDP has nothing to shard across, since there is only one process, so models stay unsharded: start several "
+        "with `accelerate launch --num_processes`, or one GPU process with `torchrun`."
+    )
 
 
 def downcast_is_on(mixed_precision: str, state: PartialState) -> bool:
