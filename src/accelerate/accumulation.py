@@ -138,8 +138,8 @@ class ItemWindows:
         """A loss without a count would be multiplied together with those that have one."""
         if any(window.scale is not None and not window.closed for window in self.windows[:1]):
             raise ValueError(
-                "`backward` was called with `num_items` and without in one window of accumulation: "
-                "give `num_items` for every loss, or for none."
+                "`backward` was called both with and without `num_items` in one accumulation window: give "
+                "`num_items` for every loss, or for none."
             )
 
     def open(self, groups: list[list[torch.Tensor]]) -> float:

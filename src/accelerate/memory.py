@@ -180,7 +180,7 @@ def _left_behind(reports: dict[int, attempts.Report]) -> RuntimeError:
     return RuntimeError(
         f"{who} ran out of memory, while others wait for {whom} in a collective that they cannot leave: start the run "
         f"again with starting_batch_size={min(each.size for each in reports.values())}; on one machine, `accelerate "
-        "launch --max_restarts` goes on with that by itself."
+        "launch --max_restarts` continues with that size by itself."
     )
 
 

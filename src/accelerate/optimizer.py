@@ -248,9 +248,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if alone:
             warnings.warn(
                 f"The gradients of {alone} of the {len(mine)} parameters of this {type(self.optimizer).__name__} were "
-                f"not averaged over the {self.accelerator_state.num_processes} processes, so each process trains a "
-                "model of its own: their model was called as it was before `accelerator.prepare()`; call the one that "
-                "`prepare` returned.",
+                f"not averaged over the {self.accelerator_state.num_processes} processes, so each process trains "
+                "its own model: call the model that `accelerator.prepare()` returned, not the one it was given.",
                 stacklevel=3,
             )
 

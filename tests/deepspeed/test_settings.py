@@ -287,7 +287,7 @@ def wrong_disks(folder: str) -> list[str]:
 
 def test_a_disk_needs_a_folder_and_stage_3(tmp_path: Path) -> None:
     found = run_world(wrong_disks, 1, str(tmp_path), timeout=60)[0]
-    assert found[0].startswith("offload_optimizer is to lie on a disk, and the DeepSpeed config has no folder for it")
+    assert found[0].startswith("offload_optimizer is set to a disk, and the DeepSpeed config has no folder for it")
     assert found[1].startswith("DeepSpeed would keep offload_optimizer in memory, not on a disk, in stage 2")
 
 

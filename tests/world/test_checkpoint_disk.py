@@ -395,4 +395,4 @@ def _wrong_folders(folder: str) -> list[str]:
 def test_all_ranks_say_the_same_of_a_wrong_folder(tmp_path: Path) -> None:
     first, second = run_world(_wrong_folders, 2, str(tmp_path))
     assert first == second
-    assert first[0] == f"{tmp_path / 'nowhere'} is not a folder: give that of a checkpoint to load."
+    assert first[0] == f"There is no folder {tmp_path / 'nowhere'}: give the folder of a checkpoint to load."

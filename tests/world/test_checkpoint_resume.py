@@ -385,7 +385,7 @@ def test_another_number_of_processes(tmp_path: Path, saved: int) -> None:
             assert sorted(done + rest) == list(range(SAMPLES)), (kind, loaded)
             assert sorted(index for rank in found for index in rank[kind][1]) == list(range(SAMPLES)), (kind, loaded)
             assert len({rank[kind][3] for rank in found}) == loaded  # no two ranks draw the same
-            messages = [text for text in found[0][kind][2] if "another set-up" in text]
+            messages = [text for text in found[0][kind][2] if "another number of processes or samples" in text]
             if kind in OF_ONE_SIZE and loaded == saved:
                 assert messages == []  # nothing is different
                 continue

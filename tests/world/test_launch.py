@@ -105,7 +105,7 @@ def test_two_processes_on_the_cpu_train_and_say_so(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rest = [2, "DistributedType.MULTI_CPU", "gloo", "bf16", 2.0, ["--", "--num_processes", "9", "--signal", "1"]]
     assert results(done.stdout) == [[[0, *rest], [1, *rest]]]
-    assert done.stderr.splitlines() == ["accelerate: starting 2 processes, on the CPU, talking through gloo"]
+    assert done.stderr.splitlines() == ["accelerate: starting 2 processes, on the CPU, with gloo"]
 
 
 def test_the_first_error_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
@@ -445,7 +445,7 @@ def test_what_all_ranks_say_is_on_the_screen_once(tmp_path: Path) -> None:
     # By the first rank as it happens; the launcher names all ranks as the last thing.
     assert done.stderr.count("Traceback") == 1, done.stderr
     last, error = done.stderr.splitlines()[-2:]
-    assert last.startswith("Ranks 0, 1 on ") and last.endswith(" failed alike, as shown above:")
+    assert last.startswith("Ranks 0, 1 on ") and last.endswith(" failed in the same way, as shown above:")
     assert error == "ValueError: for all of us"
     # What torch's own code warns of, past Python, is left to the first.
     assert sorted(done.stdout.splitlines()) == ["0 None", "1 ERROR"]
@@ -498,6 +498,6 @@ def test_the_first_machine_says_that_it_waits_for_others(tmp_path: Path) -> None
         [*LAUNCH, *words], stderr=subprocess.PIPE, text=True, env=environment(tmp_path), cwd=tmp_path
     ) as launcher:
         assert launcher.stderr is not None
-        assert any("waiting for one more machine to come to 127.0.0.1:" in line for line in launcher.stderr)
+        assert any("waiting for one more machine to join at 127.0.0.1:" in line for line in launcher.stderr)
         launcher.terminate()
         launcher.stderr.read()

@@ -235,7 +235,7 @@ def on_two() -> dict[str, Any]:
         pass
     accelerator.even_batches = False
     accelerator.prepare(DataLoader(Numbered(), batch_size=2))
-    with pytest.raises(ValueError, match="even_batches=False leaves some processes with a batch less"):
+    with pytest.raises(ValueError, match="even_batches=False leaves some processes with one batch fewer"):
         accelerator.prepare(DataLoader(Numbered(), batch_size=12))
     return found
 

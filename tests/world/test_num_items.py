@@ -277,7 +277,7 @@ def test_a_window_that_mixes_both_kinds_of_loss() -> None:
     model = accelerator.prepare(Net())
     with accelerator.accumulate(model):
         accelerator.backward(model(torch.ones(1, 4)).sum(), num_items=1)
-    with accelerator.accumulate(model), pytest.raises(ValueError, match="with `num_items` and without"):
+    with accelerator.accumulate(model), pytest.raises(ValueError, match="both with and without `num_items`"):
         accelerator.backward(model(torch.ones(1, 4)).sum())
 
 

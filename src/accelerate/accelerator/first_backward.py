@@ -81,8 +81,8 @@ def _look(accelerator: Accelerator, strategy: Strategy, loss: torch.Tensor) -> l
         _say(
             accelerator,
             "The model that `accelerator.prepare()` returned was not called before this backward, so gradients are "
-            f"not averaged over the {accelerator.num_processes} processes and each trains a model of its own: use "
-            "what it returns, as in `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`.",
+            f"not averaged over the {accelerator.num_processes} processes, and each trains its own model: use what "
+            "it returns, as in `model, optimizer, loader = accelerator.prepare(model, optimizer, loader)`.",
         )
         _have_said_so(accelerator)
     elif accelerator.gradient_state.active_dataloader is None:
@@ -113,7 +113,7 @@ def _look_for_model(accelerator: Accelerator) -> None:
             accelerator,
             "No model was passed to `accelerator.prepare()` before this backward, so gradients are not averaged over "
             f"the {accelerator.num_processes} processes: pass model, optimizer and loader to it, and use what it "
-            "returns; where each process is meant to train a model of its own, call `loss.backward()` instead.",
+            "returns; if each process is meant to train its own model, call `loss.backward()` instead.",
         )
 
 

@@ -35,7 +35,7 @@ def _capture(accelerator: AcceleratorBase, number: int) -> dict[str, Any]:
         accelerator._files_looked_at.add(mark)
         logger.warning(
             f"The state of the {type(loader.dataset).__name__} of loader {number} holds {kind}, which load_state "
-            "would refuse, so it is not saved, and the dataset is read again up to its place after a load: have "
+            "would refuse, so it is not saved, and after a load the dataset is read again up to where it was: have "
             "`state_dict` return tensors and plain values."
         )
     return position | dict.fromkeys(states)
@@ -123,4 +123,6 @@ def _restore(accelerator: AcceleratorBase, saved: list[Snapshot], own_states: di
             changes.append(f"loader {number}: {text}")
         loader.position.load(snapshot, loader, skips=skips, by_itself=by_itself)
     if changes and accelerator.is_main_process:
-        logger.warning(f"The checkpoint was saved on another set-up; {'; '.join(changes)}.")
+        logger.warning(
+            f"The checkpoint is from a run with another number of processes or samples per step; {'; '.join(changes)}."
+        )

@@ -50,13 +50,13 @@ def prepare(
         inside.worker_init_fn = OutlivesSignals(inside.worker_init_fn)
     if accelerator._strategy.needs_even_batches and _ends_unevenly(prepared):
         raise ValueError(
-            "even_batches=False leaves some processes with a batch less than others here, and a sharded model has "
+            "even_batches=False leaves some processes with one batch fewer than others here, and a sharded model has "
             "to be called equally often on all of them: use even_batches=True, or drop_last=True in the loader."
         )
     if accelerator._stops_at_nonfinite is not None and _ends_unevenly(prepared):
         raise ValueError(
-            'even_batches=False leaves some processes with a batch less than others here, and nonfinite="stop" needs '
-            'all of them at each step: pass nonfinite="skip" to the Accelerator, or use even_batches=True.'
+            'even_batches=False leaves some processes with one batch fewer than others here, and nonfinite="stop" '
+            'needs all of them at each step: pass nonfinite="skip" to the Accelerator, or use even_batches=True.'
         )
     if isinstance(prepared, DataLoaderShard) and accelerator.num_processes > 1 and not config.even_batches:
         prepared.on_uneven_end = UnevenEnd(accelerator)

@@ -165,7 +165,7 @@ class Preparing(AcceleratorBase):
             raise ValueError(
                 "This model is spread over several devices (`device_map`), so it cannot also be trained on "
                 f"{self.num_processes} processes: load it without `device_map`, start one process, or set "
-                "ACCELERATE_BYPASS_DEVICE_MAP=true where each process has devices of its own."
+                "ACCELERATE_BYPASS_DEVICE_MAP=true if each process has its own devices."
             )
         wanted = self.device_placement if entry.placement is None else entry.placement
         entry.placed = wanted and not spread and not _is_quantized(model)
@@ -404,7 +404,7 @@ def _warn_of_list(items: list[Any] | tuple[Any, ...]) -> None:
     if missed:
         kind = type(items).__name__
         warn(
-            f"`prepare` was given a {kind} that holds {' and '.join(missed)} and hands it back as it is: pass the "
+            f"`prepare` was given a {kind} that holds {' and '.join(missed)} and returns it unchanged: pass the "
             f"objects one by one, as in `prepare(*{kind}_of_objects)`."
         )
 

@@ -243,8 +243,8 @@ def _say_that_it_waits(engine: str) -> None:
 @cache
 def _tell_once() -> None:
     logger.warning(
-        "Only the main process called save_state, and it waited for the others in vain: the checkpoint lacks their "
-        "random states, and a load gives them freshly derived ones; call save_state on all processes."
+        "Only the main process called save_state, and the others did not join it: the checkpoint lacks their random "
+        "states, and a load derives new ones for them; call save_state on all processes."
     )
 
 
@@ -285,7 +285,7 @@ def _free(target: Path, config: Any, own: Path | None) -> Path:
     if later or target.exists():
         wrong = f"{target} exists already"
         if not target.exists():
-            wrong = f"{later[-1]} is of another run, and {target.name} would be the next of this one"
+            wrong = f"{later[-1]} belongs to another run, and the next checkpoint of this run would be {target.name}"
         raise WrongFolder(
             f"{wrong}: set `accelerator.project_configuration.iteration` to the number that the next "
             "checkpoint should have, load the last one first (`load_state()`, or `resume()` under `--resume auto`), or "
@@ -299,7 +299,7 @@ def _source(config: Any, input_dir: str | os.PathLike[str] | None) -> str | None
     if input_dir is not None:
         folder = Path(os.path.expanduser(input_dir))
         if not folder.is_dir():
-            raise WrongFolder(f"{folder} is not a folder: give that of a checkpoint to load.")
+            raise WrongFolder(f"There is no folder {folder}: give the folder of a checkpoint to load.")
         return str(folder)
     if not config.automatic_checkpoint_naming or config.project_dir is None:
         raise WrongFolder(

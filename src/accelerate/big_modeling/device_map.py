@@ -231,8 +231,8 @@ class _Planner:
         roomy = any(self.limits[device] >= offloaded + self.used[device] for device in self.gpus)
         if offloaded > 0 and self.count_buffers and self.gpus and not roomy:
             warnings.warn(
-                f"Modules that are offloaded have {convert_bytes(offloaded)} of buffers, which stay on a GPU, and none "
-                "has so much room left: use offload_buffers=True if memory runs out.",
+                f"Modules that are offloaded have {convert_bytes(offloaded)} of buffers, which stay on a GPU, and "
+                "none has that much room left: use offload_buffers=True if memory runs out.",
                 stacklevel=3,
             )
         if self.too_small:
@@ -256,7 +256,7 @@ def refuse_disk(
     left = sum(sizes[name] for name, device in device_map.items() if device == "disk")
     limits = ", ".join(f"{device} has {convert_bytes(limit)}" for device, limit in get_max_memory(max_memory).items())
     raise ValueError(
-        f"This {type(model).__name__} does not fit: it needs {convert_bytes(sizes[''])}, besides room for its largest "
+        f"This {type(model).__name__} does not fit: it needs {convert_bytes(sizes[''])}, plus room for its largest "
         f"layer, and {limits}; the remaining {convert_bytes(left)} need an offload_folder, or more memory."
     )
 

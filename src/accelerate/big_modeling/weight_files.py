@@ -100,15 +100,15 @@ def _open_safetensors(path: Path) -> dict[str, FileRange]:
 
 def _check_format(path: Path, metadata: dict[str, str] | None) -> None:
     if metadata is None:
-        logger.warning(f"{path} does not say which library its weights are of: they are taken for those of torch.")
+        logger.warning(f"{path} does not say which library its weights are for: torch is assumed.")
     elif metadata.get("format") in _OF_OTHERS:
         raise ValueError(
-            f"{path} says that its weights are of the format {metadata['format']!r}, and a model of torch needs 'pt': "
+            f"{path} says that its weights have the format {metadata['format']!r}, and a model of torch needs 'pt': "
             "convert them first."
         )
     elif metadata.get("format") not in _FORMATS:
         raise OSError(
-            f"{path} says that its weights are of the format {metadata.get('format')!r}: save them with "
+            f"{path} says that its weights have the format {metadata.get('format')!r}: save them with "
             "metadata={'format': 'pt'}."
         )
 
@@ -154,7 +154,7 @@ def report_names(model: nn.Module, checkpoint: Any, missing: list[str], unexpect
     )
     if strict:
         raise RuntimeError(
-            f"{checkpoint} is not of this {type(model).__name__}, it {found}: give the model it was saved from, or "
-            "strict=False."
+            f"{checkpoint} does not match this {type(model).__name__}: it {found}; give the model it was saved "
+            "from, or strict=False."
         )
     logger.warning(f"{checkpoint} {found}: these weights of the {type(model).__name__} are left as they are.")

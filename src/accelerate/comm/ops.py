@@ -106,8 +106,8 @@ def gather_object(object: Any) -> Any:
         return object
     if isinstance(object, Mapping):
         raise TypeError(
-            f"gather_object joins lists, and of a {type(object).__name__} only the keys would be left: pass it in a "
-            "list, `gather_object([object])`, for a list with the one of each process."
+            f"gather_object joins lists, and would keep only the keys of a {type(object).__name__}: pass it in a "
+            "list, `gather_object([object])`, to get a list with one from each process."
         )
     return [item for items in communicator.gather_objects(object) for item in items]
 

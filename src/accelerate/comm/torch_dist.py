@@ -365,7 +365,7 @@ def _remedy(brought: list[tuple[list[tuple[str, list[int]]], int]]) -> str:
         return len({str([seen(*tensor) for tensor in tensors]) for tensors, _ in brought}) > 1
 
     if len({len(tensors) + more for tensors, more in brought}) > 1:
-        return "Bring the same tensors, in the same nesting, on every rank"
+        return "Pass the same tensors, nested in the same way, on every rank"
     if differ(lambda dtype, shape: dtype):
         return "Convert them to one dtype with `tensor.to(dtype)`"
     if differ(lambda dtype, shape: len(shape)):

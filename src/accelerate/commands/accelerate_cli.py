@@ -13,23 +13,23 @@ from accelerate.text import did_you_mean
 # Name -> the function `f(subparsers=None)` that makes the subcommand's parser, whose default `func` runs it; and one
 # line of help. A new command is its file and its line here.
 COMMANDS: dict[str, tuple[str, str]] = {
-    "config": ("accelerate.commands.config:get_config_parser", "answer questions, keep the answers for `launch`"),
+    "config": ("accelerate.commands.config:get_config_parser", "answer questions, and save the answers for `launch`"),
     "launch": ("accelerate.commands.launch:launch_command_parser", "run a script on one process or many"),
     "runs": ("accelerate.commands.runs:runs_command_parser", "list, compare and show runs that were logged here"),
     "env": ("accelerate.commands.env:env_command_parser", "show versions, hardware, config and what was detected"),
-    "test": ("accelerate.commands.test:test_command_parser", "check this machine as a launch would use it"),
+    "test": ("accelerate.commands.test:test_command_parser", "check this machine with real processes"),
     "estimate-memory": (
         "accelerate.commands.estimate:estimate_command_parser",
-        "say how much memory a model takes, to load it and to train it",
+        "estimate the memory a model needs, to load it and to train it",
     ),
     "merge-weights": (
         "accelerate.commands.merge:merge_command_parser",
-        "one file of weights from a sharded checkpoint",
+        "merge the weights of a sharded checkpoint into one file",
     ),
-    "to-fsdp2": ("accelerate.commands.to_fsdp2:to_fsdp2_command_parser", "turn a config for FSDP1 into one for FSDP2"),
+    "to-fsdp2": ("accelerate.commands.to_fsdp2:to_fsdp2_command_parser", "convert a config from FSDP1 to FSDP2"),
     "completion": (
         "accelerate.commands.completion:completion_command_parser",
-        "a script with which a shell completes flags",
+        "print a completion script for your shell",
     ),
     "tpu-config": ("accelerate.commands.tpu:tpu_command_parser", "run commands on all machines of a TPU pod"),
 }
@@ -98,7 +98,7 @@ def _help() -> str:
     return (
         "usage: accelerate <command> [<args>]\n\nConfigure, launch and inspect training on one device or many.\n\n"
         + "\n".join(lines)
-        + "\n\n`accelerate <command> --help` shows the arguments of one."
+        + "\n\n`accelerate <command> --help` shows the arguments of a command."
     )
 
 

@@ -33,12 +33,12 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
     """
-    description = "Show versions, hardware, config and what was detected: to be pasted into a report of a problem."
+    description = "Show versions, hardware, config and what was detected, to paste into a bug report."
     if subparsers is None:
         parser: argparse.ArgumentParser = CustomArgumentParser("accelerate env", description=description)
     else:
         parser = subparsers.add_parser("env", description=description)
-    parser.add_argument("--config_file", default=None, help="the config file to show; by default the default one")
+    parser.add_argument("--config_file", default=None, help="the config file; default: the file that `launch` reads")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=env_command)
     return parser

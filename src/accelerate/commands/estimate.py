@@ -36,11 +36,11 @@ __all__ = [
     "verify_on_hub",
 ]
 
-DESCRIPTION = """Say how much memory a model takes: to load it in several formats, and to train it, per rank, under DDP,
-FSDP and the stages of DeepSpeed's ZeRO, also with offload to the CPU. Nothing of it is allocated, and no weights are
+DESCRIPTION = """Estimate how much memory a model takes: to load it in several formats, and to train it, per rank, under
+DDP, FSDP and the stages of DeepSpeed's ZeRO, also with offload to the CPU. Nothing is allocated, and no weights are
 downloaded.
 
-The model is one of the Hub (transformers or timm), or a local folder or config file, for which no network is needed."""
+The model is one on the Hub (transformers or timm), or a local folder or config file, for which no network is needed."""
 
 # Each format, and how much smaller than in float32 a model is in it.
 DTYPES = {"float32": 1, "float16": 2, "bfloat16": 2, "int8": 4, "int4": 8}
@@ -56,9 +56,9 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = CustomArgumentParser("accelerate estimate-memory", description=DESCRIPTION)
     else:
         parser = subparsers.add_parser("estimate-memory", description=DESCRIPTION)
-    parser.add_argument("model_name", type=str, help="a model of the Hub, or a folder or config file of this machine")
+    parser.add_argument("model_name", type=str, help="a model on the Hub, or a local folder or config file")
     parser.add_argument(
-        "--library_name", type=str, choices=["timm", "transformers"], default=None, help="where the Hub does not say it"
+        "--library_name", type=str, choices=["timm", "transformers"], default=None, help="if the Hub does not say"
     )
     parser.add_argument(
         "--dtypes",

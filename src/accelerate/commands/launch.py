@@ -43,8 +43,8 @@ __all__ = [
 
 DESCRIPTION = """Run a script on one process or many, on one machine or many.
 
-Flags come before the script, what comes after it is the script's own. A setting is taken from its flag, else from the
-config file (`accelerate config` writes one), else from what the machine has. `--dry_run` shows what would happen."""
+Flags come before the script; everything after it is passed to the script. A setting is taken from its flag, else from
+the config file (`accelerate config` writes one), else from the machine. `--dry_run` shows what would happen."""
 
 
 def clean_option(option: str) -> str:
@@ -272,7 +272,7 @@ def _check_script(settings: Settings) -> None:
             f"There is no program {script} on the PATH: for the one in this folder write ./{script}."
         )
     if program:
-        raise PermissionError(f"{script!r} may not be run: make it executable, or leave out `--no_python`.")
+        raise PermissionError(f"{script!r} is not executable: make it so with `chmod +x`, or leave out `--no_python`.")
 
 
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:

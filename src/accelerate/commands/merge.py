@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command
 
-DESCRIPTION = """Make one file of the weights of a model that was saved in shards (SHARDED_STATE_DICT).
+DESCRIPTION = """Merge the weights of a model that was saved in shards (SHARDED_STATE_DICT) into one file.
 
 The shards are read a part at a time, so that the model need not fit into memory."""
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 DESCRIPTION = """Show the runs of a project, which a training with `log_with="local"` writes down: a list with the state
 and the main metric of each; with --run one or several of them, side by side.
 
---serve shows them on a page in a browser of this machine, with curves that grow while a training goes on.
---export puts that page with all its data into one file, to be sent to somebody."""
+--serve shows them on a page in a browser of this machine, with live curves of running trainings.
+--export puts that page with all its data into one file, to send to a colleague."""
 
 
 def runs_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
@@ -27,7 +27,10 @@ def runs_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     else:
         parser = subparsers.add_parser("runs", description=DESCRIPTION)
     parser.add_argument(
-        "folder", nargs="?", default=None, help="the `project_dir` of the runs; by default here, or the only one below"
+        "folder",
+        nargs="?",
+        default=None,
+        help="the `project_dir` of the runs; default: this folder, or the only project below it",
     )
     parser.add_argument(
         "--run", type=whole_number, nargs="+", default=None, metavar="N", help="only these runs, side by side"
@@ -50,7 +53,7 @@ def runs_command(args: argparse.Namespace) -> None:
     from accelerate.runs.read import Project, find
 
     if args.port is not None and not args.serve:
-        raise CommandFailed("--port is that of the page: give --serve, too.")
+        raise CommandFailed("--port is the port of the page: pass --serve as well.")
     project = Project(find(args.folder))
     runs = _chosen(project.runs(), args.run)
     if args.export is not None:

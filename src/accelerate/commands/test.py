@@ -1,4 +1,4 @@
-"""`accelerate test`: check this machine as a launch would use it."""
+"""`accelerate test`: check this machine with real processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from accelerate.commands.utils import CustomArgumentParser, run_command
 
 DESCRIPTION = """Launch a script that checks this machine, set up as the config file says: processes, collectives, data,
-training with accumulation, random states, checkpoints, mixed precision. The last line is for a report of a problem."""
+training with accumulation, random states, checkpoints, mixed precision. Include the last line in a bug report."""
 
 SCRIPT = Path(__file__).parents[1] / "test_utils" / "scripts" / "test_script.py"
 
@@ -26,7 +26,7 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         parser: argparse.ArgumentParser = CustomArgumentParser("accelerate test", description=DESCRIPTION)
     else:
         parser = subparsers.add_parser("test", description=DESCRIPTION)
-    parser.add_argument("--config_file", default=None, help="the config file; by default the default one")
+    parser.add_argument("--config_file", default=None, help="the config file; default: the file that `launch` reads")
     parser.set_defaults(func=test_command)
     return parser
 

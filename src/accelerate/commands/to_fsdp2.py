@@ -71,7 +71,7 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     else:
         parser = subparsers.add_parser("to-fsdp2", description=description)
     parser.add_argument("--config_file", type=str, required=True, help="the config file to convert")
-    parser.add_argument("--overwrite", action="store_true", help="write over a file that is there already")
+    parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--output_file", type=str, default=None, help="the new file; by default the old one")
     parser.set_defaults(func=_from_shell)
     return parser
@@ -149,7 +149,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
         raise ValueError("Name a new file with --output_file, or pass --overwrite to replace the old one.")
     target = Path(args.output_file or args.config_file).expanduser()
     if target.exists() and not args.overwrite:
-        raise FileExistsError(f"{target} is there already: name another --output_file, or pass --overwrite.")
+        raise FileExistsError(f"{target} exists already: name another --output_file, or pass --overwrite.")
     before = load_config(args.config_file)
     after = convert_config_to_fsdp2(before)
     if after is before:

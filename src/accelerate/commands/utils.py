@@ -172,7 +172,7 @@ class CustomArgumentParser(argparse.ArgumentParser):
             names = "/".join(shown_spellings(names.split("/")))
         message = names + colon + rest
         # The usage of `launch` fills two screens and would hide the sentence that matters.
-        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` shows what there is.\n")
+        self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists the arguments.\n")
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -124,8 +124,7 @@ class BaseConfig:
         if unknown:
             words = ", ".join(f"{key}{did_you_mean(key, known)}" for key in map(str, unknown))
             raise ValueError(
-                f"The config file {path} has keys that nothing knows: {words}; "
-                "correct or remove them, or update accelerate."
+                f"The config file {path} has unknown keys: {words}; correct or remove them, or update accelerate."
             )
         required = {field.name for field in fields if field.default is dataclasses.MISSING}
         try:

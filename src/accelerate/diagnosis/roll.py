@@ -126,8 +126,8 @@ def _predicate(note: Note, many: bool, waited: float) -> str:
 # What is said of one rank, and of several, by the kind of their notes.
 _PREDICATES = {
     "waits": (
-        "waits in {note.call} ({note.line}) since {waited:.0f} s",
-        "wait in {note.call} ({note.line}) since {waited:.0f} s",
+        "has waited {waited:.0f} s in {note.call} ({note.line})",
+        "have waited {waited:.0f} s in {note.call} ({note.line})",
     ),
     "runs": ("runs {note.line} ({note.call})", "run {note.line} ({note.call})"),
     "ended": ("ended with code {note.text}",) * 2,
@@ -166,7 +166,7 @@ def likely_reason(notes: Sequence[Note]) -> str:
         )
     if len({(note.call, note.line) for note in waiting}) > 1:
         return (
-            "Ranks wait in different calls, each for one that others never make: look for a collective under a "
+            "Ranks wait in different calls, which the others never make: look for a collective under a "
             "condition such as `if accelerator.is_main_process:`; `--debug` stops at the first such place."
         )
     if silent := by_kind.get("silent"):
@@ -176,7 +176,7 @@ def likely_reason(notes: Sequence[Note]) -> str:
         )
     if busy := sorted(by_kind.get("runs", []) + by_kind.get("moves", [])):
         return f"The others wait for {_named(busy)}, which {'have' if len(busy) > 1 else 'has'} not got there yet."
-    return "All wait in the same call: look at the network between them, and whether all brought the same shapes."
+    return "All wait in the same call: check the network between them, and that all ranks pass the same shapes."
 
 
 def in_full(notes: Sequence[Note]) -> str:

@@ -115,10 +115,7 @@ def _library_of_hub(model_name: str, token: str | None) -> str:
     if not info:
         raise ValueError(f"There is no model {model_name} on the Hub, and no such folder or file here: check its name.")
     if info == "gated":
-        raise ValueError(
-            f"{model_name} is only for those who were given access: ask for it on its page, and log in with "
-            "`hf auth login`."
-        )
+        raise ValueError(f"{model_name} is gated: ask for access on its page, and log in with `hf auth login`.")
     if not getattr(info, "library_name", None):
         raise ValueError(f"The Hub does not say which library {model_name} is for: pass --library_name.")
     return str(info.library_name)

@@ -352,8 +352,8 @@ def _apply(module: nn.Module, function: Callable[[torch.Tensor], Any], *args: An
         if not isinstance(result, STAND_INS):
             name = full_name(tensor.slot.weights, tensor.slot.name)
             raise RuntimeError(
-                f"This {type(module).__name__} cannot be moved: {name} lies in host memory or on disk, and is brought "
-                "in when it is used; call `remove_hook_from_submodules` on the model first, or offload it with another "
+                f"This {type(module).__name__} cannot be moved: {name} is in host memory or on disk, and is loaded "
+                "when it is used; call `remove_hook_from_submodules` on the model first, or offload it with another "
                 "device."
             )
         tensor.data = result

@@ -36,7 +36,7 @@ def say(rank: Any, host: Any, traceback: str, also: str = "", *, shown: bool = F
 
 def say_of_several(ranks: list[int], host: Any, traceback: str, also: str = "", *, shown: bool) -> None:
     """The same of all that failed alike. shown: whether the traceback is on the screen already, for all of them."""
-    _last(f"Ranks {', '.join(map(str, sorted(ranks)))} on {host} failed alike{also}", traceback, shown)
+    _last(f"Ranks {', '.join(map(str, sorted(ranks)))} on {host} failed in the same way{also}", traceback, shown)
 
 
 def _last(who: str, traceback: str, shown: bool) -> None:

@@ -115,13 +115,13 @@ def _rendezvous(settings: Settings) -> None:
         return
     if ranged and given.source == "flag":
         raise ValueError(
-            f"`--nnodes {settings.nnodes}` lets machines come and go, for which `--rdzv_backend static` has no place: "
+            f"`--nnodes {settings.nnodes}` lets machines come and go, which `--rdzv_backend static` cannot do: "
             "leave it out, or give c10d."
         )
     if ranged and not settings.max_restarts:
         raise ValueError(
-            f"`--nnodes {settings.nnodes}` lets machines come and go, and each that goes has the others started again: "
-            "say how often that may be with `--max_restarts`."
+            f"`--nnodes {settings.nnodes}` lets machines come and go, and the others restart when one leaves: say "
+            "how often they may with `--max_restarts`."
         )
     if ranged or (settings.max_restarts and given.source == "default"):
         why = "machines may come and go" if ranged else "machines that are started again find the others"

@@ -142,7 +142,7 @@ def read_file(settings: Settings, environ: Mapping[str, str]) -> None:
     unknown = settings.file.unknown_in_sections()
     if unknown:
         words = ", ".join(f"{key}{_known_key_near(key)}" for key in unknown)
-        settings.notes.append(f"{path} has keys that nothing reads: {words}.")
+        settings.notes.append(f"{path} has keys without any effect: {words}.")
     top_level = {option.name for family in FAMILIES if not family.section for option in family.options}
     for name, value in settings.file.values().items():
         option = OPTIONS.get(name)

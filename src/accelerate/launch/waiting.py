@@ -29,7 +29,7 @@ def wait_for_main(host: str, port: int, limit: float) -> None:
         except socket.gaierror as error:
             raise NobodyThere(
                 f"The address {host!r} of the machine with rank 0 cannot be found ({error.strerror}): correct "
-                "`--main_process_ip`, or give an address in numbers."
+                "`--main_process_ip`, or give an IP address."
             ) from None
         except OSError as error:
             waited, reason = time.monotonic() - began, error.strerror or "no answer"
@@ -64,7 +64,7 @@ def _say_until(over: threading.Event, host: str, port: int, others: int) -> None
         if waited >= due:
             due *= 2
             machines = "one more machine" if others == 1 else f"{others} more machines"
-            _say(f"waiting for {machines} to come to {host}:{port}, for {waited:.0f} s so far.")
+            _say(f"waiting for {machines} to join at {host}:{port}, for {waited:.0f} s so far.")
 
 
 def _has_children() -> bool:

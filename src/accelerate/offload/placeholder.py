@@ -336,7 +336,7 @@ def _writable(offloaded: Any, how: str) -> torch.Tensor:
     source = find_source(slot.weights, slot.name)
     if not isinstance(source, torch.Tensor):
         raise RuntimeError(
-            f"{full_name(slot.weights, slot.name)} lies in a file and cannot be changed there by `{how}`: give the "
+            f"{full_name(slot.weights, slot.name)} is in a file and cannot be changed there by `{how}`: give the "
             "model its new weights before it is offloaded to disk."
         )
     return source if source.shape == offloaded.shape else source.view(offloaded.shape)

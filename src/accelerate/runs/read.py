@@ -271,7 +271,7 @@ def find(place: str | None) -> Path:
     if start.is_file():
         return start
     if not start.is_dir():
-        raise FileNotFoundError(f"{start} is not a folder: give that of `project_dir`, or its {store.FILE_NAME}.")
+        raise FileNotFoundError(f"There is no folder {start}: give the `project_dir`, or its {store.FILE_NAME}.")
     if (start / store.FILE_NAME).is_file():
         return start / store.FILE_NAME
     below = sorted({*start.glob(f"*/{store.FILE_NAME}"), *start.glob(f"*/*/{store.FILE_NAME}")})

@@ -59,7 +59,7 @@ class Handler(BaseHTTPRequestHandler):
         allowed = {f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")}
         if self.headers.get("Host", "") not in allowed:
             port = self.server.server_port
-            self._refuse(HTTPStatus.FORBIDDEN, f"Ask by {ADDRESS}:{port} or localhost:{port}, with this very port.")
+            self._refuse(HTTPStatus.FORBIDDEN, f"Ask by {ADDRESS}:{port} or localhost:{port}.")
             return
         try:
             asked = urlsplit(self.path)
@@ -83,7 +83,7 @@ class Handler(BaseHTTPRequestHandler):
             with self.server.lock:
                 text = to_json(answer(self.server.page, query), separators=(",", ":"))
         except (ValueError, KeyError) as error:
-            self._refuse(HTTPStatus.BAD_REQUEST, f"The question cannot be read: {error}.")
+            self._refuse(HTTPStatus.BAD_REQUEST, f"The request cannot be read: {error}.")
         except Exception as error:  # a file that is locked or gone: the page asks again
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
         else:

@@ -110,7 +110,7 @@ def comparison(project: Project, runs: list[RecordedRun]) -> list[Table | Text]:
     if settings.row_count:
         parts.append(settings)
     if len(runs) > 1 and common:
-        parts.append(shown(f"the same in all of them: {', '.join(common)}"))
+        parts.append(shown(f"the same in all runs: {', '.join(common)}"))
     return parts
 
 

@@ -353,7 +353,7 @@ class DeepSpeed(Strategy):
             return whole
         if not engine.zero_gather_16bit_weights_on_model_save():
             raise ValueError(
-                "The weights of this model lie in pieces, and its DeepSpeed config has "
+                "The weights of this model are sharded, and its DeepSpeed config has "
                 "stage3_gather_16bit_weights_on_model_save=False: set it (`zero3_save_16bit_model` of the plugin), "
                 "or call `save_model`, which puts a few of them together at a time."
             )
@@ -419,7 +419,7 @@ class DeepSpeed(Strategy):
 def _say_what_is_lost() -> None:
     logger.warning(
         "save_state was called while gradients were being accumulated, which DeepSpeed's checkpoints do not hold: "
-        "after a load that window begins anew; save when `accelerator.sync_gradients`, after `optimizer.step()`."
+        "after a load that window starts over; save when `accelerator.sync_gradients`, after `optimizer.step()`."
     )
 
 

@@ -27,7 +27,7 @@ def check_disk(plugin: DeepSpeedPlugin, model: nn.Module) -> None:
     for part in on_disk:
         if plugin.get_value(f"zero_optimization.{part}.nvme_path") in (None, "", "none"):
             raise ValueError(
-                f"{part} is to lie on a disk, and the DeepSpeed config has no folder for it: set `{part}_nvme_path` of "
+                f"{part} is set to a disk, and the DeepSpeed config has no folder for it: set `{part}_nvme_path` of "
                 f"the plugin, or zero_optimization.{part}.nvme_path in the config."
             )
         stage = plugin.get_value("zero_optimization.stage")

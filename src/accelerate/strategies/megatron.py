@@ -126,7 +126,7 @@ class Megatron(Strategy):
         if own is None or any(known in kind for known in MODEL_CONFIGS_TO_MEGATRON_PARSERS):
             if not kind:
                 raise ValueError(
-                    "Megatron-LM builds models of transformers (GPT-2, Llama, BERT, T5) anew, and "
+                    "Megatron-LM builds models of transformers (GPT-2, Llama, BERT, T5) in its own way, and "
                     f"{type(given).__name__} is none of them: give the MegatronLMPlugin a "
                     "`custom_model_provider_function`."
                 )

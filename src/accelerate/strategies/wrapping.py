@@ -69,8 +69,8 @@ def parts(plugin: FullyShardedDataParallelPlugin, model: nn.Module, ignored: lis
     if chosen and policy is None and first and PartialState().is_main_process:
         classes = " and ".join(sorted({type(module).__name__ for module in chosen}))
         logger.warning(
-            f"FSDP gathers each {classes} of this {type(model).__name__} by itself, since no auto_wrap_policy was "
-            "given: name one to choose others, or 'no_wrap' to gather the whole model at once."
+            f"No auto_wrap_policy was given, so FSDP gathers each {classes} of this {type(model).__name__} "
+            "separately: name a policy to choose other modules, or 'no_wrap' to gather the whole model at once."
         )
     return [module for module in reversed(list(model.modules())) if module in chosen]
 

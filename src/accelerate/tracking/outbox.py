@@ -78,7 +78,7 @@ class Outbox:
     def call(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         """Have `function(*args, **kwargs)` called after all earlier ones. what: its name in a warning."""
         if self.closed:
-            self._tell_once("closed", f"The tracker {self.name!r} has ended: what is logged after that is left out.")
+            self._tell_once("closed", f"The tracker {self.name!r} has ended: what is logged after that is lost.")
             return
         if not self._background:
             self._make(what, functools.partial(function, *args, **kwargs))
@@ -88,7 +88,7 @@ class Outbox:
             self._tell_once(
                 "forked",
                 f"The tracker {self.name!r} was started in process {self._process}, and {os.getpid()} was forked from "
-                "it: what is logged here is left out; log where `init_trackers` was called.",
+                "it: what is logged here is lost; log where `init_trackers` was called.",
             )
             return
         with self._change:
@@ -103,8 +103,8 @@ class Outbox:
         if self._dropped:
             self._tell_once(
                 "slow",
-                f"The tracker {self.name!r} is too slow: {CAPACITY} calls wait for it, and what is logged meanwhile is "
-                "left out; log less often.",
+                f"The tracker {self.name!r} is too slow: {CAPACITY} calls wait for it, and what is logged meanwhile "
+                "is lost; log less often.",
             )
         self.tell_errors()
 
@@ -148,8 +148,8 @@ class Outbox:
             what, error = self._errors.pop(0)
             self._tell_once(
                 what,
-                f"The tracker {self.name!r} failed in `{what}`; training goes on, and this is said once: "
-                f"{type(error).__name__}: {error}",
+                f"The tracker {self.name!r} failed in `{what}`; training continues, and later failures are not "
+                f"shown: {type(error).__name__}: {error}",
             )
 
     def _tell_once(self, about: str, message: str) -> None:

@@ -222,7 +222,7 @@ def test_names_that_do_not_fit(model: Net, tmp_path: Path, device_map: Any, capl
     save_file({**state, "more": torch.ones(1)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
     found = Net()
     before = {name: value.clone() for name, value in found.state_dict().items()}
-    with pytest.raises(RuntimeError, match=r"is not of this Net, it lacks norm\.bias and has more besides: give"):
+    with pytest.raises(RuntimeError, match=r"does not match this Net: it lacks norm\.bias and has more besides; give"):
         load_checkpoint_in_model(found, tmp_path, device_map, strict=True)
     assert all(torch.equal(value, before[name]) for name, value in found.state_dict().items()), "nothing was loaded"
     with caplog.at_level(logging.WARNING):
@@ -587,7 +587,7 @@ def test_models_that_load_by_themselves_are_kept_where_that_fails(tmp_path: Path
     found, before = Renamed(), Renamed()
     found.load_state_dict(before.state_dict())
     torch.save({**old_names(), "more": torch.ones(1)}, file)
-    with pytest.raises(RuntimeError, match="is not of this Renamed, it has more besides: give"):
+    with pytest.raises(RuntimeError, match="does not match this Renamed: it has more besides; give"):
         load_checkpoint_in_model(found, file, strict=True)
     torch.save({**old_names(), "head.bias": torch.ones(4)}, file)
     with pytest.raises(ValueError, match=r"does not fit this Renamed \(.*size mismatch for head.bias.*\): give"):

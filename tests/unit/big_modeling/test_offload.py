@@ -309,7 +309,7 @@ def test_a_state_dict_is_loaded_into_a_model_in_host_memory() -> None:
 
 def test_a_state_dict_is_not_loaded_into_files(tmp_path: Path) -> None:
     made = disk_offload(model(), tmp_path, "cpu")
-    with pytest.raises(RuntimeError, match="lies in a file and cannot be changed"):
+    with pytest.raises(RuntimeError, match="is in a file and cannot be changed"):
         made.load_state_dict(model().state_dict())
 
 

@@ -204,7 +204,7 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         run.accelerator.save_state()
     with pytest.raises(ValueError, match="pass `input_dir`"):
         run.accelerator.load_state()
-    with pytest.raises(ValueError, match="is not a folder"):
+    with pytest.raises(ValueError, match="There is no folder"):
         run.accelerator.load_state(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"neither accelerate_manifest.json nor random_states_0.pkl"):
@@ -1141,7 +1141,10 @@ def test_a_new_run_in_a_used_folder_is_noticed_before_anything_is_deleted(tmp_pa
     assert there == ["checkpoint_2", "checkpoint_3"]
     second = Training(seed=3, project_config=config())
     for _ in range(2):
-        with pytest.raises(ValueError, match="checkpoint_3 is of another run, and checkpoint_0 would be the next"):
+        with pytest.raises(
+            ValueError,
+            match="checkpoint_3 belongs to another run, and the next checkpoint of this run would be checkpoint_0",
+        ):
             second.accelerator.save_state()
         assert sorted(os.listdir(tmp_path / "checkpoints")) == there
     second.accelerator.project_configuration.iteration = 7

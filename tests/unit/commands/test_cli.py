@@ -173,7 +173,7 @@ def test_a_program_of_this_folder_needs_its_dot(tmp_path: Path, monkeypatch: pyt
     program.chmod(0o755)
     assert "write ./program.sh." in accelerate("launch", "--no_python", "program.sh")[2]
     program.chmod(0o644)
-    assert "make it executable" in accelerate("launch", "--no_python", "program.sh")[2]
+    assert "is not executable: make it so with `chmod +x`" in accelerate("launch", "--no_python", "program.sh")[2]
 
 
 def test_help_shows_values_as_they_are_typed_and_nothing_that_is_not_there() -> None:

@@ -51,6 +51,25 @@ def test_enter_all_the_way_gives_what_was_detected(tmp_path: Path) -> None:
     assert written(tmp_path)["num_processes"] == 1
 
 
+def test_every_answer_that_esc_takes_back_is_suggested_again(tmp_path: Path) -> None:
+    terminal = Terminal(COMMAND, environment(tmp_path))
+    terminal.wait_for("Where will the training run?")
+    terminal.send(ENTER)
+    terminal.wait_for("What will it run on?")
+    terminal.send(DOWN + ENTER)
+    terminal.wait_for("How many machines")
+    terminal.send(ESCAPE)
+    terminal.wait_for("What will it run on?")
+    terminal.send(ESCAPE)
+    for question in ("Where will the training run?", "What will it run on?", "How many machines"):
+        terminal.wait_for(question)
+        terminal.send(ENTER)
+    terminal.wait_for("How is the model spread")
+    assert terminal.shown.count("? What will it run on? MULTI_CPU\n") == 2
+    terminal.send(CONTROL_C)
+    terminal.end()
+
+
 def test_arrows_choose_several_processes_and_wrong_numbers_are_asked_again(tmp_path: Path) -> None:
     terminal = Terminal(COMMAND, environment(tmp_path))
     terminal.wait_for("Where will the training run?")
@@ -89,7 +108,7 @@ def test_arrows_choose_several_processes_and_wrong_numbers_are_asked_again(tmp_p
 
     # The second time, Enter repeats every answer.
     terminal = Terminal(COMMAND, environment(tmp_path))
-    terminal.wait_for("is there already: its answers are suggested")
+    terminal.wait_for("exists: its answers are the suggestions")
     questions = ["training run?", "it run on?", "How many machines", "model spread", "How many processes", "mpirun?"]
     questions += ["Which number format", "torch.compile?", "Which compiler?", "Change how", "before each collective"]
     for question in questions:
@@ -126,7 +145,7 @@ def test_fsdp(tmp_path: Path) -> None:
         "How should checkpoints be written?": "",
         "Let only rank 0 load": "n",
         "Compute activations again": "y",
-        "more axes": "n",
+        "Combine sharding": "n",
         "How many processes": "",
         "Which GPUs": "",
         "closest to its GPU?": "n",
@@ -186,7 +205,7 @@ def test_deepspeed_on_two_machines(tmp_path: Path) -> None:
             ("reach each other directly", "y"),
             ("find each other", ""),
             ("How is the model spread", DOWN + DOWN),
-            ("config file of DeepSpeed's own?", "n"),
+            ("Is there a DeepSpeed config file?", "n"),
             ("What should be sharded?", DOWN),
             ("Where should optimizer states live?", DOWN),
             ("Where should parameters live?", DOWN + DOWN),
@@ -229,7 +248,7 @@ def test_deepspeed_with_a_file_of_its_own(tmp_path: Path) -> None:
             *BEGINNING,
             ("How many machines", ""),
             ("How is the model spread", DOWN + DOWN),
-            ("config file of DeepSpeed's own?", "y"),
+            ("Is there a DeepSpeed config file?", "y"),
             ("Where is it?", "\x7f\x7f\x7f\x7fds.json"),
             ("Shard models while they are built?", "n"),
             ("layers of experts", "n"),
@@ -248,7 +267,7 @@ def test_deepspeed_on_one_gpu(tmp_path: Path) -> None:
             ("What will it run on?", ""),
             ("Run on the CPU", "n"),
             ("Use DeepSpeed", "y"),
-            ("config file of DeepSpeed's own?", "n"),
+            ("Is there a DeepSpeed config file?", "n"),
             ("What should be sharded?", ""),
             ("Where should optimizer states live?", DOWN),
             ("Where should parameters live?", ""),

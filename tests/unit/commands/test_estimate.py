@@ -179,7 +179,7 @@ def test_a_local_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     ("answer", "words"),
     [
         (False, "There is no model some/model"),
-        ("gated", "given access"),
+        ("gated", "is gated: ask for access"),
         (type("Info", (), {"library_name": None})(), "pass --library_name"),
         (type("Info", (), {"library_name": "keras"})(), "is a model of 'keras'"),
     ],

@@ -52,7 +52,7 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     runs(str(tmp_path), "--run", "1", "2")
     text = " ".join(capsys.readouterr().out.split())
     assert "loss ↓ █▁ 1, best 1 at 1 ▁ 3, best 3 at 0" in text
-    assert "lr 0.1 0.2" in text and "the same in all of them: seed" in text
+    assert "lr 0.1 0.2" in text and "the same in all runs: seed" in text
     runs(str(tmp_path), "--run", "1")
     assert "seed 1" in " ".join(capsys.readouterr().out.split())
     with pytest.raises(SystemExit, match=r"accelerate runs: There is no run 7: the runs are 1, 2, 3\."):
@@ -61,7 +61,7 @@ def test_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         SystemExit, match=r"accelerate runs: No run has a metric 'los' \(did you mean `loss`\?\): there are 'loss'\."
     ):
         runs(str(tmp_path), "--metric", "los")
-    with pytest.raises(SystemExit, match=r"accelerate runs: --port is that of the page: give --serve, too\."):
+    with pytest.raises(SystemExit, match=r"accelerate runs: --port is the port of the page: pass --serve as well\."):
         runs(str(tmp_path), "--port", "8000")
     with pytest.raises(SystemExit):
         runs(str(tmp_path), "--run", "x")

@@ -98,7 +98,7 @@ def test_only_what_was_converted_is_written(tmp_path: Path, capsys: pytest.Captu
     [
         (["--config_file", "none.yaml", "--overwrite"], FileNotFoundError, "no config file none.yaml"),
         (["--config_file", "there.yaml"], ValueError, "--output_file"),
-        (["--config_file", "there.yaml", "--output_file", "there.yaml"], FileExistsError, "there already"),
+        (["--config_file", "there.yaml", "--output_file", "there.yaml"], FileExistsError, "exists already"),
     ],
 )
 def test_bad_files_are_refused(

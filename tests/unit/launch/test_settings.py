@@ -273,7 +273,7 @@ def test_a_gpu_that_was_asked_for_and_is_not_there_is_mentioned(
     assert not settings(*words, folder=tmp_path, devices=FOUR).notes
     assert not settings("--cpu", "--gpu_ids", "0,1", folder=tmp_path).notes
     if found.num_processes == 2:
-        assert plan(found).notes == ["starting 2 processes, on the CPU, talking through gloo"]
+        assert plan(found).notes == ["starting 2 processes, on the CPU, with gloo"]
 
 
 def test_where_files_of_output_go_is_said() -> None:
@@ -285,7 +285,7 @@ def test_where_files_of_output_go_is_said() -> None:
 def test_a_number_of_processes_asks_for_no_gpu(tmp_path: Path) -> None:
     found = settings(file={"num_processes": 2}, folder=tmp_path)
     assert found.notes == []
-    assert plan(found).notes == ["starting 2 processes, on the CPU, talking through gloo"]
+    assert plan(found).notes == ["starting 2 processes, on the CPU, with gloo"]
 
 
 def test_ids_of_gpus_that_are_not_there_start_nothing_on_the_cpu() -> None:

@@ -32,7 +32,7 @@ def shown(folder: Path, *words: str) -> list[str]:
 
 def test_plain_text_where_there_is_no_terminal(tmp_path: Path) -> None:
     lines = shown(tmp_path, "--mixed_precision", "bf16", "--main_process_port", "0", "x.py", "a b")
-    assert lines[0] == "Plan: 2 processes, on the CPU, talking through gloo"
+    assert lines[0] == "Plan: 2 processes, on the CPU, with gloo"
     assert f"  {sys.executable} x.py 'a b'" in lines
     assert "  FSDP_VERSION=2" in lines
     assert "  ACCELERATE_MIXED_PRECISION=bf16" in lines

@@ -109,7 +109,7 @@ def test_writing_to_a_file_is_refused(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, layer.state_dict())
     Slot(layer, "weight", OffloadedWeightsLoader(save_folder=tmp_path), "weight", CPU, CPU)
     assert layer.weight.sum().isfinite()
-    with pytest.raises(RuntimeError, match="weight lies in a file and cannot be changed there by `copy_`"):
+    with pytest.raises(RuntimeError, match="weight is in a file and cannot be changed there by `copy_`"):
         layer.weight.data.copy_(torch.zeros(4, 3))
 
 

@@ -11,6 +11,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
+from accelerate.state.engines import fsdp
 from accelerate.utils import TorchDynamoPlugin
 from tests.harness import run_world
 
@@ -21,6 +22,7 @@ def test_fsdp_needs_company(
 ) -> None:
     if not asked:
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "yes")
+    fsdp._say_that_nothing_is_sharded.cache_clear()
     before = dict(os.environ)
     accelerator = Accelerator(cpu=True, **asked)
     assert accelerator.distributed_type == DistributedType.NO
@@ -40,6 +42,14 @@ def test_a_mesh_needs_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(cpu=True)
     assert accelerator.parallelism_config is not None and accelerator.torch_device_mesh is None
     assert accelerator.data_parallel_rank == accelerator.tensor_parallel_rank == 0
+
+
+def test_one_process_says_once_that_nothing_is_sharded(caplog: pytest.LogCaptureFixture) -> None:
+    fsdp._say_that_nothing_is_sharded.cache_clear()
+    for _ in range(2):
+        Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        AcceleratorState._reset_state()
+    assert sum("FSDP has nothing to shard across" in record.getMessage() for record in caplog.records) == 1
 
 
 @pytest.mark.parametrize("name", ["fsdp_plugin", "parallelism_config"])

@@ -140,7 +140,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     accelerator = started(tmp_path / "file", config={"a": 1})
     with pytest.warns(
-        UserWarning, match=r"'local' failed in `\w+`; training goes on, .*runs\.sqlite cannot be"
+        UserWarning, match=r"'local' failed in `\w+`; training continues, .*runs\.sqlite cannot be"
     ) as caught:
         train(accelerator, 2)
         for number in range(10):

@@ -70,8 +70,9 @@ def test_an_error_is_said_once(outbox: Outbox, tracker: ListTracker, recwarn: py
     assert len(tracker.seen) == 1
     texts = [str(warning.message) for warning in recwarn]
     assert texts == [
-        "The tracker 'list' failed in `log`; training goes on, and this is said once: OSError: no network",
-        "The tracker 'list' failed in `log_images`; training goes on, and this is said once: OSError: no network",
+        "The tracker 'list' failed in `log`; training continues, and later failures are not shown: OSError: no network",
+        "The tracker 'list' failed in `log_images`; training continues, and later failures are not shown: OSError: "
+        "no network",
     ]
     assert recwarn[0].filename == __file__
 
@@ -313,7 +314,9 @@ def test_a_tracker_that_wants_to_exit_is_an_error_like_any(outbox: Outbox, track
     def leave() -> None:
         raise SystemExit(3)
 
-    with pytest.warns(UserWarning, match="failed in `log`; training goes on, and this is said once: SystemExit: 3"):
+    with pytest.warns(
+        UserWarning, match="failed in `log`; training continues, and later failures are not shown: SystemExit: 3"
+    ):
         outbox.call("log", leave)
         assert outbox.flush(10)
     outbox.call("log", tracker.log, {"a": 1}, step=1)

@@ -116,7 +116,7 @@ def _hardware(devices: machine.Accelerators) -> tuple[str, str]:
     if before in ENGINES:  # which does not say of what
         before = "MULTI_CPU" if questions.earlier.get("cpu") else "MULTI_GPU"
     if before in HARDWARE:
-        return before, "as the file has it"
+        return before, "from the file"
     if devices.count > 1:
         label = f"MULTI_{'GPU' if devices.kind == 'cuda' else devices.kind.upper()}"
         return label, f"{devices.count} devices: {devices.reason}"
@@ -210,7 +210,7 @@ def _compile() -> dict[str, Any]:
 
 
 def _fsdp() -> dict[str, Any]:
-    version = questions.ask(option("fsdp_version"), "2", "version 2 is the one PyTorch goes on with")
+    version = questions.ask(option("fsdp_version"), "2", "version 2 is the one PyTorch develops")
     second = version == "2"
     answers: dict[str, Any] = {"fsdp_version": int(version)}
     names = ["fsdp_reshard_after_forward" if second else "fsdp_sharding_strategy", "fsdp_offload_params"]
@@ -235,13 +235,13 @@ def _fsdp() -> dict[str, Any]:
         if answers[name] == "SIZE_BASED_WRAP":
             answers["fsdp_min_num_params"] = questions.ask(option("fsdp_min_num_params"))
     found: dict[str, Any] = {"fsdp_config": answers}
-    if second and questions.confirm("Spread over more axes than the shards (copies, tensor, context)?", False):
+    if second and questions.confirm("Combine sharding with copies, tensor or context parallelism?", False):
         found["parallelism_config"] = {each.name: questions.ask(each) for each in PARALLELISM.options if each.question}
     return found
 
 
 def _deepspeed(machines: int) -> dict[str, Any]:
-    own = questions.confirm("Is there a config file of DeepSpeed's own?", "deepspeed_config_file" in questions.earlier)
+    own = questions.confirm("Is there a DeepSpeed config file?", "deepspeed_config_file" in questions.earlier)
     answers = _deepspeed_file() if own else _zero()
     if questions.confirm(
         "Does the model have layers of experts (MoE)?", "deepspeed_moe_layer_cls_names" in questions.earlier

@@ -29,7 +29,7 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--config_file",
         metavar="FILE",
-        help="where the answers go (.yaml or .json); default: the place where `launch` looks for them",
+        help="where the answers go (.yaml or .json); default: the file that `launch` reads",
     )
     parser.set_defaults(func=config_command)
     return parser
@@ -72,7 +72,7 @@ def config_command(args: argparse.Namespace) -> None:
         if path.exists():
             _start_from(path)
         try:
-            print("Esc goes back to the question before.")
+            print("Esc goes back to the previous question.")
             config = questions.with_steps_back(get_user_input)
         except (KeyboardInterrupt, EOFError):
             print("Nothing was written.", file=sys.stderr)
@@ -87,13 +87,11 @@ def _start_from(path: Path) -> None:
     from accelerate.commands.config import questions
     from accelerate.config.options import OPTIONS
 
-    print(
-        f"{path} is there already: its answers are suggested, and at the end it is replaced; Ctrl-C leaves it as it is."
-    )
+    print(f"{path} exists: its answers are the suggestions, and it is replaced at the end; Ctrl-C leaves it unchanged.")
     try:
         content = file.load_config_from_file(path).to_dict()
     except ValueError as problem:
-        print(f"It cannot be read, so nothing of it is suggested: {problem}")
+        print(f"It cannot be read, so none of its answers are suggested: {problem}")
         return
     sections = [value for value in content.values() if isinstance(value, dict)]
     found = {key: value for section in (content, *sections) for key, value in section.items()}

@@ -36,7 +36,7 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | PathLik
     """
     path = file.default_path() if save_location is None else Path(save_location).expanduser()
     if path.exists():
-        print(f"{path} is there already and stays as it is: remove it first, or give another place.")
+        print(f"{path} exists already and is left unchanged: remove it first, or give another path.")
         return False
     precision = option("mixed_precision").check(str(mixed_precision).lower())
     file.write(basic_config(precision).to_dict(), path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from accelerate.config.options import FLAG, Option
 from accelerate.config.options.base import YES_NO, YES_NO_DIGIT, YES_NO_WORD
@@ -24,15 +24,17 @@ class _Back(Exception):
 
 
 class _Answers:
-    """Those given so far, in order. All but the last are given again, unasked, to come back to the one before it."""
+    """Those given so far, in order, each with its question. After Esc they are given again, unasked, up to the last."""
 
     def __init__(self) -> None:
-        self.given: list[Any] = []
+        self.given: list[tuple[str, Any]] = []
         self.repeated = 0
-        self.taken_back: list[Any] = []  # by Esc: what is suggested when the question is asked again
+        self.taken_back: dict[str, Any] = {}  # by question: what is suggested when it is asked again
 
-    def suggested(self, default: Any) -> Any:
-        return self.taken_back.pop() if self.taken_back else default
+    def take_back(self) -> None:
+        if self.given:
+            question, answer = self.given.pop()
+            self.taken_back[question] = answer
 
 
 _answers = _Answers()
@@ -45,16 +47,16 @@ def with_steps_back(ask_all: Callable[[], R]) -> R:
         try:
             return ask_all()
         except _Back:
-            _answers.taken_back, _answers.given = _answers.given[-1:], _answers.given[:-1]
+            _answers.take_back()
 
 
-def _one_step(asks: Callable[P, R]) -> Callable[P, R]:
+def _one_step(asks: Callable[Concatenate[str, P], R]) -> Callable[Concatenate[str, P], R]:
     @functools.wraps(asks)
-    def step(*args: P.args, **kwargs: P.kwargs) -> R:
+    def step(question: str, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if _answers.repeated == len(_answers.given):
-            _answers.given.append(asks(*args, **kwargs))
+            _answers.given.append((question, asks(question, *args, **kwargs)))
         _answers.repeated += 1
-        answer: R = _answers.given[_answers.repeated - 1]
+        answer: R = _answers.given[_answers.repeated - 1][1]
         return answer
 
     return step
@@ -74,7 +76,8 @@ def choose(question: str, choices: Mapping[str, str], default: str, reason: str 
     """One of several answers, each with a line that explains it."""
     import questionary
 
-    default = _answers.suggested(default)
+    taken_back = str(_answers.taken_back.get(question))
+    default = taken_back if taken_back in choices else default
     width = max(map(len, choices))
     room = (
         shutil.get_terminal_size().columns - 4
@@ -101,7 +104,9 @@ def confirm(question: str, default: bool, reason: str = "") -> bool:
     """Yes or no."""
     import questionary
 
-    return bool(_answer(questionary.confirm(_explained(question, reason), default=_answers.suggested(default))))
+    return bool(
+        _answer(questionary.confirm(_explained(question, reason), default=_answers.taken_back.get(question, default)))
+    )
 
 
 @_one_step
@@ -119,7 +124,7 @@ def text(question: str, default: Any, read: Callable[[str], Any], reason: str = 
             return f"It {error}."
         return True
 
-    default = _answers.suggested(default)
+    default = _answers.taken_back.get(question, default)
     shown = "" if default is None else str(default)
     answer = _answer(questionary.text(_explained(question, reason), default=shown, validate=check))
     return read(answer) if answer else None
@@ -156,7 +161,7 @@ def _answered(option: Option, choices: Mapping[str, str], default: Any, reason: 
     except ValueError:
         return default, reason
     value = next((choice for choice in choices if choice.lower() == str(value).lower()), None) if choices else value
-    return (default, reason) if value is None else (value, "as the file has it")
+    return (default, reason) if value is None else (value, "from the file")
 
 
 def _explained(question: str, reason: str) -> str:

@@ -75,7 +75,7 @@ def _plan(settings: Settings) -> LaunchPlan:
 
 
 def _in_words(settings: Settings) -> str:
-    where = "on the CPU, talking through gloo" if settings.on_cpu else f"one per {settings.devices.kind} device"
+    where = "on the CPU, with gloo" if settings.on_cpu else f"one per {settings.devices.kind} device"
     least, most = settings.least_machines, settings.num_machines
     count = f"{least} to {most}" if least < most else str(most)
     machines = f" on each of {count} machines" if most > 1 else ""

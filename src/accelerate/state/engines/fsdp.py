@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from typing import TYPE_CHECKING, Any
@@ -63,8 +64,13 @@ class FSDP(Engine):
 def _can_shard(state: PartialState) -> bool:
     """Whether there is somebody to share a model with; says so where there is not."""
     if state.backend is None:
-        logger.warning(
-            "FSDP has nothing to shard across, since there is only one process: start several with `accelerate "
-            "launch --num_processes`, or one GPU process with `torchrun`; the models stay unsharded."
-        )
+        _say_that_nothing_is_sharded()
     return state.backend is not None
+
+
+@functools.cache  # one process stays one process, however often its states are set up
+def _say_that_nothing_is_sharded() -> None:
+    logger.warning(
+        "FSDP has nothing to shard across, since there is only one process, so models stay unsharded: start several "
+        "with `accelerate launch --num_processes`, or one GPU process with `torchrun`."
+    )
