@@ -57,8 +57,7 @@ class Checked:
         raise DistributedOperationException(
             f"The ranks disagree about a collective; rank {', '.join(differing)} differs from the others:\n"
             + "\n".join(lines)
-            + "
-Make every rank call the same operation, on the same line, with tensors of matching shapes and dtypes"
+            + "\nMake every rank call the same operation, on the same line, with tensors of matching shapes and dtypes"
             + " under the same keys (`pad_across_processes` makes lengths equal); code under `if is_main_process` runs"
             + " on one rank only."
         )
