@@ -117,6 +117,7 @@ BY_VARIABLE = {
     "offload/offloaded_weights.py": "a dtype",
     "config/fsdp.py": "the classes of a kind of state dict, from a table",
     "config/wrap_policy.py": "a public policy, from a table",
+    "strategies/deepspeed_checks.py": "a public optimizer, by its name in a config",
     "offload/placeholder.py": "public attributes of tensors and functions of nn.init, from tables",
 }
 

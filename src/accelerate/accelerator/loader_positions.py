@@ -10,7 +10,7 @@ from typing import Any
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.checkpoint.agreement import together
 from accelerate.checkpoint.run_state import Loaded, load_into
-from accelerate.data_loader.resume import dataset_to_move
+from accelerate.data_loader.position import dataset_to_move
 from accelerate.data_loader.snapshot import Snapshot, can_go_on_by_itself, change, other_order
 from accelerate.io.torch_format import refused
 
