@@ -1,4 +1,4 @@
-"""Every message that docs/troubleshooting.md explains is one that the package gives."""
+"""Every message that docs/troubleshooting.md and docs/deepspeed.md explain is one that the package gives."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def _texts() -> str:
 
 def _messages() -> list[str]:
     """What is quoted in the first column of the tables of messages."""
-    page = (ROOT / "docs" / "troubleshooting.md").read_text()
-    tables = re.findall(r"(?m)^\| (?:message|a rank …|likely reason) \|.*\n\|-.*\n((?:\|.*\n)+)", page)
+    page = "".join((ROOT / "docs" / name).read_text() for name in ("troubleshooting.md", "deepspeed.md"))
+    tables = re.findall(r"(?m)^\| (?:message|you see|a rank …|likely reason) \|.*\n\|-.*\n((?:\|.*\n)+)", page)
     rows = [row.split(" | ")[0] for table in tables for row in table.splitlines()]
     return [message for row in rows for message in re.findall("`([^`]+)`", row)]
 

@@ -179,7 +179,8 @@ class DeepSpeed(Strategy):
                 f"The DeepSpeed plugin {name!r} says gradient_accumulation_steps={steps}, and the engines that were "
                 f"prepared before accumulate {now}: a loop has one number, so make them the same, or write 'auto'."
             )
-        accelerator.gradient_accumulation_steps = self._accumulation_steps(now)
+        if (chosen := self._accumulation_steps(now)) != now:
+            accelerator.gradient_accumulation_steps = chosen
 
     def _share_sequences(self, model: nn.Module) -> Any:
         try:
