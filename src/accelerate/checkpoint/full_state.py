@@ -16,7 +16,7 @@ import torch
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.parts import File, StagedLoad, dense_view, snapshot_model, snapshot_optimizer
 from accelerate.checkpoint.reader import CPU, CheckpointReader, Destination, FindDestination
-from accelerate.checkpoint.run_state import Run, load_into, named_parameters, unwrapped
+from accelerate.checkpoint.run_state import Run, load_into, named_parameters
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
 from accelerate.io.objects import each_once, view_of
@@ -26,7 +26,7 @@ from accelerate.modules import loads_by_own_code, overrides_load
 from accelerate.torch_internals.modules import has_pre_load_hooks, load_state
 from accelerate.torch_internals.optimizers import has_load_hooks
 from accelerate.torch_internals.tensors import sparse_parts
-from accelerate.unwrap import extract_model_from_parallel
+from accelerate.unwrap import unwrapped, unwrapped_optimizer
 
 
 def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> Iterator[File]:
@@ -84,7 +84,7 @@ def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Itera
     assign, strict = kwargs.get("assign", False), kwargs.get("strict", True)
     # An optimizer comes after the weights, which go back if it objects.
     optimizers = run.optimizers_after_models or run.optimizers
-    fallible = not all(_loads_as_torch(_inner(optimizer)) for optimizer in optimizers)
+    fallible = not all(_loads_as_torch(unwrapped_optimizer(optimizer)) for optimizer in optimizers)
     for number, model in enumerate(map(unwrapped, run.models_to_load)):
         own_code = loads_by_own_code(model)
         in_place = not (assign or own_code or fallible)
@@ -100,7 +100,7 @@ def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Itera
 
 def _optimizers(run: Run, reader: CheckpointReader, torch_load: dict[str, Any]) -> Iterator[_Target]:
     for number, optimizer in enumerate(run.optimizers):
-        name, inner = layout.optimizer(number), _inner(optimizer)
+        name, inner = layout.optimizer(number), unwrapped_optimizer(optimizer)
         as_torch = _loads_as_torch(inner)  # found out now, for a hook may remove itself
         if reader.has(layout.optimizer_shards(number)):
             state = {"state": {}, **read_full(reader.folder / layout.optimizer_shards(number))}
@@ -129,10 +129,6 @@ def _check_keywords(models: list[torch.nn.Module], kwargs: dict[str, Any]) -> No
             ) from None
 
 
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)
-
-
 def _read_model(
     model: torch.nn.Module, device: Device, reader: CheckpointReader, number: int, in_place: bool
 ) -> dict[str, Any]:
@@ -154,7 +150,7 @@ def _read_model(
 def _places_in(optimizer: Any, device: Device) -> FindDestination:
     """Where the state of each parameter goes when an optimizer loads it."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    inner = _inner(optimizer)
+    inner = unwrapped_optimizer(optimizer)
     keeps = _loads_as_torch(inner)
 
     def place(keys: tuple[Any, ...]) -> Destination:
@@ -268,7 +264,7 @@ def _loads_as_torch(optimizer: Any) -> bool:
 
 
 def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
-    inner = _inner(optimizer)
+    inner = unwrapped_optimizer(optimizer)
     expected = [len(group["params"]) for group in optimizer.param_groups]
     found = [len(group["params"]) for group in state["param_groups"]]
     if expected != found:
@@ -375,7 +371,7 @@ Names = list[list[str]]
 
 def parameter_names(models: list[torch.nn.Module], optimizer: Any) -> Names:
     """What the parameters of an optimizer are called in the models; with several models, after their numbers."""
-    plain = [extract_model_from_parallel(model, keep_torch_compile=False) for model in models]
+    plain = list(map(unwrapped, models))
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners = [number for number, model in enumerate(plain) if any(id(p) in own for p in model.parameters())]
     found: dict[int, str] = {}

@@ -18,6 +18,7 @@ from accelerate.io.host_memory import HostMemory, is_plain
 from accelerate.io.safetensors_format import write_safetensors
 from accelerate.io.torch_format import naming, write_torch
 from accelerate.torch_internals.modules import buffers_of, parameters_of
+from accelerate.unwrap import unwrapped_optimizer
 
 
 class Part(Protocol):
@@ -124,7 +125,7 @@ def _give_back(item: Any, state: Any) -> None:
 
 def snapshot_optimizer(optimizer: Any, undo: ExitStack) -> None:
     """Have `undo` give an optimizer its present groups and states: to load makes new ones, and leaves tensors alone."""
-    inner = getattr(optimizer, "optimizer", optimizer)
+    inner = unwrapped_optimizer(optimizer)
     for values in (*inner.param_groups, *inner.state.values()):
         undo.callback(values.update, dict(values))
     for part in (optimizer, inner):

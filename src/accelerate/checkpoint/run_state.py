@@ -21,7 +21,7 @@ from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
 from accelerate.io.safe_load import read_torch
 from accelerate.io.torch_format import refused
-from accelerate.unwrap import extract_model_from_parallel
+from accelerate.unwrap import unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +54,6 @@ class Run:
     models_to_load: list[torch.nn.Module] = field(default_factory=list)
     exact_resume: bool = False  # whether loaders start where they were
     optimizers_after_models: list[Any] = field(default_factory=list)  # the optimizers that load after these weights
-
-
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model from under its wrappers."""
-    found: torch.nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
-    return found
 
 
 def named_parameters(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
