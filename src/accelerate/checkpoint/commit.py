@@ -1,9 +1,9 @@
 """Committing a checkpoint to disk: completely, or not at all.
 
 It is written to a staging folder. A new checkpoint is that folder, renamed. To replace a checkpoint, the finished
-staging folder is renamed to `.accelerate-committed` inside the old one: from then on the new one
-is valid. Its files are then moved into place, and whoever finds an interrupted move (a load, the next save) finishes it. Nothing else in the
-folder is touched, so it may be anything: the working folder, a mounted disk, a folder with the user's own files.
+staging folder is renamed to `.accelerate-committed` inside the old one: from then on the new one is valid. Its files
+are then moved into place, and whoever finds an interrupted move (a load, a later save) finishes it. Nothing else in
+the folder is touched, so it may be anything: the working folder, a mounted disk, a folder with the user's own files.
 
 One process at a time moves files in a folder (`_alone_in`): an evaluation may load what a training keeps saving, and
 whichever of them finds an interrupted move finishes it.
