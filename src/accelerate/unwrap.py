@@ -43,6 +43,17 @@ def extract_model_from_parallel(
     return model
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model from under all its wrappers, and not compiled."""
+    found: nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
+    return found
+
+
+def unwrapped_optimizer(optimizer: Any) -> Any:
+    """The optimizer of the script, whether it was prepared or not."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
 def _is_compiled(model: Any) -> bool:
     # A module with compiled regions keeps the original beside its own children (see accelerate.compilation).
     return is_compiled(model) or ORIGINAL in getattr(model, "__dict__", {})

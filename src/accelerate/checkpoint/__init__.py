@@ -1,1 +1,1 @@
-"""What a run leaves on disk to go on from: written whole or not at all, read without running anything in it."""
+"""Checkpoints of a run: written completely or not at all, and read without running any code in them."""

@@ -1,4 +1,4 @@
-"""Who saves or loads, and when: one at a time, all processes or none, in the background where that is asked for."""
+"""Coordinating saves and loads: one at a time, on all ranks or none, in the background if asked for."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _writing: PerRank[set[threading.Thread]] = PerRank(set)
 
 
 class Background:
-    """One save at a time. What went wrong is raised by `wait`."""
+    """Runs one save at a time in a thread. `wait` raises its error."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -39,7 +39,7 @@ class Background:
         self.memory = HostMemory()
 
     def start(self, work: Callable[[Gather, Any], None]) -> None:
-        """Run `work` behind the training; call it on all processes, after `wait`."""
+        """Run `work` in the background. Call it on all ranks, after `wait`."""
         gather, group = current().side_channel()
         first = current().rank == 0
 
@@ -68,7 +68,7 @@ class Background:
             self._waited_for = True
 
     def wait(self) -> None:
-        """Return when the last save of this process is on the disk; raise what our own failed with, once."""
+        """Return when the last save of this rank is on disk. Raises the error of our own save, once."""
         for thread in (*_writing.get(), *([] if self._thread is None else [self._thread])):
             thread.join()
         self._thread = None
@@ -84,7 +84,7 @@ def _join(background: weakref.ref[Background]) -> None:
 
 
 class _Turn:
-    """Whose turn it is to save or to load on a rank."""
+    """Whether a rank is saving or loading now."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -96,7 +96,7 @@ _turn: PerRank[_Turn] = PerRank(_Turn)
 
 @contextmanager
 def one_at_a_time() -> Iterator[None]:
-    """A context for a save or a load: other threads wait, and a handler of signals that comes between is told so."""
+    """A context for a save or a load: other threads wait, and a signal handler that interrupts it gets an error."""
     turn = _turn.get()
     with turn.lock:
         if turn.taken:
@@ -118,7 +118,7 @@ def agree(
     gather: Gather | None = None,
     undo: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Wait for all processes and return their values; when one has failed, raise on all of them, after `undo`."""
+    """Gather a value from every rank. If one has failed, call `undo` and raise on all of them."""
     sentence = None if failure is None else explained(failure, rank)
     answers = (current().gather_objects if gather is None else gather)((sentence, value))
     sentences = [text for text, _ in answers if text is not None]
@@ -145,7 +145,7 @@ _OF_WRITING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def explained(error: Exception, rank: int) -> str:
-    """One sentence for a person."""
+    """An error as one sentence for the user."""
     if isinstance(error, CheckpointError):
         return str(error)
     if isinstance(error, OSError) and error.strerror:  # else all that there is to say is its text
@@ -163,9 +163,9 @@ def together(
     here: bool = True,
     undo: Callable[[], None] | None = None,
 ) -> list[Any]:
-    """Do something on every process and wait for the others; what each has returned, or the error of one on all.
+    """Call `work` on every rank and gather the results. If one rank fails, all of them raise.
 
-    here: whether this process has anything to do. undo: what it does when one has failed, and all know of it.
+    here: whether this rank has anything to do. undo: called on this rank after any rank has failed.
     """
     failure: Exception | None = None
     value = None
@@ -178,10 +178,10 @@ def together(
 
 
 def settle(target: Path, local: tuple[int, int]) -> None:
-    """Finish, or take back, a replacement that was broken off; on all processes together.
+    """Finish or roll back an interrupted replacement, on all ranks together.
 
-    One that is there on some machines only is taken back. The first process goes first: where the others share its
-    disk they find nothing left to do. local: which of how many processes of its machine this one is.
+    A replacement that exists on some machines only is rolled back. Rank 0 goes first: ranks that share its disk then
+    find nothing to do. local: the local rank and the local world size.
     """
     communicator = current()
     gather, first, local_main = communicator.gather_objects, communicator.rank == 0, local[0] == 0
@@ -203,7 +203,7 @@ def settle(target: Path, local: tuple[int, int]) -> None:
 
 
 def settle_alone(target: Path) -> None:
-    """Where there is one machine, what is there is there everywhere."""
+    """`settle` for a single machine, where a replacement exists everywhere or nowhere."""
     if commit.pending(target) is not None:
         commit.settle(target, everywhere=True)
 
@@ -220,16 +220,15 @@ Callers = Literal["all", "alone", "late"]
 
 
 class SaveRendezvous:
-    """Finds out, over the store of the process group, which has no need of processes that do not come.
+    """Finds out whether all ranks call `save_state`, through the store of the process group: a collective would hang.
 
-    The saves that all have called are counted. For each the main process makes one attempt, or several, as it may save
-    alone in between, or give up and be called again. An attempt has in the store how many others are `here`, and then
-    what the main process has `found`: that they are "all", that it was not so in time (""), or how far the training was
-    when it went on alone.
+    Saves that all ranks called are numbered. Rank 0 makes one attempt for each, or several, since it may save alone
+    in between, or give up and be called again. For each attempt the store holds how many other ranks are `here`, and
+    then what rank 0 has `found`: "all"; "" if they did not come in time; or the number of backwards at which it went on
+    alone.
 
-    The main process asks how many have come. The others ask once, for an answer that comes when there is one: thousands
-    of them that ask again and again would keep the store from answering anybody. A connection that waits for an answer
-    takes no other question, so theirs is one of its own.
+    Rank 0 polls how many have come. The others ask once and wait for the answer: polling by thousands of ranks would
+    overload the store. A connection that waits for an answer takes no other request, so they use a separate one.
     """
 
     def __init__(self) -> None:
@@ -239,10 +238,10 @@ class SaveRendezvous:
         self._joined: tuple[str, int] | None = None
 
     def callers(self, point: int) -> Callers:
-        """Call it at the start of a save.
+        """Find out who calls this save; to be called at its start.
 
-        point: how far the training is, which is the same number on processes that call the same save. "late" is for
-        those who come to a save that the main process has gone on with alone.
+        point: the progress of the training, equal on ranks that call the same save. "late" is returned to a rank that
+        comes to a save which rank 0 has already done alone.
         """
         shared = default_store() if current().size > 1 else None
         if shared is None:
@@ -300,7 +299,7 @@ class SaveRendezvous:
 
 @dataclass(frozen=True)
 class _Keys:
-    """What a store says of one save. shared: that of the process group, which others use as well."""
+    """The keys of one save in a store. shared: the store of the process group, which others use as well."""
 
     store: Any
     prefix: str
@@ -313,14 +312,14 @@ class _Keys:
         self.store.set(f"{self.prefix}/{key}", value)
 
     def get(self, key: str) -> str:
-        """What is there, as soon as something is."""
+        """Wait for a key, and return its value."""
         # A little longer than the process waits: so an error is one of the connection.
         self.store.wait([f"{self.prefix}/{key}"], self.shared.timeout + timedelta(seconds=5))
         return str(self.store.get(f"{self.prefix}/{key}").decode())
 
 
 class _Answer(threading.Thread):
-    """Waits for a key of a store: in a thread, so that the process can be interrupted meanwhile."""
+    """Waits for a key of a store in a thread, so that the rank can be interrupted meanwhile."""
 
     def __init__(self, store: _Keys, key: str) -> None:
         super().__init__(name="accelerate-save", daemon=True)
@@ -338,7 +337,7 @@ class _Answer(threading.Thread):
 
 
 def _waiting(store: Any) -> Iterator[float]:
-    """How long one has waited by now, again and again, for as long as a collective may take."""
+    """Yield the seconds waited so far, until the timeout of the process group."""
     started, pause = time.monotonic(), 0.0002  # most of the time no longer one is needed
     while (waited := time.monotonic() - started) < store.timeout.total_seconds():
         yield waited

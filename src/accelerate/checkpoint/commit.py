@@ -1,15 +1,15 @@
-"""How a checkpoint comes to be on the disk: whole, or not at all.
+"""Committing a checkpoint to disk: completely, or not at all.
 
-It grows in a staging folder. A new checkpoint is that folder, renamed. To replace one, the finished staging folder is
-renamed to `.accelerate-committed` inside the old one: from that moment the new one counts. Its files are then moved
-into place; whoever comes across a half-finished move (a load, the next save) finishes it. Nothing else in the folder
-is touched, so it may be anything: the working folder, a mounted disk, a folder with files of the user's own.
+It is written to a staging folder. A new checkpoint is that folder, renamed. To replace a checkpoint, the finished
+staging folder is renamed to `.accelerate-committed` inside the old one: from then on the new one is valid. Its files
+are then moved into place, and whoever finds an interrupted move (a load, a later save) finishes it. Nothing else in
+the folder is touched, so it may be anything: the working folder, a mounted disk, a folder with the user's own files.
 
-One process at a time moves files in a folder (`_alone_in`): an evaluation may load what a training saves again and
-again, and whichever of them comes across a half-finished move finishes it.
+One process at a time moves files in a folder (`_alone_in`): an evaluation may load what a training keeps saving, and
+whichever of them finds an interrupted move finishes it.
 
-Machines that share no disk each have a folder of their own. The new one counts when it is there on all of them: until
-then none moves its files or deletes an older checkpoint, and what is not there on all is taken back (`settle`).
+Machines that share no disk each have their own folder. The new checkpoint is valid once it exists on all of them: until
+then none moves its files or deletes an older one, and what does not exist everywhere is rolled back (`settle`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LEFT_BEHIND = re.compile(rf"(?:{re.escape(layout.STAGING)}|^{re.escape(layout.D
 
 
 def staging_for(target: Path) -> Path:
-    """Where a checkpoint for `target` grows: beside it, or inside when it is there already. Named after this run."""
+    """The staging folder for `target`: beside it, or inside it if it exists. Its name identifies this run."""
     if target.is_dir():
         return target / f"{layout.STAGING}{_identity()}"
     if os.path.lexists(target):
@@ -56,7 +56,7 @@ def staging_for(target: Path) -> Path:
 
 
 def _beside(folder: Path, before: str, after: str) -> Path:
-    """Another name beside a folder, made of its own; of a digest of that where it would be too long for some disks."""
+    """A path beside a folder, named after it; after a digest of its name if that would be too long for some disks."""
     name = f"{before}{folder.name}{after}"
     if len(os.fsencode(name)) > _LONGEST_NAME:
         name = f"{before}{hashlib.sha256(os.fsencode(folder.name)).hexdigest()[:16]}{after}"
@@ -64,7 +64,7 @@ def _beside(folder: Path, before: str, after: str) -> Path:
 
 
 def begin(staging: Path) -> None:
-    """Make the staging folder, and clear away what dead runs have left."""
+    """Create the staging folder, and delete those that dead runs have left."""
     disk.wait_until_freed()  # the room of what the last save has replaced may be needed now
     disk.remove_tree(staging)  # of an earlier save of this run, which failed
     disk.make_folder(staging)
@@ -78,7 +78,7 @@ def begin(staging: Path) -> None:
 
 
 class Alive:
-    """Touches a staging folder from time to time, so that no other machine takes it for one of a dead run."""
+    """Touches a staging folder from time to time, so that other machines see that its run is alive."""
 
     def __init__(self, staging: Path) -> None:
         self._over = threading.Event()
@@ -97,7 +97,7 @@ class Alive:
 
 
 def publish(staging: Path, target: Path, manifest: Manifest) -> None:
-    """Make a finished staging folder the checkpoint, or where there is one already the one that will replace it."""
+    """Turn a finished staging folder into the checkpoint, or into the one that will replace an existing one."""
     for folder, _, _ in os.walk(staging):
         disk.sync_folder(Path(folder))
     manifest.write(staging / layout.MANIFEST)
@@ -114,7 +114,7 @@ def publish(staging: Path, target: Path, manifest: Manifest) -> None:
 
 
 def withdraw(target: Path, save: str) -> None:
-    """Take back what `publish` has done, when it has failed on another machine."""
+    """Undo `publish`, if it has failed on another machine."""
     with _alone_in(target):
         if pending(target) == save:
             _discard(target / layout.COMMITTED)
@@ -123,13 +123,13 @@ def withdraw(target: Path, save: str) -> None:
 
 
 def current(target: Path) -> str | None:
-    """Which save the checkpoint in a folder is of; None where that is not said."""
+    """The id of the save that wrote the checkpoint in a folder; None if it has none."""
     manifest = _to_be_replaced(target)
     return None if manifest is None else manifest.save
 
 
 def _to_be_replaced(target: Path) -> Manifest | None:
-    """The manifest of the checkpoint in a folder, if it can be read: a damaged one does not keep a new one away."""
+    """The manifest of the checkpoint in a folder, if it can be read. A damaged one may be replaced, too."""
     try:
         return Manifest.read(target)
     except CheckpointError:
@@ -137,13 +137,13 @@ def _to_be_replaced(target: Path) -> Manifest | None:
 
 
 def pending(target: Path) -> str | None:
-    """Which save is about to replace the checkpoint in a folder; None if there is none."""
+    """The id of the save that is about to replace the checkpoint in a folder; None if there is none."""
     manifest = Manifest.read(target / layout.COMMITTED)
     return None if manifest is None else manifest.save
 
 
 def settle(target: Path, everywhere: bool) -> None:
-    """Finish a replacement that was broken off; everywhere: whether it is there on all machines, else take it back."""
+    """Finish an interrupted replacement; or roll it back, unless it exists on all machines (everywhere)."""
     committed = target / layout.COMMITTED
     if not committed.is_dir():
         return
@@ -185,7 +185,7 @@ def _move_in(target: Path) -> None:
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """A context in which no other process of this machine moves files in a folder. A killed one holds nobody up."""
+    """A context in which no other process of this machine moves files in a folder. A killed process holds no lock."""
     try:
         import fcntl
 
@@ -214,7 +214,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def mark(folder: Path) -> tuple[int, ...] | None:
-    """What tells the checkpoint in a folder from the next one there; None if there is none with a manifest."""
+    """What distinguishes the checkpoint in a folder from the next one there; None if it has no manifest."""
     try:
         about = (folder / layout.MANIFEST).stat()
     except OSError:
@@ -232,7 +232,7 @@ def oldest_first(project_dir: Path) -> list[Path]:
 
 
 def time_of_saving(target: Path) -> float:
-    """Now, and later than whatever lies beside `target`: clocks of machines differ, and are set back."""
+    """The current time, but later than every checkpoint beside `target`: clocks differ, and are set back."""
     beside = _with_times(target.parent.parent) if target.parent.name == layout.CHECKPOINTS else []
     return max([time.time(), *(saved + 0.001 for saved, folder in beside if folder != target)])
 
@@ -257,7 +257,7 @@ def prune(folders: list[Path], keep: int) -> None:
 
 
 def _discard(folder: Path) -> None:
-    """Delete a folder: it disappears at once, and is then taken apart. Of a link only itself is deleted."""
+    """Delete a folder: it disappears at once by a rename. Of a symbolic link only the link is deleted."""
     if folder.is_symlink():
         disk.remove(folder)
         return
@@ -270,9 +270,9 @@ def _discard(folder: Path) -> None:
 
 
 def _clean(parent: Path, now: float) -> None:
-    """Remove the staging folders and half-deleted checkpoints of runs that have ended. now: by the disk's clock.
+    """Remove the staging folders and half-deleted checkpoints of dead runs. now: by the clock of the disk.
 
-    None of that is of this save: what cannot be removed, or is being removed by another run, is left.
+    None of them belongs to this save: what cannot be removed, or is being removed by another run, stays.
     """
     with suppress(OSError):
         for name in os.listdir(parent):  # by names alone: there may be many thousands of others
@@ -295,7 +295,7 @@ def _clean_one(path: Path, identity: str, now: float) -> None:
 
 
 def _place() -> str:
-    """This machine since it was started, as far as process numbers mean the same: host, boot and namespace."""
+    """Within what a process id is unique: the host, since its last boot, and the pid namespace."""
     host = re.sub(r"[^A-Za-z0-9_.]", "_", socket.gethostname())
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
@@ -306,7 +306,7 @@ def _place() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process was started: a number may be given to another one later."""
+    """When a process was started, since its id may be reused later."""
     import psutil
 
     try:
@@ -326,11 +326,11 @@ def _identity() -> str:
 
 
 def _is_dead(identity: str, silent: float) -> bool:
-    """Whether the run of that name has ended. silent: for how many seconds its folder was not touched.
+    """Whether the run with this identity is dead. silent: the seconds since its folder was last touched.
 
-    On this machine that is known at once. A run on another machine or in another container touches its folder every
-    minute: when it has not for a day, it has died. One that was here before the machine was started anew is given ten
-    minutes: another machine may have the same name.
+    For runs on this machine that is known at once. A run on another machine or in another container touches its folder
+    every minute, and is taken for dead after a day. A run of this host before its last boot is given ten minutes, since
+    another machine may have the same name.
     """
     parts = identity.rsplit("~", 4)
     if len(parts) != 5 or not (parts[3].isascii() and parts[3].isdigit()):

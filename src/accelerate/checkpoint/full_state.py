@@ -1,4 +1,4 @@
-"""Models and optimizers that every process has as a whole: one file each, written by one process."""
+"""Full state dicts of models and optimizers, written by rank 0, one file each; and gradients inside a window."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.parts import File, StagedLoad, dense_view, snapshot_model, snapshot_optimizer
 from accelerate.checkpoint.reader import CPU, CheckpointReader, Destination, FindDestination
-from accelerate.checkpoint.run_state import Run, load_into, named_parameters, unwrapped
+from accelerate.checkpoint.run_state import Run, load_into, named_parameters
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
 from accelerate.io.objects import each_once, view_of
@@ -26,11 +26,11 @@ from accelerate.modules import loads_by_own_code, overrides_load
 from accelerate.torch_internals.modules import has_pre_load_hooks, load_state
 from accelerate.torch_internals.optimizers import has_load_hooks
 from accelerate.torch_internals.tensors import sparse_parts
-from accelerate.unwrap import extract_model_from_parallel
+from accelerate.unwrap import unwrapped, unwrapped_optimizer
 
 
 def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> Iterator[File]:
-    """main: whether this process writes what is the same on all of them."""
+    """The files of models, optimizers and gradients. main: whether this rank writes what all ranks share."""
     storable = run.device.storable
     if main:
         for number, state in enumerate(map(storable, weights)):
@@ -42,9 +42,9 @@ def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> 
 
 
 def load(run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kwargs: Any) -> StagedLoad:
-    """Read the files and see that they fit; returns what puts them into the run.
+    """Read the files and check that they fit. Returns what applies them to the run.
 
-    torch_load: arguments for `torch.load`, which then reads by itself. kwargs: for the `load_state_dict` of models.
+    torch_load: arguments for `torch.load`, which then reads the files. kwargs: for the models' `load_state_dict`.
     """
     if kwargs.keys() - {"strict", "assign"}:
         _check_keywords(run.models, kwargs)
@@ -71,9 +71,9 @@ def load(run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kw
 
 @dataclass
 class _Target:
-    """A model or an optimizer that was read for.
+    """A model or an optimizer, with the state that was read for it.
 
-    snapshot: where loading may fail halfway: has `undo` give it back what it has now.
+    snapshot: if loading may fail halfway, registers with `undo` what restores its present state.
     """
 
     apply: Callable[[], None]
@@ -84,7 +84,7 @@ def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Itera
     assign, strict = kwargs.get("assign", False), kwargs.get("strict", True)
     # An optimizer comes after the weights, which go back if it objects.
     optimizers = run.optimizers_after_models or run.optimizers
-    fallible = not all(_loads_as_torch(_inner(optimizer)) for optimizer in optimizers)
+    fallible = not all(_loads_as_torch(unwrapped_optimizer(optimizer)) for optimizer in optimizers)
     for number, model in enumerate(map(unwrapped, run.models_to_load)):
         own_code = loads_by_own_code(model)
         in_place = not (assign or own_code or fallible)
@@ -100,7 +100,7 @@ def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Itera
 
 def _optimizers(run: Run, reader: CheckpointReader, torch_load: dict[str, Any]) -> Iterator[_Target]:
     for number, optimizer in enumerate(run.optimizers):
-        name, inner = layout.optimizer(number), _inner(optimizer)
+        name, inner = layout.optimizer(number), unwrapped_optimizer(optimizer)
         as_torch = _loads_as_torch(inner)  # found out now, for a hook may remove itself
         if reader.has(layout.optimizer_shards(number)):
             state = {"state": {}, **read_full(reader.folder / layout.optimizer_shards(number))}
@@ -129,10 +129,6 @@ def _check_keywords(models: list[torch.nn.Module], kwargs: dict[str, Any]) -> No
             ) from None
 
 
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)
-
-
 def _read_model(
     model: torch.nn.Module, device: Device, reader: CheckpointReader, number: int, in_place: bool
 ) -> dict[str, Any]:
@@ -152,9 +148,9 @@ def _read_model(
 
 
 def _places_in(optimizer: Any, device: Device) -> FindDestination:
-    """Where the state of each parameter goes when an optimizer loads it."""
+    """The destination of each tensor in the state of an optimizer."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    inner = _inner(optimizer)
+    inner = unwrapped_optimizer(optimizer)
     keeps = _loads_as_torch(inner)
 
     def place(keys: tuple[Any, ...]) -> Destination:
@@ -174,7 +170,7 @@ def _places_in(optimizer: Any, device: Device) -> FindDestination:
 
 
 def _fitting(model: torch.nn.Module, weights: dict[str, Any], folder: Path, strict: bool) -> dict[str, Any]:
-    """The weights under the names of the model; raises before anything is copied where they are of another one."""
+    """The weights under the names of the model. Raises if they are of another model, before anything is copied."""
     weights = with_tied(model, weights)
     if not any(map(has_pre_load_hooks, model.modules())) and not overrides_load(model):  # else it changes what it gets
         check_fit(model, model.state_dict(), weights, folder, strict)
@@ -182,7 +178,7 @@ def _fitting(model: torch.nn.Module, weights: dict[str, Any], folder: Path, stri
 
 
 def with_tied(model: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Any]:
-    """Weights under all names that the model has for them, where they were stored under one."""
+    """The weights with all names of tied tensors, which were stored under one of them."""
     state = model.state_dict()
     missing = {name: view for name, value in state.items() if name not in weights and (view := view_of(value))}
     if not missing:
@@ -195,9 +191,9 @@ def with_tied(model: torch.nn.Module, weights: dict[str, Any]) -> dict[str, Any]
 def check_fit(
     model: torch.nn.Module, own: dict[str, Any], found: dict[str, Any], folder: Path, strict: bool = True
 ) -> None:
-    """Raise where the weights in a folder are of another model. own: its state dict, or this rank's part of it.
+    """Raise if the weights in a folder are not of this model. own: its state dict, or this rank's part of it.
 
-    strict: whether all names have to be the same; shapes have to be in any case.
+    strict: whether the names have to match. Shapes always have to.
     """
     missing, extra = sorted(own.keys() - found.keys()), sorted(found.keys() - own.keys())
     if not strict:
@@ -217,7 +213,7 @@ def check_fit(
 def _expanded(
     model: torch.nn.Module, weights: dict[str, Any], folder: Path
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For tensors made with `expand`, which torch refuses to copy to: the memory behind each, and its new content."""
+    """For tensors made with `expand`, which torch refuses to write to: a writable view of each, and its new values."""
     own = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     for name, tensor in own:
         value = weights.get(name)
@@ -258,8 +254,8 @@ def _load_model(
 
 
 def _loads_as_torch(optimizer: Any) -> bool:
-    """Whether an optimizer takes what it is given; others make something of it, for which they may need what is there,
-    and may object."""
+    """Whether an optimizer loads a state as torch's own do. Others run code of their own, which may need the present
+    state, and may fail."""
     return (
         type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
         and type(optimizer).__setstate__.__module__.startswith("torch.optim.")
@@ -268,7 +264,7 @@ def _loads_as_torch(optimizer: Any) -> bool:
 
 
 def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
-    inner = _inner(optimizer)
+    inner = unwrapped_optimizer(optimizer)
     expected = [len(group["params"]) for group in optimizer.param_groups]
     found = [len(group["params"]) for group in state["param_groups"]]
     if expected != found:
@@ -285,7 +281,7 @@ def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
 
 
 def _lacking(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[str]:
-    """The settings that an optimizer would miss with these groups, without those that it adds to older ones itself."""
+    """The settings that these groups lack for an optimizer, apart from those that it adds to older groups itself."""
     twin = object.__new__(type(optimizer))
     try:
         twin.__setstate__({"defaults": optimizer.defaults, "state": {}, "param_groups": [dict(g) for g in groups]})
@@ -295,7 +291,7 @@ def _lacking(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> 
 
 
 def _quick_to_search(state: dict[str, Any]) -> dict[str, Any]:
-    """For each tensor torch looks for the number of its parameter in the groups: in a dict, not through a list."""
+    """A state whose groups have dicts: for each tensor torch searches them for the number of its parameter."""
     groups = [{**group, "params": dict.fromkeys(group["params"])} for group in state["param_groups"]]
     return {**state, "param_groups": groups}
 
@@ -304,7 +300,7 @@ _PARTS = ("indices", "values", "facts")
 
 
 def packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same in dense tensors: a sparse one becomes three, with names of its own."""
+    """The same as dense tensors: a sparse one becomes three, under names of their own."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         if tensor.layout == torch.sparse_coo:
@@ -317,7 +313,7 @@ def packed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def unpacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `packed` was given."""
+    """The reverse of `packed`."""
     found = dict(tensors)
     last = _part("", _PARTS[-1])
     for name in [key.removesuffix(last) for key in tensors if key.endswith(last)]:
@@ -337,9 +333,9 @@ Gradients = dict[str, torch.Tensor]
 
 
 def read_gradients(run: Run, reader: CheckpointReader, alike: bool = False) -> tuple[Gradients, Gradients]:
-    """What this process had accumulated by itself, and what is the same for all: exchanged already, or a mean.
+    """The gradients that this rank had accumulated locally, and those that all ranks share: reduced already, or a mean.
 
-    On another number of processes each gets the mean; theirs is the same. alike: so it is here.
+    On another number of ranks, or if all ranks see the same data (alike), every rank gets the mean.
     """
     sharded_state = layout.gradient_shards()
     everyone: Gradients = read_full(reader.folder / sharded_state) if reader.has(sharded_state) else {}
@@ -355,7 +351,7 @@ def read_gradients(run: Run, reader: CheckpointReader, alike: bool = False) -> t
 
 
 def added(one: torch.Tensor | None, other: torch.Tensor | None, parameter: torch.Tensor) -> torch.Tensor | None:
-    """Both gradients together, as the parameter is; None where there is none."""
+    """The sum of two gradients, on the device and in the dtype of the parameter; None if there is none."""
     found = [
         gradient.to(parameter.device, parameter.dtype, copy=True) for gradient in (one, other) if gradient is not None
     ]
@@ -363,7 +359,7 @@ def added(one: torch.Tensor | None, other: torch.Tensor | None, parameter: torch
 
 
 def read_full(folder: Path) -> dict[str, Any]:
-    """All of what several processes wrote in shards."""
+    """The full content of a folder of shards."""
     from accelerate.checkpoint import sharded_state  # brings in torch.distributed.checkpoint, which few runs need
 
     return sharded_state.read(folder, sharded_state.whole)
@@ -374,8 +370,8 @@ Names = list[list[str]]
 
 
 def parameter_names(models: list[torch.nn.Module], optimizer: Any) -> Names:
-    """What the parameters of an optimizer are called in the models; with several models, after their numbers."""
-    plain = [extract_model_from_parallel(model, keep_torch_compile=False) for model in models]
+    """The names of an optimizer's parameters in the models, prefixed with the number of the model if it has several."""
+    plain = list(map(unwrapped, models))
     own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners = [number for number, model in enumerate(plain) if any(id(p) in own for p in model.parameters())]
     found: dict[int, str] = {}
@@ -387,7 +383,7 @@ def parameter_names(models: list[torch.nn.Module], optimizer: Any) -> Names:
 
 
 def to_names(state: dict[str, Any], names: Names) -> dict[str, Any]:
-    """A state dict of an optimizer with names in place of numbers; one that has them already stays as it is."""
+    """A state dict of an optimizer with parameter names instead of indices. One with names is returned as it is."""
     groups = state["param_groups"]
     if any(isinstance(parameter, str) for group in groups for parameter in group["params"]):
         return state
@@ -402,7 +398,7 @@ def to_names(state: dict[str, Any], names: Names) -> dict[str, Any]:
 
 
 def to_indices(state: dict[str, Any], names: Names) -> dict[str, Any]:
-    """A state dict with names as the optimizer itself takes it, in the order that it has its parameters in."""
+    """A state dict with indices instead of parameter names, in the order of the optimizer's parameters."""
     groups = state["param_groups"]
     if not any(isinstance(parameter, str) for group in groups for parameter in group["params"]):
         return state

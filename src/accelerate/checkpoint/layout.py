@@ -74,12 +74,12 @@ def engine_folder(number: int) -> str:
 
 
 def gathered_model(number: int) -> str:
-    """The file of a sharded model that is saved as a whole."""
+    """The file of a sharded model that is saved as a full state dict."""
     return _numbered(FSDP_MODEL_NAME, number, ".bin")
 
 
 def own_model(number: int, rank: int) -> str:
-    """What one process holds of a model, where each writes a file of its own."""
+    """The file with one rank's shard of a model, where each rank writes its own."""
     return _numbered(FSDP_MODEL_NAME, number, f"_rank{rank}.bin")
 
 
@@ -108,17 +108,17 @@ def custom(number: int) -> str:
 
 
 def progress(rank: int) -> str:
-    """How far the accumulation and the loaders of a rank were, where that is not beside its random states."""
+    """The progress of a rank's accumulation and loaders, if it is not in the file of its random states."""
     return f"progress_{rank}.bin"
 
 
 def gradients(rank: int) -> str:
-    """What a rank had accumulated, when it was saved in the middle of a window."""
+    """The gradients that a rank had accumulated, of a save inside an accumulation window."""
     return f"gradients_{rank}.safetensors"
 
 
 def gradient_shards() -> str:
-    """What all ranks together had accumulated, of sharded models."""
+    """The folder of the accumulated gradients of sharded models."""
     return "gradients_fsdp"
 
 
@@ -127,7 +127,7 @@ def automatic(project_dir: Path, number: int) -> Path:
 
 
 def automatic_number(folder: Path) -> int | None:
-    """The number in the name of a folder that was named automatically, None for other names."""
+    """The number in the name of an automatically named folder; None for other names."""
     match = _AUTOMATIC.fullmatch(folder.name)
     return int(match.group(1)) if match else None
 
@@ -178,7 +178,7 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest | None:
-        """The manifest of a folder; None where a 1.x release, which writes none, has saved last."""
+        """The manifest of a folder; None if the last save was by a 1.x release, which writes none."""
         path = folder / MANIFEST
         try:
             if _is_of_torch(folder / random_states(0)):
@@ -212,7 +212,7 @@ class Manifest:
             ) from error
 
     def check(self, folder: Path, names: Iterable[str] | None = None, *, contents: bool = True) -> None:
-        """Raise for a file that is missing or is not what was written. contents: compare checksums too."""
+        """Raise for a file that is missing or changed. contents: compare checksums, not only sizes."""
         for name in sorted(self.files if names is None else names):
             expected, path = self.files[name], folder / name
             try:
@@ -234,12 +234,12 @@ class Manifest:
 
 
 def _sum(content: dict[str, Any]) -> int:
-    """The checksum of a manifest, which does not depend on how it is laid out."""
+    """The checksum of a manifest, independent of its formatting."""
     return blocks.crc32(json.dumps(content, sort_keys=True).encode())
 
 
 def files_since(folder: Path) -> list[str]:
-    """The files of a 1.x release that has saved over a checkpoint with a manifest: without what is left of that one."""
+    """The files of a 1.x release that has overwritten a checkpoint with a manifest, without leftovers of that."""
     names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
     return [
         name for name in names if not name.startswith((*UNKNOWN_TO_1_X, RNG_STATE_NAME)) or _is_of_torch(folder / name)
@@ -247,7 +247,7 @@ def files_since(folder: Path) -> list[str]:
 
 
 def _is_of_torch(path: Path) -> bool:
-    """Whether `torch.save` has written a file: it names what is in an archive after that, and this package does not."""
+    """Whether `torch.save` wrote a file: unlike this package, it names the folder in the archive after the file."""
     start = 30  # of the first name in an archive
     name = f"{path.stem}/".encode()
     try:

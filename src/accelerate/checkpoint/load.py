@@ -89,8 +89,8 @@ def check_map_location(map_location: Any) -> None:
 def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
     """The newest complete checkpoint of a project, and one sentence for each newer one that is not.
 
-    Called on all processes: where machines share no disk, it must be there on each of them.
-    local: which of how many processes of its machine this one is.
+    Called on all ranks: where machines share no disk, it must exist on each of them.
+    local: the local rank and the local world size.
     """
     communicator = current()
     first = communicator.rank == 0
@@ -121,7 +121,7 @@ def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
 
 
 def _apart(folder: Path, local: tuple[int, int]) -> bool:
-    """Whether this machine has another folder of that name than the first process, on a disk of its own."""
+    """Whether this machine has its own copy of the folder, on a disk that it does not share with rank 0."""
     communicator = current()
     if communicator.size == local[1]:
         return False
@@ -141,11 +141,11 @@ def load(
     torch_load: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> Loaded:
-    """Load a checkpoint into a run; all or nothing, on all processes. Returns what was read.
+    """Load a checkpoint into a run, all or nothing, on all ranks. Returns what was read.
 
     strategy: reads models and optimizers. kwargs: for it. torch_load: arguments for `torch.load`.
-    hooks: called with the models and the folder; models that a hook takes out of the list are left to it.
-    fits: raises if what was read does not fit. verified: whether the checksums were compared already.
+    hooks: called with the models and the folder; a hook loads the models that it removes from the list.
+    fits: raises if what was read does not fit. verified: whether the checksums have been compared already.
     """
     hooks = list(hooks)
     end = time.monotonic() + _PATIENCE
@@ -194,7 +194,7 @@ def _read(
     torch_load: dict[str, Any],
     kwargs: dict[str, Any],
 ) -> tuple[Loaded, list[StagedLoad]]:
-    """Read and check everything; nothing of the run is changed but what hooks change."""
+    """Read and check everything, changing nothing in the run except what hooks change."""
     settle(folder, run.local)
     began = commit.mark(folder)
     apart = _apart(folder, run.local)
@@ -245,7 +245,7 @@ def _read(
 
 
 class _ReplacedMeanwhile(CheckpointError):
-    """Another run has saved to the folder meanwhile; what is there now can be read."""
+    """Another run has saved to the folder meanwhile, so it can be read again."""
 
 
 # Who saves to a folder without a pause gets to know it, after so many attempts to read it in so many seconds.
@@ -256,9 +256,9 @@ _PATIENCE = 60.0
 def _together_unless_replaced(
     work: Callable[[], Any], folder: Path, began: Any, kind: type[CheckpointError]
 ) -> list[Any]:
-    """As `together`; but where another run has saved to the folder since its files began to be read, that is said.
+    """Like `together`, but raises `kind` if another run has saved to the folder since reading began.
 
-    A file that was replaced meanwhile looks damaged, and small ones are read after they were checked.
+    A file that was replaced meanwhile would look damaged, and small files are read after they were checked.
     """
     failure, value, rank = None, None, current().rank
     try:
@@ -272,17 +272,17 @@ def _together_unless_replaced(
 
 
 class _Listed(NamedTuple):
-    """What a folder holds: the names of its files are None where all files in it count."""
+    """The contents of a checkpoint folder. names: None if every file in it belongs to the checkpoint."""
 
     manifest: Manifest | None = None
     names: list[str] | None = None
 
 
 def _list(folder: Path, rank: int, apart: bool) -> tuple[_Listed, str | None]:
-    """What is in a folder, or one sentence on why that cannot be told.
+    """The contents of a folder, or one sentence on why they cannot be read.
 
-    It is the longer the more processes have saved. So of those that see the same folder only the first one reads it,
-    and tells the others. apart: whether this machine has a copy of its own.
+    The manifest grows with the number of ranks that saved. So rank 0 reads it and broadcasts it, except to machines
+    with their own copy of the folder (apart).
     """
     found: tuple[_Listed, str | None] = _Listed(), None
     if rank == 0 or apart:
@@ -306,12 +306,12 @@ def _listed(folder: Path) -> _Listed:
 def _check(
     folder: Path, manifest: Manifest, run: Run, reader: CheckpointReader, verified: bool, at_once: bool, apart: bool
 ) -> None:
-    """Raise for damage. Rank 0 looks at what all read, each rank at its own.
+    """Raise for damaged files. Rank 0 checks those that all ranks read, and each rank its own.
 
-    apart: whether this machine has a copy of its own, at which its first process looks.
+    apart: whether this machine has its own copy, which its local rank 0 checks.
 
-    Weights and optimizers are left to the reader, which compares them while it reads them; at_once: or compared here,
-    since hooks are going to change something before they are read.
+    Weights and optimizers are checked by the reader while it reads them; or here (at_once), if hooks will change
+    something before that.
     """
     leads = run.rank == 0 or (apart and run.local[0] == 0)
     owners = {name: _OF_ONE_RANK.fullmatch(name) for name in manifest.files}
@@ -344,9 +344,9 @@ def _check_custom(run: Run, reader: CheckpointReader) -> None:
 
 
 def _check_orders(run: Run, reader: CheckpointReader, loaded: Loaded) -> None:
-    """The middle of an epoch is a place in one order: in another one samples would come twice, or not at all.
+    """Raise if a position inside an epoch belongs to another order, in which samples would be repeated or lost.
 
-    That is no matter where no loader goes there: its epoch begins anew, as that of a script which only evaluates.
+    It does not matter if no loader resumes there, as in a script that only evaluates: its epoch starts over.
     """
     places = (loaded.progress or {}).get("loaders", [])
     for number, (loader, place) in enumerate(zip(run.loaders, places, strict=False)):

@@ -1,4 +1,4 @@
-"""The weights of a model alone: in one file or several, each tensor once."""
+"""Saving the weights of a model alone, in one file or several, each tensor once."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from accelerate.text import convert_file_size_to_int
 
 
 def split(weights: dict[str, Any], limit: int, alone: bool = False) -> list[dict[str, Any]]:
-    """Weights in shards of at most `limit` bytes, in their order; a tensor under two names stays in one shard.
+    """Split weights into shards of at most `limit` bytes, in order. Tied tensors stay in one shard.
 
-    alone: each tensor is stored by itself, also where it is a part of the same memory as others.
+    alone: each tensor is stored by itself, even if it shares memory with others.
     """
     shards: list[dict[str, Any]] = [{}]
     filled = 0
@@ -66,7 +66,7 @@ Fetch = Callable[[dict[str, Any], bool], dict[str, Any]]
 
 
 class StreamedWeights:
-    """Weights that are described only, and fetched file by file, so that no more than one file's are here at a time."""
+    """Weights that are fetched file by file, so that only those of one file are in memory at a time."""
 
     def __init__(self, weights: dict[str, Any], fetch: Fetch, max_shard_size: int | str) -> None:
         self.parts = split(weights, convert_file_size_to_int(max_shard_size))
@@ -78,7 +78,7 @@ class StreamedWeights:
         return self._fetch(part, True)
 
     def finish(self) -> None:
-        """Take part in what others fetch, on processes that write nothing, or have failed to."""
+        """Take part in the remaining fetches, on ranks that write nothing or have failed."""
         for part in self.parts[self._fetched :]:
             self._fetch(part, False)
 
@@ -89,7 +89,7 @@ def save_weights(
     max_shard_size: int | str,
     safe: bool,
 ) -> None:
-    """Write a state dict as `save_model` does. Files get their names when all of them are written."""
+    """Write a state dict as `save_model` does. Files are renamed into place when all of them are written."""
     if folder.is_file():
         raise ValueError(f"{folder} is a file: give a folder to save the model to.")
     shards = weights.parts if isinstance(weights, StreamedWeights) else _parts(weights, max_shard_size, safe)
@@ -130,7 +130,7 @@ def _write_index(path: Path, names: list[str], shards: list[dict[str, Any]]) -> 
 
 
 def _remove_stale(folder: Path, written: set[str], pattern: str) -> None:
-    """An earlier model in as many files as this one has not would be mixed up with it; drafts are of a killed save."""
+    """Remove the files of an earlier model, which could be mistaken for this one's, and drafts of a killed save."""
     name = re.escape(pattern).replace(re.escape("{suffix}"), r"(-\d{5}-of-\d{5})?") + r"(\.index\.json)?"
     stale = re.compile(rf"{name}|\.{name}\.[\w-]+{re.escape(disk.DRAFT)}")
     for path in folder.iterdir():
@@ -139,7 +139,7 @@ def _remove_stale(folder: Path, written: set[str], pattern: str) -> None:
 
 
 def tell_manifest(folder: Path, entries: dict[str, FileEntry]) -> None:
-    """What is saved into the folder of a checkpoint by itself replaces a file of it, on purpose."""
+    """Update the manifest of a checkpoint in this folder, in which files were replaced on purpose."""
     manifest = Manifest.read(folder)
     if manifest is None:
         return

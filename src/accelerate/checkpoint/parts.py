@@ -1,4 +1,4 @@
-"""What one process writes into a checkpoint, piece by piece."""
+"""The parts that a rank writes into a checkpoint, what is read back, and rollback if a load fails."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from accelerate.io.host_memory import HostMemory, is_plain
 from accelerate.io.safetensors_format import write_safetensors
 from accelerate.io.torch_format import naming, write_torch
 from accelerate.torch_internals.modules import buffers_of, parameters_of
+from accelerate.unwrap import unwrapped_optimizer
 
 
 class Part(Protocol):
-    """A file of one process, or its share of a folder that all processes write together."""
+    """One rank's file, or its share of a folder that all ranks write together."""
 
     def copied(self, memory: HostMemory) -> Part:
-        """The same in host memory that training does not touch, for a save behind the training."""
+        """A copy in host memory that training does not touch, for a save in the background."""
 
     def write(self, folder: Path, group: Any) -> dict[str, FileEntry]:
-        """Write it into the folder, flushed; returns an entry for each file that this process has written.
+        """Write it into the folder and flush it. Returns an entry for each file that this rank has written.
 
-        group: the process group for whatever the processes have to tell each other, None for that of the training.
+        group: the process group for communication between ranks; None for that of the training.
         """
 
 
 @dataclass
 class File:
-    """One file, written by one process."""
+    """One file, written by one rank."""
 
     name: str
     content: Any
@@ -56,7 +57,7 @@ class File:
 
 @dataclass
 class FileInFolder(File):
-    """A file in a folder of the checkpoint, as its name says."""
+    """A file in a subfolder of the checkpoint, which is part of its name."""
 
     def write(self, folder: Path, group: Any = None) -> dict[str, FileEntry]:
         (folder / self.name).parent.mkdir(parents=True, exist_ok=True)
@@ -68,10 +69,10 @@ def _nothing(undo: ExitStack) -> None: ...
 
 @dataclass
 class StagedLoad:
-    """What was read of models and optimizers, on its way into them.
+    """State that was read for models and optimizers, and not applied yet.
 
-    apply_fallible: comes first, for those with code of their own, which may object. `undo` gets what makes them again
-    as they were. apply_in_place: all else, where nobody has failed.
+    apply_fallible: called first, for objects that load by code of their own, which may fail. It registers with `undo`
+    what restores their present state. apply_in_place: everything else, once nothing has failed on any rank.
     """
 
     apply_in_place: Callable[[], None]
@@ -79,19 +80,19 @@ class StagedLoad:
 
 
 class StateIO(Protocol):
-    """How models and optimizers get into a checkpoint and back; see `Strategy`, which is one."""
+    """How models and optimizers are saved and loaded: what a checkpoint needs of a `Strategy`."""
 
     can_roll_back: bool
 
     def save(self, run: Any, weights: list[dict[str, Any]], *, safe: bool, main: bool, **kwargs: Any) -> Iterable[Part]:
-        """What this process writes of models, optimizers and gradients."""
+        """The parts of models, optimizers and gradients that this rank writes."""
 
     def load(self, run: Any, reader: CheckpointReader, *, torch_load: dict[str, Any], **kwargs: Any) -> StagedLoad:
-        """Read and check all of it; returns what puts it into the run."""
+        """Read and check all of it. Returns what applies it to the run."""
 
 
 def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, FileEntry]:
-    """Write parts: files side by side, since a file system lets one writer into each; others in their order."""
+    """Write parts: files in parallel, since a file system allows one writer per file; other parts in order."""
     entries: dict[str, FileEntry] = {}
     with threads(blocks.FILES) as pool:
         files = []
@@ -106,13 +107,13 @@ def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[
 
 
 def snapshot(parts: Iterable[Part], memory: HostMemory) -> list[Part]:
-    """The parts as they are now, in memory that training does not touch."""
+    """Copies of the parts in host memory that training does not touch."""
     with memory.one_save():
         return [part.copied(memory) for part in parts]
 
 
 def snapshot_object(item: Any, undo: ExitStack) -> None:
-    """Have `undo` give an object the state that it has now."""
+    """Have `undo` restore the present state of an object."""
     with suppress(Exception):  # one that cannot say now what its state is has none to go back to
         undo.callback(_give_back, item, HostMemory().copy(item.state_dict()))
 
@@ -123,8 +124,8 @@ def _give_back(item: Any, state: Any) -> None:
 
 
 def snapshot_optimizer(optimizer: Any, undo: ExitStack) -> None:
-    """Have `undo` give an optimizer its present groups and states: to load makes new ones, and leaves tensors alone."""
-    inner = getattr(optimizer, "optimizer", optimizer)
+    """Have `undo` restore the groups and states of an optimizer: loading replaces them and changes no tensor."""
+    inner = unwrapped_optimizer(optimizer)
     for values in (*inner.param_groups, *inner.state.values()):
         undo.callback(values.update, dict(values))
     for part in (optimizer, inner):
@@ -132,7 +133,7 @@ def snapshot_optimizer(optimizer: Any, undo: ExitStack) -> None:
 
 
 def snapshot_model(model: torch.nn.Module, undo: ExitStack) -> None:
-    """Have `undo` give a model its present parameters and buffers, with their values, of which the host gets a copy."""
+    """Have `undo` restore the parameters and buffers of a model, from a copy of their values in host memory."""
     tables: list[MutableMapping[str, Any]] = [
         table for part in model.modules() for table in (parameters_of(part), buffers_of(part))
     ]
@@ -162,7 +163,7 @@ def _has_value(tensor: torch.Tensor | None) -> bool:
 
 
 def dense_view(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that one made with `expand`, as `like` is, has room for: each place in its memory once."""
+    """A view of a tensor without the dimensions that `like` has from `expand`: each memory location once."""
     for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
         if stride == 0 and size > 1:
             tensor = tensor.narrow(dim, 0, 1)

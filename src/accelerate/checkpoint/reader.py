@@ -1,4 +1,4 @@
-"""Reading large files straight to where their tensors belong, with a look at the checksums on the way."""
+"""Reading large files straight into their tensors, verifying checksums on the way."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ FindDestination = Callable[[tuple[Any, ...]], Destination]
 class CheckpointReader:
     """Reads the files of one checkpoint.
 
-    What goes into a tensor of the run is read twice: to compare the checksums, and when all of the checkpoint is known
-    to be good, by `fill`. What gets memory of its own, which nobody sees until then, is read once.
+    Data for an existing tensor of the run is read twice: to verify checksums, and by `fill` once all of the checkpoint
+    is known to be good. Data for new tensors, which nobody sees until then, is read once.
 
-    unchecked: what the manifest says of files whose checksums nobody has compared; those that are read here leave it.
-    share: which of how many processes this one is that read the same files at once: each compares its part.
-    names: the files and folders of the checkpoint, where it is known that others in its folder are not of it.
+    unchecked: the manifest entries of files whose checksums have not been verified; reading a file removes its entry.
+    share: (index, count) of the processes that read the same files at once; each verifies its share.
+    names: the files and folders of the checkpoint; None if everything in its folder belongs to it.
     """
 
     folder: Path
@@ -52,7 +52,7 @@ class CheckpointReader:
     _about: dict[Path, os.stat_result] = field(default_factory=dict)
 
     def know(self, files: Iterable[str]) -> None:
-        """These are the files of the checkpoint."""
+        """Tell the reader which files the checkpoint has."""
         names = frozenset(files)
         folders = {PurePosixPath(name).parent for name in names}
         self.names = names | {way.as_posix() for folder in folders for way in (folder, *folder.parents)}
@@ -64,7 +64,7 @@ class CheckpointReader:
         return name in self.names
 
     def path(self, name: str) -> Path:
-        """Where a file of the checkpoint is; raises where it has none of that name."""
+        """The path of a file of the checkpoint. Raises if it has none of that name."""
         if not self.has(name):
             if self.names is not None and not (self.folder / name).exists():  # a manifest says what was saved
                 raise CheckpointError(
@@ -75,7 +75,7 @@ class CheckpointReader:
         return self.folder / name
 
     def weights(self, name: str, places: Mapping[str, Destination]) -> dict[str, Any]:
-        """The weights in a file, in the places of their names."""
+        """The weights in a file. places: the destination of each, by name."""
 
         def place(keys: tuple[Any, ...]) -> Destination:
             return places.get(keys[0], CPU)
@@ -86,7 +86,7 @@ class CheckpointReader:
         return found
 
     def content(self, name: str, place: FindDestination = lambda keys: CPU) -> Any:
-        """What is in a file of `torch.save`; large tensors where `place` says."""
+        """The content of a `torch.save` file. place: gives the destination of each large tensor."""
         path = self.path(name)
         with explaining(path):
             check_plain(path)
@@ -143,13 +143,13 @@ class CheckpointReader:
         return found
 
     def fill(self) -> None:
-        """Have the tensors of the run take what is for them."""
+        """Copy the data into the existing tensors of the run."""
         self.bring_in()
         copies, self._later = list(self._later.values()), {}
         host_memory.copy([(tensor, content) for tensor, content, _ in copies])
 
     def bring_in(self) -> None:
-        """Raise if some of what `fill` copies is not there any more: a look at it would end the process."""
+        """Raise if data that `fill` copies is no longer there, since touching its mapping would kill the process."""
         for path in {path for _, _, path in self._later.values()}:
             self._check_length(path)
         for _, content, path in self._later.values():
@@ -161,14 +161,14 @@ class CheckpointReader:
         return blocks.mapped(path)
 
     def _check_length(self, path: Path) -> None:
-        """Raise for a file that was cut short since it was mapped; one that was replaced is still there for us."""
+        """Raise if a file was truncated since it was mapped. A file that was replaced is still mapped."""
         with suppress(FileNotFoundError):
             now, before = path.stat(), self._about[path]
             if os.path.samestat(now, before) and now.st_size < before.st_size:
                 raise blocks.damaged(path)
 
     def _takes(self, tensor: torch.Tensor, stored: torch.Tensor | FileRange, content: torch.Tensor, path: Path) -> bool:
-        """Have a tensor of the run take a stored one, if it is just like it, and does not take another one already."""
+        """Register a stored tensor for a tensor of the run, if it has the same kind and takes no other one already."""
         if not _in_plain_memory(tensor) or _kind(tensor) != _kind(stored) or content.nbytes != tensor.nbytes:
             return False
         address = tensor.untyped_storage().data_ptr()
@@ -184,7 +184,7 @@ class CheckpointReader:
 
 
 def _brought_in(content: torch.Tensor) -> bool:
-    """Whether a part of a mapped file is there; taken for true where the system cannot tell."""
+    """Whether a range of a mapped file can be read; True if the system cannot tell."""
     if not len(content):
         return True
     first = content.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
@@ -197,7 +197,7 @@ def _can_bring_in() -> bool:
 
 
 def _in_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a tensor are one piece of host memory, and mean what they are."""
+    """Whether a tensor is contiguous in host memory, and its bytes are its values."""
     if not host_memory.is_plain(tensor) or tensor.device != CPU:
         return False
     return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg() or tensor.is_inference())
@@ -208,7 +208,7 @@ def _kind(tensor: torch.Tensor | FileRange) -> tuple[Any, ...]:
 
 
 def _users(content: Any, addresses: Container[int]) -> dict[int, list[tuple[Any, tuple[Any, ...], torch.Tensor]]]:
-    """The tensors in nested contents that have their memory at these addresses: what holds each, under which keys."""
+    """The tensors in nested content whose storage has one of these addresses: the container of each, and its keys."""
     found: dict[int, list[tuple[Any, tuple[Any, ...], torch.Tensor]]] = defaultdict(list)
 
     def look(holder: Any, keys: tuple[Any, ...], value: Any) -> None:

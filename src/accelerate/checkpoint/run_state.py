@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside models and optimizers: how each part is written, and how it is read back."""
+"""Everything in a checkpoint but models and optimizers: schedulers, loaders, custom objects, random states."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
 from accelerate.io.safe_load import read_torch
 from accelerate.io.torch_format import refused
-from accelerate.unwrap import extract_model_from_parallel
+from accelerate.unwrap import unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _PROGRESS = "progress"
 
 @dataclass
 class Run:
-    """The objects of one training, on one process."""
+    """The objects of one training run, on one rank."""
 
     rank: int
     ranks: int
@@ -56,14 +56,8 @@ class Run:
     optimizers_after_models: list[Any] = field(default_factory=list)  # the optimizers that load after these weights
 
 
-def unwrapped(model: torch.nn.Module) -> torch.nn.Module:
-    """The model from under its wrappers."""
-    found: torch.nn.Module = extract_model_from_parallel(model, keep_torch_compile=False)
-    return found
-
-
 def named_parameters(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Every parameter once, under the number of its model and its name there."""
+    """Every parameter once, under the number of its model and its name."""
     named: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for number, model in enumerate(models):
@@ -75,7 +69,7 @@ def named_parameters(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
 
 
 def shared_parts(run: Run, main: bool) -> Iterator[File]:
-    """What is the same on all processes. main: whether this one writes it."""
+    """The parts that are the same on all ranks. main: whether this rank writes them."""
     # Objects of the script's own are asked on all processes, since they may have to ask each other.
     for number, item in enumerate(run.custom):
         file = File(layout.custom(number), item.state_dict())
@@ -96,7 +90,7 @@ def shared_parts(run: Run, main: bool) -> Iterator[File]:
 
 
 def _look_at(file: File, item: Any, looked_at: set[str]) -> None:
-    """Say of an object, once, that its state is saved but would not be loaded."""
+    """Warn once for an object whose state can be saved but not loaded."""
     if file.name in looked_at:
         return
     looked_at.add(file.name)
@@ -110,10 +104,10 @@ def _look_at(file: File, item: Any, looked_at: set[str]) -> None:
 
 
 def own_parts(run: Run, step: int = 0) -> Iterator[File]:
-    """What each process has of its own: one file, as there may be thousands of them.
+    """The parts of this rank alone: one file, since there may be thousands of ranks.
 
-    A second one where the state of a dataset holds what the 1.x releases refuse, with all that is in the same file.
-    step: how far an accumulation was, as older releases note it.
+    The progress gets a second file if it contains what 1.x releases refuse, since they would refuse the whole file.
+    step: the accumulation step, as older releases store it.
     """
     together = run.progress is not None and _is_known_to_1_x(run.progress)
     progress = {_PROGRESS: run.progress} if together else {}
@@ -126,7 +120,7 @@ _PLAIN = {type(None), bool, int, float, str, bytes, torch.Tensor}
 
 
 def _is_known_to_1_x(value: Any) -> bool:
-    """Whether the 1.x releases read such contents: tensors, plain values, and arrays as in numpy's random states."""
+    """Whether 1.x releases can read this: tensors, plain values, and arrays as in NumPy's random states."""
     kind = type(value)
     if kind in _PLAIN:
         return True
@@ -139,9 +133,9 @@ def _is_known_to_1_x(value: Any) -> bool:
 
 @dataclass
 class Loaded:
-    """Everything that was read for a run beside models and optimizers, and not applied yet.
+    """Everything that was read for a run but models and optimizers, and not applied yet.
 
-    derived: where the random states are those of rank 0, since this one has none: those of the last rank that has some.
+    derived: if this rank has no random states and got those of rank 0, the states of the last rank that has some.
     """
 
     schedulers: list[dict[str, Any]]
@@ -154,7 +148,7 @@ class Loaded:
 
 
 def read(run: Run, reader: CheckpointReader, **kwargs: Any) -> Loaded:
-    """Read what there is. kwargs: for `torch.load`."""
+    """Read everything that the checkpoint has. kwargs: for `torch.load`."""
 
     def there(name: str) -> Any:
         return read_torch(reader.path(name), **kwargs) if reader.has(name) else None
@@ -186,10 +180,10 @@ def _random_states(states: Any, path: Path) -> Any:
 
 
 def apply_objects(loaded: Loaded, run: Run, undo: ExitStack) -> None:
-    """Put what was read into the objects of a run. Those of the script's own come first.
+    """Load what was read into the objects of a run, the script's own objects first.
 
-    All of them come before the models: they may object while the weights are still as they were. `undo` gets what makes
-    them again as they were.
+    All of them come before the models, so that one may fail while the weights are unchanged. `undo` gets what restores
+    their present state.
     """
     for item in (*run.custom, *run.schedulers, *([] if run.scaler is None else [run.scaler])):
         snapshot_object(item, undo)
@@ -202,7 +196,7 @@ def apply_objects(loaded: Loaded, run: Run, undo: ExitStack) -> None:
 
 
 def load_into(item: Any, state: Any, name: str, inner: Any = None) -> None:
-    """Have an object load its state, which is in the file of that name. inner: what it is a wrapper of."""
+    """Load a state into an object. name: the file it is from. inner: the object inside a wrapper."""
     try:
         item.load_state_dict(state)
     except Exception as error:
@@ -214,7 +208,7 @@ def load_into(item: Any, state: Any, name: str, inner: Any = None) -> None:
 
 
 def apply_random_states(loaded: Loaded, run: Run) -> None:
-    """To come last, so that nothing is drawn from them meanwhile."""
+    """Restore the random states. This comes last, so that nothing is drawn from them meanwhile."""
     if loaded.random_states is not None:
         if loaded.derived is not None:
             derive_random_states(loaded.random_states, loaded.derived, run.rank, run.device)
@@ -226,7 +220,7 @@ _PYTHON, _NUMPY, _TORCH = "random_state", "numpy_random_seed", "torch_manual_see
 
 
 def capture_random_states(device: Device | None = None) -> dict[str, Any]:
-    """The states of python, numpy, torch and, where it has its own, the device."""
+    """The random states of Python, NumPy, torch and the device."""
     states: dict[str, Any] = {
         _PYTHON: random.getstate(),
         _NUMPY: np.random.get_state(),
@@ -238,7 +232,7 @@ def capture_random_states(device: Device | None = None) -> dict[str, Any]:
 
 
 def check_random_states(states: dict[str, Any]) -> None:
-    """Raise for states that cannot be restored, and change nothing. Those of the device are not tried."""
+    """Raise if states cannot be restored, without changing any. The state of the device is not tried."""
     _restore_into(states, random.Random(), np.random.RandomState(), torch.Generator())
 
 
@@ -259,10 +253,10 @@ def restore_random_states(states: dict[str, Any], device: Device | None = None) 
 
 
 def derive_random_states(states: dict[str, Any], last: dict[str, Any], rank: int, device: Device | None = None) -> None:
-    """Random states for a rank that has none of its own: they follow from those of rank 0, and differ by rank.
+    """Set random states for a rank that has none: derived from those of rank 0, and different on each rank.
 
-    last: those of the last rank that has some. If python's or numpy's are the same there, they are on all ranks, as
-    `set_seed` leaves them, and become so on this one: samplers may shuffle with them, and all must give one order.
+    last: the states of the last rank that has some. If Python's or NumPy's state is the same there, it is the same on
+    all ranks, as after `set_seed`, and is set here, too: samplers may shuffle with it, and all ranks need one order.
     """
     first = int(states[_TORCH].cpu().to(torch.int64).mul(torch.arange(1, states[_TORCH].numel() + 1)).sum())
     seed = int(np.random.SeedSequence([abs(first), rank]).generate_state(1)[0])

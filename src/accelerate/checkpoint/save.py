@@ -1,4 +1,4 @@
-"""Saving a run: all processes write their files, then one of them makes it a checkpoint."""
+"""Saving a run: all ranks write their files, then one rank commits the checkpoint."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def save(
     background: Background | None = None,
     **kwargs: Any,
 ) -> None:
-    """Write a checkpoint to `target`. Raises alike on every process, and leaves what was there as it was, if any fails.
+    """Write a checkpoint to `target`. If any rank fails, all ranks raise, and what was there stays unchanged.
 
     strategy: writes models and optimizers. kwargs: for it. distributed_type: its name in the manifest.
     hooks: called with the models, their weights, and the folder that becomes the checkpoint.
     everywhere: whether each machine writes all files.
     keep: delete older automatically named checkpoints afterwards, down to this number.
-    background: write from copies of everything, there, and return before that is done.
+    background: copy everything, write it there, and return before that is done.
     """
     target = target.absolute()  # a script may go to another folder while this is written behind it
     staging, leads, number, saved = _stage(target, run.local)
@@ -117,8 +117,8 @@ def _replace(target: Path, keep: int | None) -> None:
 
 
 def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str, float]:
-    """The staging folder; whether this process leads (the first, and one on each machine that cannot see it); and the
-    number and the time of this save."""
+    """The staging folder; whether this rank leads (rank 0, and one rank on each machine without its folder); and
+    the id and the time of this save."""
     communicator = current()
     gather, leads = communicator.gather_objects, communicator.rank == 0
     alone = communicator.size == local[1]
@@ -142,7 +142,7 @@ def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str, float
 
 
 def _all_files(folder: Path, known: dict[str, FileEntry]) -> dict[str, FileEntry]:
-    """Every file of the staging folder: those of hooks are summed up, and put on the disk for good, here."""
+    """Every file of the staging folder. Those that hooks wrote are flushed and checksummed here."""
     found: dict[str, FileEntry] = {}
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: each process writes its shards, any number of them reads or merges them."""
+"""Folders of torch.distributed.checkpoint: each rank writes its shards, and any number of ranks can read them."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ FindTensor = Callable[[tuple[Any, ...], torch.Size, torch.dtype], torch.Tensor]
 
 @dataclass
 class Shards:
-    """A folder that all processes write together.
+    """A folder that all ranks write together.
 
-    name: of the folder. key: under which the content is stored. content: nested, with tensors whole or in pieces.
+    name: the name of the folder. key: the key of the content in it. content: nested, with tensors or DTensors.
     """
 
     name: str
@@ -73,9 +73,9 @@ class Shards:
 
 
 def read(folder: Path, place: FindTensor) -> dict[str, Any]:
-    """What is in a folder, nested as it was saved, without the key that all is stored under.
+    """The content of a folder, nested as it was saved, without the key that everything is stored under.
 
-    place: gives the tensor that a stored one is read into, which may hold a piece only. Other processes are not asked.
+    place: gives the tensor to read a stored one into, which may be a shard. No other rank takes part.
     """
     reader = FolderReader(folder)
     metadata = reader.read_metadata()
@@ -91,7 +91,7 @@ def read(folder: Path, place: FindTensor) -> dict[str, Any]:
 
 
 def _nested(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
-    """What was flattened to be stored, put together. paths: of each key, by names in a dict and places in a list."""
+    """Flattened content, nested again. paths: for each key, the keys of dicts and indices of lists that lead to it."""
     root: dict[str, Any] = {}
     for key, value in flat.items():
         holder: Any = root
@@ -104,7 +104,7 @@ def _nested(flat: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> dict[str
 
 
 def _at(holder: Any, step: Any, new: Any) -> Any:
-    """What is at one step of a path; `new`, if nothing is there yet."""
+    """The item at one step of a path, which is set to `new` if it is missing."""
     if isinstance(holder, dict):
         return holder.setdefault(step, new)
     holder.extend([None] * (step + 1 - len(holder)))
@@ -114,7 +114,7 @@ def _at(holder: Any, step: Any, new: Any) -> Any:
 
 
 def fill(flat: dict[str, Any], reader: FolderReader) -> None:
-    """Read what is stored under these keys into their tensors; what is no tensor is put in their place."""
+    """Read the stored tensors into those of `flat`, and replace other values by the stored ones."""
     folder = Path(reader.path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no process group is used, which is the point
@@ -137,7 +137,7 @@ def _load_alone(*args: Any, **kwargs: Any) -> None:
 
 
 def whole(keys: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """A place for all of a tensor, in host memory."""
+    """An empty tensor of the full size, in host memory."""
     return torch.empty(size, dtype=dtype)
 
 
@@ -178,10 +178,10 @@ class FolderReader(dcp.FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads descriptions of tensors and nothing else: names of classes that hold values, one by one.
+    """Reads descriptions of tensors and nothing else: only the classes listed here, which hold values.
 
-    A name may be a path of attributes, and lead from any module to all that it has imported: so none is looked up that
-    is not written here.
+    A name in a pickle may be a path of attributes, and lead from any module to everything that it imports. Names that
+    are not listed are not looked up.
     """
 
     _PLAIN = {
@@ -215,7 +215,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> enum.Enum:
-    """In place of `getattr`, which Python 3.11.0 to 3.11.3 call for a member of an enumeration."""
+    """Replaces `getattr`, which Python 3.11.0 to 3.11.3 call for a member of an enum."""
     if isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__:
         return kind.__members__[name]
     raise pickle.UnpicklingError(f"it names builtins.getattr of {kind!r}, which is not run")
@@ -274,7 +274,7 @@ def _folder_of_shards(folder: Path) -> Path:
 
 
 def _names(metadata: Metadata) -> dict[str, str]:
-    """The name of each entry in the merged file -> its name in the shards, which may all be below one key ("model")."""
+    """Names in the merged file -> names in the shards, which may all be below one key ("model")."""
     paths = metadata.planner_data or {}
     paths = {key: paths.get(key, (key,)) for key in metadata.state_dict_metadata}
     below_one = len({path[0] for path in paths.values()}) == 1 and all(len(path) > 1 for path in paths.values())

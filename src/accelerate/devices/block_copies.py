@@ -1,4 +1,4 @@
-"""Blocks of the memory of a device, copied to the host by threads that each have a buffer and a stream of their own."""
+"""Copying blocks from a device to the host, by threads that each have a pinned buffer and a stream."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 
 class BlockCopies:
-    """What each thread needs to bring a block to the host."""
+    """The buffer and the stream of each thread that copies blocks to the host."""
 
     def __init__(self) -> None:
         self._own = threading.local()
 
     def buffer(self, size: int, pinned: bool) -> torch.Tensor:
-        """Memory of this thread, the same one each time."""
+        """The buffer of this thread, reused each time."""
         buffers: dict[bool, torch.Tensor] = self._own.__dict__.setdefault("buffers", {})
         if pinned not in buffers:
             buffers[pinned] = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
@@ -30,7 +30,7 @@ class BlockCopies:
         return streams[device]
 
     def copy(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Copy the second of each pair to the first, which is on the host; those from CUDA beside each other."""
+        """Copy the second of each pair to the first, which is on the host. Copies from CUDA run concurrently."""
         used = set()
         for target, source in copies:
             if source.device.type == "cpu":  # by NumPy, since torch would have threads of its own for each
@@ -46,6 +46,6 @@ class BlockCopies:
 
 
 def settle(devices: Iterable[torch.device]) -> None:
-    """Wait for what the devices are doing: other streams are going to read their memory."""
+    """Wait for the devices, since other streams are going to read their memory."""
     for device in {device for device in devices if device.type == "cuda"}:
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Copies to an NVIDIA or AMD GPU on a stream of their own, behind the compute."""
+"""Copies to an NVIDIA or AMD GPU on a separate stream, overlapping with compute."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from accelerate.devices.packing import unpack_
 
 
 class CudaLane:
-    """A stream for copies, and what it and the stream that computes have to wait for.
+    """A stream for copies, and the events that it and the compute stream wait for.
 
-    stream: the one to copy on, where it shall not be a new one.
+    stream: the stream to copy on; by default a new one.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
@@ -34,7 +34,7 @@ class CudaLane:
         return buffer
 
     def send(self, outs: list[torch.Tensor], content: torch.Tensor, mark: torch.cuda.Event) -> None:
-        """Only for threads that have entered: their stream is this one."""
+        """Only for threads that have called `enter`: this is their current stream."""
         if len(outs) == 1:
             outs[0].copy_(content.view(outs[0].shape), non_blocking=True)
         else:
@@ -44,9 +44,9 @@ class CudaLane:
         mark.record(self.stream)
 
     def _beside(self, content: torch.Tensor) -> torch.Tensor:
-        """Memory of the device for what lies in a buffer, taken once and kept.
+        """Device memory for the content of a buffer, allocated once and kept.
 
-        What is taken from this stream's own memory may be that of a batch, which a step still reads.
+        Memory from this stream's own pool could belong to a batch that a step is still reading.
         """
         address = content.data_ptr()
         size = self._sizes[address]
@@ -64,17 +64,17 @@ class CudaLane:
         return event
 
     def on(self) -> AbstractContextManager[None]:
-        """A context in which this thread's work, and the memory it takes, belong to this stream."""
+        """A context in which this thread launches work and allocates memory on this stream."""
         return torch.cuda.stream(self.stream)
 
     def submitted(self) -> list[torch.cuda.Event]:
-        """All work that the streams of loops were given so far: memory of one loop may go to another."""
+        """Events behind all work on the streams of loops so far: memory of one loop may be reused by another."""
         stream = torch.cuda.current_stream(self.device)
         self._loops[stream.cuda_stream] = stream
         return [each.record_event() for each in self._loops.values()]
 
     def follow(self, work: list[torch.cuda.Event]) -> None:
-        """What is sent from now on waits for that work."""
+        """Have everything that is sent from now on wait for that work."""
         for event in work:
             self.stream.wait_event(event)
 

@@ -20,10 +20,10 @@ _remembering = False
 
 
 def remember() -> None:
-    """Have the place noted from which CUDA is started, if it has not been yet.
+    """Remember the line that starts CUDA, if it has not started yet.
 
-    torch starts CUDA at its first use, and then makes the calls that were put off until that moment: ours among them,
-    inside the very call that started it.
+    torch starts CUDA at its first use, and then makes the calls that were deferred until that moment. Ours is one of
+    them, inside the very call that started it.
     """
     global _remembering
     if not _remembering and not has_started():
@@ -51,7 +51,7 @@ def place() -> str | None:
 
 
 def suspects() -> list[str]:
-    """Lines of this notebook's cells that speak of CUDA: the best there is where `place()` is not known."""
+    """Lines in the notebook's cells that mention CUDA: the best guess if `place()` is not known."""
     shell = _shell()
     cells = shell.user_ns.get("In", []) if shell is not None else []
     return [
@@ -72,7 +72,7 @@ def _is_library(filename: str) -> bool:
 
 
 def _file(filename: str) -> str:
-    """A cell's number where the file is one that IPython made up for it."""
+    """The number of a cell, if IPython made up the file name for it."""
     compiler: Any = getattr(_shell(), "compile", None)
     name = compiler.format_code_name(filename) if hasattr(compiler, "format_code_name") else None
     return str(name[1]) if name else filename

@@ -1,8 +1,8 @@
-"""Batches that are copied to the device behind the compute, whether or not they lie in pinned memory.
+"""Copying batches to the device while it computes, whether they are in pinned memory or not.
 
-What is pinned is copied from where it is. Everything else goes through a few pinned buffers: those of the loop itself
-where a batch is small, else those of a `Stager`, whose threads do nothing but copy: the dataset is read where the loop
-is. The buffers belong to the process, one set for each device it feeds, and are used again for as long as it lives.
+Pinned tensors are copied from where they are. Everything else goes through a few pinned buffers: those of the loop
+itself if a batch is small, otherwise those of a `Stager`, whose threads only copy, since the dataset is read in the
+loop's thread. The buffers belong to the process, one set for each device, and are reused for as long as it lives.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ _PLAIN_LOOKS = {(True, torch.strided, False, False, False)}
 
 
 class StreamLane(staging.Lane, Protocol):
-    """The way of batches: the memory they get belongs to it, and is taken and given back in its order."""
+    """A lane for batches: their memory belongs to its stream, and is allocated and freed in its order."""
 
     device: torch.device
 
     def on(self) -> AbstractContextManager[Any]:
-        """A context in which memory that is taken belongs to this lane, and what is copied goes along it."""
+        """A context in which memory is allocated, and copies are launched, on this lane's stream."""
 
     def submitted(self) -> Any:
-        """All work that the loop has given to the device so far."""
+        """Events behind all work that the loop has launched so far."""
 
     def follow(self, work: Any) -> None:
         """What is sent from now on waits for that work."""
 
     def arrive(self, mark: Any) -> None:
-        """What the loop gives to the device from now on waits for what was sent before the mark."""
+        """Have what the loop launches from now on wait for what was sent before the mark."""
 
 
 class Feeder:
-    """A lane and its buffers: `buffers` for what the loop itself copies, whoever holds the `guard`."""
+    """A lane and its buffers. `buffers` are for the loop itself, while it holds the `guard`."""
 
     def __init__(self, lane: StreamLane) -> None:
         self.lane = lane
@@ -74,9 +74,9 @@ _Source = torch.Tensor | Pack
 
 
 class _Cargo:
-    """The tensors of a batch as they travel.
+    """The tensors of a batch as they are sent.
 
-    sources: each tensor, or small ones together. places: of each source, where its tensors are among all of the batch.
+    sources: tensors, or packs of small ones. places: for each source, the indices of its tensors in the batch.
     """
 
     def __init__(self, tensors: list[torch.Tensor], packs: list[tuple[Pack, list[int]]]) -> None:
@@ -86,7 +86,7 @@ class _Cargo:
         self.places: list[list[int]] = [*([place] for place in alone), *(places for _, places in packs)]
 
     def unpacked(self, outs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The tensors of the batch where they have arrived."""
+        """The tensors of the batch on the device."""
         found: dict[int, torch.Tensor] = {}
         for source, out, places in zip(self.sources, outs, self.places, strict=True):
             found.update(zip(places, source.unpacked(out) if isinstance(source, Pack) else (out,), strict=True))
@@ -94,10 +94,10 @@ class _Cargo:
 
 
 class _Started:
-    """A batch that was fetched.
+    """A batch that was fetched, and may be on its way.
 
-    moved: whether it is on its way as it is, or else its tensors are replaced by `outs`. cargo: how they lie in `outs`
-    where some of them travel together. pairs: sources, which are not read yet, and the memory they go to. mark: behind
+    moved: whether it was sent as a whole; otherwise its tensors are replaced by `outs`. cargo: how they are packed in
+    `outs`, if some are sent together. pairs: sources that are not read yet, with their targets. mark: an event behind
     the last copy.
     """
 
@@ -113,7 +113,7 @@ class _Started:
         self.mark: Any = None
 
     def taken(self) -> Any:
-        """The batch as it arrives, which from now on is the loop's alone."""
+        """The batch on the device, which from now on belongs to the loop."""
         outs = self.outs
         if outs is not None and self.cargo is not None:
             with torch.inference_mode(False), torch.no_grad():
@@ -125,7 +125,7 @@ class _Started:
 
 
 class _Room:
-    """Memory for the next batch, if it has the tensors of the last one. free: behind all work on what was there."""
+    """Memory for the next batch, if it has the same shapes. free: events behind all work on the old content."""
 
     def __init__(self, outs: list[torch.Tensor], free: Any) -> None:
         self.outs = outs
@@ -142,18 +142,18 @@ def _fits(out: torch.Tensor, source: _Source) -> bool:
 
 
 def _room_for(source: _Source) -> int:
-    """Bytes of a buffer, so that the next one begins where any dtype may."""
+    """The size rounded up, so that what follows is aligned for any dtype."""
     return -(-source.nbytes // _ALIGNED) * _ALIGNED
 
 
 class OverlappedTransfer(BlockingTransfer):
-    """Copied beside the step of the previous batch.
+    """Copies a batch during the step of the previous one.
 
-    The lane first waits for all work the loop has submitted so far, so memory that a former batch has given back is
-    never overwritten under a running kernel. A batch that is started late would have to wait for the very step that it
-    is to be copied beside: its memory is taken before that.
+    The lane first waits for all work the loop has submitted so far, so the memory of an earlier batch is never
+    overwritten under a running kernel. A batch that is started late would have to wait for the very step that it should
+    overlap with, so its memory is allocated before that step.
 
-    Whether memory is pinned costs a question to the driver: it is asked once, of the first batch.
+    Whether memory is pinned takes a call of the driver, so it is checked once, for the first batch.
     """
 
     def __init__(self, feeder: Feeder, non_blocking: bool) -> None:
@@ -211,7 +211,7 @@ class OverlappedTransfer(BlockingTransfer):
             self.non_blocking = self.non_blocking or not any(pinned)
 
     def _start_whole(self, batch: Any) -> _Started:
-        """What has a way of its own to a device, or is more than its bytes."""
+        """Send a batch by its own `to`, if it has one or is more than plain tensors."""
         if not self._direct:
             return _Started(batch)
         self._lane.follow(self._lane.submitted())
@@ -221,7 +221,7 @@ class OverlappedTransfer(BlockingTransfer):
         return started
 
     def _take_room(self, sources: Sequence[_Source]) -> list[torch.Tensor]:
-        """Memory for these sources, which the lane may write to as soon as it is no longer in use."""
+        """Memory for these sources, which the lane writes to once it is no longer in use."""
         room, self._room = self._room, None
         if room is None or not room.fits(sources):
             room = None
@@ -241,14 +241,14 @@ class OverlappedTransfer(BlockingTransfer):
             ]
 
     def _copy(self, started: _Started) -> None:
-        """Copy from where the sources are."""
+        """Copy the sources directly."""
         with torch.no_grad(), self._lane.on():
             for source, out in started.pairs:
                 out.copy_(source.packed() if isinstance(source, Pack) else source, non_blocking=True)
         started.mark = self._lane.mark()
 
     def _copy_at_once(self, started: _Started) -> None:
-        """Copy through a buffer of the loop."""
+        """Copy through one of the loop's own buffers."""
         try:
             # A buffer of inference mode could not be filled outside of it.
             with torch.inference_mode(False), torch.no_grad(), self._lane.on(), self._feeder.guard:
@@ -268,7 +268,7 @@ class OverlappedTransfer(BlockingTransfer):
         started.pairs = []
 
     def _copy_after_all(self, started: _Started) -> None:
-        """There is no memory for the buffers, say. What is wrong with the device itself is told here."""
+        """Copy directly after a failure, such as no memory for buffers. Errors of the device itself are raised here."""
         self._direct = True
         self._copy(started)
 
@@ -304,7 +304,7 @@ class OverlappedTransfer(BlockingTransfer):
 
 
 def _top_items(batch: Any) -> Collection[Any]:
-    """All there is in one of the usual batches, which need no walk."""
+    """The items of a batch of the usual types, which need no recursion."""
     kind = type(batch)
     return batch if kind is list or kind is tuple else batch.values() if kind is dict else (batch,)
 
@@ -319,8 +319,8 @@ def _few_and_tiny(items: Collection[Any]) -> bool:
 
 
 def _plain_tensors(batch: Any) -> list[torch.Tensor] | None:
-    """The tensors of a batch; None where it has anything else that goes to a device, or tensors that are more than
-    bytes in the memory of the host."""
+    """The tensors of a batch; None if it has anything else that goes to a device, or tensors that are not plain ones
+    in host memory."""
     tensors = list(_top_items(batch))
     if set(map(type, tensors)) != _PLAIN_TYPE:
         if _has_own_way(batch):
@@ -343,12 +343,12 @@ def _has_own_way(data: Any) -> bool:
 
 
 def _pairs(sources: Sequence[_Source], outs: list[torch.Tensor]) -> list[tuple[_Source, torch.Tensor]]:
-    """What is read, and where it goes."""
+    """Pairs of what is read, and where it goes."""
     return [(_dense(source, out), out) for source, out in zip(sources, outs, strict=True)]
 
 
 def _dense(source: _Source, out: torch.Tensor) -> _Source:
-    """The source with its elements in the order in which they lie in the memory that it gets, and without gaps."""
+    """The source, dense and in the memory order of its target."""
     if isinstance(source, Pack) or source.is_contiguous() or source.stride() == out.stride():
         return source
     return torch.empty_like(source).copy_(source)

@@ -1,4 +1,4 @@
-"""How much memory of the host this process can still take."""
+"""How much host memory this process can still allocate."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import psutil
 
 
 def free_host_memory() -> int:
-    """Bytes that this process can still take: what the machine has free, and its control groups (containers) allow."""
+    """Bytes that this process can still allocate: what is free, and what its control groups (containers) allow."""
     return int(max(0, min(psutil.virtual_memory().available, _room_in_control_groups())))
 
 

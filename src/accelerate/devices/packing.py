@@ -1,7 +1,7 @@
-"""Many small tensors of one dtype in one piece, and out of it again.
+"""Packing many small tensors of one dtype into one, and unpacking them.
 
-Each is a call of torch for all of them. Where they have one shape, as the fields of samples do, that call makes nothing
-else; elsewhere it needs a view for each of them, and Python's lock while these are made and dropped.
+Each is a single call of torch. If the tensors have one shape, as the fields of samples do, the call creates nothing
+else; otherwise it needs a view for each of them, and holds the GIL while these are created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _kind = attrgetter("dtype", "shape")
 
 
 class Pack:
-    """Small tensors of one dtype that travel as one, and become tensors of their own where they arrive.
+    """Small tensors of one dtype that are sent as one, and become separate tensors again on arrival.
 
     tensors: contiguous, with elements. sizes: of each, in bytes. alike: whether they are rows of one tensor.
     """
@@ -42,10 +42,10 @@ class Pack:
         return torch.empty(self.numel, dtype=self.dtype, device=device)
 
     def unpacked(self, packed: torch.Tensor) -> list[torch.Tensor]:
-        """What arrived there, each in memory of its own.
+        """The tensors that arrived, each with its own storage.
 
-        Parts of one memory would not be what a script takes them for when it keeps one of them, resizes it, or writes
-        to it before a backward.
+        Views of one storage would surprise a script that keeps one of them, resizes it, or writes to it before a
+        backward.
         """
         if self.alike:
             return clone_all(packed.view(len(self.tensors), *self.tensors[0].shape).unbind())
@@ -53,7 +53,7 @@ class Pack:
 
 
 def packs_of(tensors: list[torch.Tensor], small: int) -> list[tuple[Pack, list[int]]]:
-    """Those of these tensors that travel together, and their places among all.
+    """The packs that can be made of these tensors, and the indices of their tensors.
 
     small: so many bytes at most.
     """
@@ -77,7 +77,7 @@ def _pack(tensors: list[torch.Tensor]) -> Pack:
 
 
 def pack_(packed: torch.Tensor, tensors: list[torch.Tensor], alike: bool | None = None) -> None:
-    """Put the elements of these tensors one behind the other into a flat one, which has room for just them.
+    """Concatenate these tensors into a flat tensor of exactly their size.
 
     alike: whether they are rows of one tensor, where that is known.
     """
@@ -102,7 +102,7 @@ def _not_empty(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _alike(tensors: list[torch.Tensor]) -> bool:
-    """Whether they are rows of one tensor, as far as their shapes and the order of their elements go."""
+    """Whether they could be rows of one tensor, by their shapes and memory order."""
     first = tensors[0]
     return (
         first.dim() > 0

@@ -1,10 +1,10 @@
-"""Page-locking ("pinning") host memory where it lies: a GPU copies it many times faster, and behind the compute.
+"""Pinning (page-locking) existing host memory, so that a GPU copies it many times faster and asynchronously.
 
-Memory that is locked where it lies is locked here, in threads that do nothing else: a refusal of CUDA stays behind as
-the last error of the thread that asked, and the next kernel that this thread launches would raise it.
+Pinning happens in threads that do nothing else: a refusal stays the last CUDA error of the calling thread, and the next
+kernel that this thread launches would raise it.
 
-Only whole pages can be locked, and CUDA refuses to copy memory of which a part is locked and a part is not. So a page
-that holds anything else must not be locked: copies of that, by anybody in the process, would fail.
+Only whole pages can be pinned, and CUDA refuses to copy memory that is partly pinned. So a page that holds anything
+else must not be pinned: any copy of that, anywhere in the process, would fail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _THREADS = 4
 
 
 def lock(device: torch.device, flags: int, address: int, size: int) -> bool:
-    """Lock whole pages; says whether that succeeded. Only for the threads of a `Locker`."""
+    """Lock whole pages. Returns whether it succeeded. Only for the threads of a `Locker`."""
     with torch.cuda.device(device):
         return int(torch.cuda.cudart().cudaHostRegister(address, size, flags)) == 0
 
@@ -46,13 +46,13 @@ Unlock = Callable[[int], None]
 
 
 def calls_for(device: torch.device, read_only: bool = False) -> tuple[Lock, Unlock]:
-    """What a `Locker` needs to lock memory for a GPU. read_only: pages that nobody may write to, as those of files."""
+    """The functions that a `Locker` needs for a GPU. read_only: for read-only pages, such as those of files."""
     flags = _PORTABLE | (_READ_ONLY if read_only else 0)
     return functools.partial(lock, device, flags), functools.partial(unlock, device)
 
 
 def whole_pages(size: int) -> torch.Tensor:
-    """New memory for this many bytes: it begins with a page, and nothing else lies in its last one."""
+    """New memory of this size that begins at a page, and shares its last page with nothing else."""
     memory = torch.empty(size + 2 * mmap.PAGESIZE, dtype=torch.uint8)
     before = -memory.data_ptr() % mmap.PAGESIZE
     return memory[before : before + size]
@@ -75,7 +75,7 @@ class Locker:
         self._closed = False
 
     def add(self, start: int, size: int, tell: Callable[[bool], None]) -> None:
-        """Lock whole pages soon. tell: called then, with whether it succeeded."""
+        """Lock whole pages soon. tell: called afterwards, with whether it succeeded."""
         with self._guard:
             self._todo.append((start, size, tell))
             if self._working < _THREADS:
@@ -113,11 +113,11 @@ class Locker:
             self._unlock(self._locked.pop())
 
     def adopt(self, start: int) -> None:
-        """Unlock in the end what another one has locked."""
+        """Take over memory that another `Locker` has locked, and unlock it in the end."""
         self._locked.append(start)
 
     def wait(self) -> None:
-        """Until everything that was added is locked, or was refused."""
+        """Wait until everything that was added is locked or refused."""
         for thread in list(self._threads):
             if thread is not threading.current_thread():  # where garbage is collected that this belongs to
                 thread.join()

@@ -1,4 +1,4 @@
-"""All XLA devices of a process as one, and how tensors are cut into pieces for them."""
+"""All XLA devices of a process used as one, and how tensors are sharded over them."""
 
 from __future__ import annotations
 

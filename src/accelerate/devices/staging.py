@@ -1,10 +1,10 @@
-"""The one way of bytes to a device that it cannot read where they are: through page-locked buffers.
+"""Copying data to a device through pinned buffers, if the device cannot copy it from where it is.
 
     file or memory --readers, several at once--> buffers --the bus--> device
 
-Each reader is a thread that does all there is to do for as much as fits into a buffer, a part of a large tensor or many
-small ones: it fills a buffer of its own, sends it off, and takes the next part. It has two buffers: while one of them
-travels, the other is filled. Batches, offloaded weights and the weights of checkpoints go this way.
+Each reader is a thread that handles as much as fits into a buffer, a part of a large tensor or many small ones. It
+fills one of its buffers, sends it, and takes the next part. It has two buffers: while one is being sent, the other is
+filled. Batches, offloaded weights and the weights of checkpoints are copied in this way.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ _LEAVING = 2.0
 
 
 class Lane(Protocol):
-    """The way from the buffers to the device. What is sent travels one after the other, whoever sent it."""
+    """How buffers are sent to the device: in order, whichever thread sends them."""
 
     def enter(self) -> None:
-        """Called once by each thread that will send."""
+        """Called once by each thread that is going to send."""
 
     def buffer(self, size: int) -> torch.Tensor:
-        """Page-locked memory."""
+        """Allocate pinned memory."""
 
     def send(self, outs: list[torch.Tensor], content: torch.Tensor, mark: Any) -> None:
-        """Begin to copy what belongs one behind the other to these tensors, and set the mark behind it."""
+        """Start copying `content` to these tensors, one after another, and record the mark behind it."""
 
     def mark(self) -> Any:
-        """A mark behind all that was sent until now; its `synchronize` waits for that."""
+        """An event behind everything that was sent so far; its `synchronize` waits for that."""
 
 
 class PlainLane:
-    """The way to a device that has no copies behind the compute, or to the host: what was sent is there."""
+    """A lane to the host, or to a device without asynchronous copies: `send` returns when the data is there."""
 
     def enter(self) -> None:
         """Nothing has to be set up."""
@@ -72,7 +72,7 @@ class _There:
 
 
 def lane_of_caller(device: torch.device) -> Lane:
-    """The way to a device in the order of what this thread has launched there: its stream, where it has streams."""
+    """A lane on the caller's current stream, if the device has streams."""
     if device.type != "cuda":
         return PlainLane()
     from accelerate.devices.cuda_lane import CudaLane
@@ -82,17 +82,17 @@ def lane_of_caller(device: torch.device) -> Lane:
 
 
 class Stored(Protocol):
-    """A tensor somewhere, whose bytes are read by several threads at once."""
+    """A stored tensor, whose bytes several threads read at once."""
 
     @property
     def nbytes(self) -> int: ...
 
     def read(self, view: memoryview, start: int, files: OpenFiles) -> None:
-        """Fill memory with its bytes from `start` on; an OSError where they cannot be had."""
+        """Read its bytes from `start` on into memory. Raises an OSError if they cannot be read."""
 
 
 class InFile(Protocol):
-    """What lies in a file. file: that very file, None for whichever has this path."""
+    """A stored tensor in a file. file: pins that very file; None for whichever has this path."""
 
     @property
     def path(self) -> str: ...
@@ -127,7 +127,7 @@ class OpenFiles:
 
 
 class HostTensor:
-    """A tensor in memory, or mapped, whose elements lie one behind the other."""
+    """A dense tensor in memory, or in a mapped file."""
 
     path = ""  # it is in no file
 
@@ -150,16 +150,16 @@ class HostTensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the memory of a tensor whose elements lie one behind the other, in whatever order, as bytes."""
+    """The memory of a dense tensor, in any memory order, as bytes."""
     # Not `view(-1)`: a single element may keep the stride of the row it was taken from, which no view of bytes has.
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 class Job:
-    """Some tensors to be brought in together.
+    """A set of tensors that are copied together.
 
-    over: set as soon as everything has been sent, or given up. mark: behind the last copy, from then on. error: what
-    went wrong. cancelled: set it when the tensors are not needed any more; the job is then over soon.
+    over: set as soon as everything has been sent, or given up. mark: an event behind the last copy, from then on.
+    error: what went wrong. cancelled: set it if the tensors are no longer needed; the job then ends soon.
     """
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Job:
             self.end()
 
     def count_down(self) -> bool:
-        """One part less; says whether it was the last one."""
+        """Count a finished part. Returns whether it was the last one."""
         with self._guard:
             self._left -= 1
             return self._left == 0
@@ -188,17 +188,17 @@ class Job:
 
 
 class Task(Protocol):
-    """What one thread does at a time for a job."""
+    """A unit of work of a job, for one thread."""
 
     @property
     def job(self) -> Job: ...
 
     def bring(self, lane: Lane, free: Free) -> None:
-        """Read it, and send it on. free: gives one of the buffers of this thread, as soon as it can be filled."""
+        """Read it, and send it. free: returns a buffer of this thread, as soon as it can be filled."""
 
 
 class _Piece(NamedTuple):
-    """As much of a tensor as fits into a buffer. out: the bytes of the device that it goes to."""
+    """A part of a tensor that fits into a buffer. out: its bytes on the device."""
 
     job: Job
     source: Stored
@@ -213,8 +213,8 @@ class _Piece(NamedTuple):
 
 
 class _Bundle(NamedTuple):
-    """As many small tensors of one dtype as fit into a buffer: threads would spend their time on waiting for Python's
-    lock if each of them was a piece."""
+    """As many small tensors of one dtype as fit into a buffer. If each were a piece, the threads would spend their time
+    waiting for the GIL."""
 
     job: Job
     sources: list[torch.Tensor]
@@ -236,13 +236,13 @@ class Buffer:
         self.left: Any = lane.mark()  # behind the copy of what it held last
 
     def part(self, size: int) -> tuple[memoryview, torch.Tensor]:
-        """Its first bytes, to be written to and to be sent."""
+        """Its first bytes, as memory to fill and as a tensor to send."""
         whole = size == len(self.view)  # of which no views have to be made
         return (self.view, self.bytes) if whole else (self.view[:size], self.bytes[:size])
 
 
 class Buffers:
-    """A few buffers of one thread, taken in turn. Memory is taken for each when it is needed first."""
+    """A few buffers of one thread, used in turn, and allocated when they are first needed."""
 
     def __init__(self, lane: Lane, size: int, count: int) -> None:
         self.size = size
@@ -251,7 +251,7 @@ class Buffers:
         self._made: deque[Buffer] = deque()
 
     def free(self) -> Buffer:
-        """The one that was sent off first, as soon as it can be filled."""
+        """The buffer that was sent first, as soon as it can be filled."""
         if len(self._made) < self._count:
             self._made.append(Buffer(self._lane, self.size))
         self._made.rotate()
@@ -264,7 +264,7 @@ _Pair = tuple[torch.Tensor | Stored | Pack, torch.Tensor]
 
 
 class Stager:
-    """Brings tensors in through buffers. Its threads begin with the first job, and end with `close` or the process."""
+    """Copies tensors through buffers. Its threads start with the first job, and end with `close` or the process."""
 
     def __init__(self, lane: Lane, part: int = PART, readers: int = READERS, name: str = "offload-reader") -> None:
         self._lane = lane
@@ -277,16 +277,16 @@ class Stager:
 
     @property
     def small(self) -> int:
-        """Bytes of tensors, at most, that share buffers."""
+        """The size in bytes up to which tensors share a buffer."""
         return min(SMALL, self._size)
 
     def bring(self, pairs: Sequence[_Pair]) -> Job:
-        """Begin to fill tensors on the device, each from its source."""
+        """Start filling tensors on the device, each from its source."""
         job = Job()
         return self.begin(job, self._parts(job, pairs))
 
     def begin(self, job: Job, parts: Sequence[Task]) -> Job:
-        """Begin with the parts of a job."""
+        """Start the parts of a job."""
         job.expect(len(parts))
         for part in parts:
             self._todo.put(part)
@@ -339,7 +339,7 @@ class Stager:
         return bundles
 
     def _spans(self, sizes: list[int]) -> list[tuple[int, int, int]]:
-        """The first, the last and the size of those that fit into a buffer together."""
+        """Runs of tensors that fit into a buffer together: the first, the last, and their size."""
         spans = []
         begin = filled = 0
         for end, size in enumerate(sizes):
@@ -358,13 +358,13 @@ class Stager:
         atexit.register(self._leave)
 
     def _leave(self) -> None:
-        """End the threads after the parts that they are at. Who still waits for a part is told that it did not come."""
+        """End the threads after their current parts. Jobs that still wait for a part are ended with an error."""
         self._leaving = True
         self.close(seconds=_LEAVING)
         self._leaving = False
 
     def close(self, seconds: float | None = None) -> None:
-        """End the threads, after what has been begun. seconds: how long to wait for each of them."""
+        """End the threads after what they have started. seconds: how long to wait for each of them."""
         atexit.unregister(self._leave)
         for _ in self._threads:
             self._todo.put(None)
@@ -404,9 +404,9 @@ class Stager:
 
 
 def run_tasks(job: Job, tasks: Sequence[Task], lane: Lane, size: int, most: int, name: str) -> None:
-    """Do all tasks of a job, in at most so many threads, and wait; after an error nothing is done any more.
+    """Run all tasks of a job in at most `most` threads, and wait. After an error, nothing more is started.
 
-    size: of the buffers of each thread, which has two.
+    size: that of each thread's two buffers.
     """
     stager = Stager(lane, size, min(most, len(tasks)), name)
     try:

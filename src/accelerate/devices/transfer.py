@@ -1,4 +1,4 @@
-"""Bringing batches to the device."""
+"""Copying batches to the device."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from accelerate.comm.tree import send_to_device
 
 
 class Transfer:
-    """Batches stay where they are.
+    """Leaves batches where they are.
 
     `start` is called as soon as a batch has been fetched, one ahead of the loop; `finish`, once, when the loop asks for
-    it. late: a batch is not started before the loop has done with the one before, and there is another one to come.
+    it. late: the batch is started only after the loop has finished the previous one, and another one will follow.
     """
 
     def reads(self, batches: Any) -> None:
-        """Told of the iterator of torch's loader that the batches come from, before any is fetched."""
+        """Called with the iterator of torch's loader, before any batch is fetched."""
 
     def start(self, batch: Any, late: bool = False) -> Any:
         return batch
@@ -30,7 +30,7 @@ class Transfer:
 
 
 class BlockingTransfer(Transfer):
-    """Copied when the loop asks for it."""
+    """Copies a batch when the loop asks for it."""
 
     def __init__(self, device: torch.device, non_blocking: bool) -> None:
         self.device = device
@@ -41,7 +41,7 @@ class BlockingTransfer(Transfer):
 
 
 class CpuTransfer(BlockingTransfer):
-    """To the CPU, where batches nearly always are already."""
+    """Copies to the CPU, where batches nearly always are already."""
 
     def finish(self, batch: Any) -> Any:
         kind = type(batch)

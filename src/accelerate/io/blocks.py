@@ -1,9 +1,9 @@
-"""Between tensors and a file: block by block, in several threads, each byte once.
+"""Moving tensors to and from files: block by block, in several threads, touching each byte once.
 
-A thread takes one block: it copies it from the device or reads it from the disk, sums it up, and passes it on. So the
-bus, the checksums and the disk work at the same time, and no more than one block per thread is in memory besides the
-tensors themselves. In host memory a block goes step by step: what was summed up is still in the processor's cache when
-it is written. What is compared, or stays in host memory, is taken from where the system has it, without a copy between.
+Each thread takes one block, copies it from the device or reads it from disk, computes its checksum, and passes it on.
+The bus, the checksums and the disk work at the same time, and at most one block per thread is in memory besides the
+tensors themselves. In host memory a block is handled in steps, so that the data is still in the processor's cache when
+it is written. Data that is only verified, or that stays in host memory, is read from the page cache without a copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from accelerate.io.file_range import Scattered, filled_up, in_steps, overlapping
 
 
 def combine_by_zlib(first: int, second: int, length: int) -> int:
-    """The checksum of two things one after the other, from those of both. length: of the second."""
+    """The checksum of two byte strings joined, from the checksum of each. length: that of the second."""
     zeros = bytes(length)
     return zlib.crc32(zeros, first) ^ zlib.crc32(zeros) ^ second
 
@@ -63,7 +63,7 @@ class FileEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Late:
-    """A piece that is made of the checksums of the others, when those have been written."""
+    """A piece that depends on the checksums of the others, and is written after them."""
 
     length: int
     make: Callable[[list[int]], bytes]
@@ -72,7 +72,7 @@ class Late:
         return self.length
 
     def __getitem__(self, part: slice) -> bytes:
-        """What is written at first."""
+        """Zeros, until the real bytes are known."""
         return bytes(part.stop - part.start)
 
 
@@ -94,7 +94,7 @@ def piece(tensor: torch.Tensor) -> Piece:
 
 
 def joined(contents: Iterable[bytes | torch.Tensor]) -> list[Piece]:
-    """Pieces of a file. Small ones on the host are made one: each by itself would take longer than what is in it."""
+    """Pieces of a file. Small pieces in host memory are joined: handling each would cost more than copying it."""
     pieces: list[Piece] = []
     small: list[bytes] = []
     for content in contents:
@@ -116,7 +116,7 @@ def in_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def write_file(path: Path, pieces: Sequence[Piece | Late]) -> FileEntry:
-    """Write pieces one after the other to a new file, flushed to the disk; returns its size and checksums."""
+    """Write pieces to a new file and flush it to disk. Returns its size and checksums."""
     ends = list(accumulate(len(piece) for piece in pieces))
     size = ends[-1] if ends else 0
     settle(piece.device for piece in pieces if not isinstance(piece, (bytes, Late)))
@@ -161,7 +161,7 @@ def write_file(path: Path, pieces: Sequence[Piece | Late]) -> FileEntry:
 
 @dataclass
 class _Sum:
-    """The checksum of what a block has of a piece."""
+    """The checksum of the part of a piece that lies in one block."""
 
     piece: int
     first: int
@@ -191,11 +191,11 @@ def read_file(
     share: tuple[int, int] = (0, 1),
     content: torch.Tensor | None = None,
 ) -> None:
-    """Fill tensors with what a file has at their offsets, and compare its checksums on the way.
+    """Read a file into tensors at given offsets, and verify its checksums on the way.
 
-    places: offsets with flat tensors of uint8, in their order. entry: what the manifest says of the file.
-    share: which of how many processes this one is that read the same file at once: each compares its part.
-    content: the bytes of the file as `mapped` gives them, if it is mapped already: to map it is half of the work.
+    places: pairs of an offset and a flat uint8 tensor, sorted by offset. entry: the file's entry in the manifest.
+    share: (index, count) of the processes that read the same file at once; each verifies its share of the blocks.
+    content: the bytes of the file from `mapped`, if it is mapped already, since mapping is half of the work.
     """
     size = path.stat().st_size
     if entry is not None and size != entry.size:  # of blocks that are gone, no checksum would tell
@@ -225,7 +225,7 @@ def _is_away(tensor: torch.Tensor) -> bool:
 
 
 class _Reading:
-    """A file that is read into tensors of the host, and of one device."""
+    """One file on its way into tensors in host memory and on one device."""
 
     def __init__(
         self,
@@ -242,13 +242,13 @@ class _Reading:
         self._entry, self._share = entry, share
 
     def by_buffers(self, device: torch.device, most: int) -> None:
-        """Read all blocks, those for the device through page-locked buffers, in the stream of the caller."""
+        """Read all blocks, those for the device through pinned buffers, on the caller's stream."""
         job = Job()
         tasks = [_Block(job, self, start) for start in range(0, self._size, BLOCK)]
         run_tasks(job, tasks, lane_of_caller(device), BLOCK, most, "checkpoint-reader")
 
     def block(self, start: int, lane: Lane | None = None, free: Free | None = None) -> None:
-        """Read one block, and compare its checksum before any of it goes to a device."""
+        """Read one block, and verify its checksum before any of it is sent to a device."""
         end = min(start + BLOCK, self._size)
         expected = None
         if self._entry is not None and start // BLOCK % self._share[1] == self._share[0]:
@@ -278,7 +278,7 @@ class _Reading:
 
 
 class _Block(NamedTuple):
-    """A block to be read, by a thread that has buffers."""
+    """One block, as a task for a thread with pinned buffers."""
 
     job: Job
     reading: _Reading
@@ -289,7 +289,7 @@ class _Block(NamedTuple):
 
 
 def mapped(path: Path) -> torch.Tensor:
-    """The bytes of a file without a copy, where the system can map it, and else no bytes."""
+    """The bytes of a file, mapped without a copy; empty if the system cannot map it."""
     with suppress(RuntimeError):
         if size := path.stat().st_size:
             return torch.from_file(str(path), size=size, dtype=torch.uint8)
@@ -297,7 +297,7 @@ def mapped(path: Path) -> torch.Tensor:
 
 
 def summed_up(path: Path) -> FileEntry:
-    """The entry of a file that is there already."""
+    """The entry of an existing file."""
     size = path.stat().st_size
     descriptor = os.open(path, os.O_RDONLY)
 
@@ -344,7 +344,7 @@ def _on_host(pieces: list[Piece], copies: BlockCopies) -> list[Any]:
 
 
 def _each_block(size: int, move: Callable[[int], _T], most: int) -> list[_T]:
-    """Do something with the start of every block, in several threads when there are many."""
+    """Call `move` with the offset of every block, in several threads if there are many blocks."""
     starts = range(0, size, BLOCK)
     if min(most, len(starts)) <= 1:
         return [move(start) for start in starts]
@@ -358,7 +358,7 @@ def _each_block(size: int, move: Callable[[int], _T], most: int) -> list[_T]:
 
 
 def threads(count: int) -> Executor:
-    """So many threads, or where none can be started, this one."""
+    """A pool of `count` threads. It runs everything in this thread if no thread can be started."""
     pool = ThreadPoolExecutor(count)
     try:
         pool.submit(int)  # it starts the first one
@@ -368,7 +368,7 @@ def threads(count: int) -> Executor:
 
 
 class _ThisThread(Executor):
-    """Does at once what it is given."""
+    """Runs everything immediately."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -383,10 +383,7 @@ def _sum(content: Sequence[Any], total: int = 0) -> int:
 
 
 def _from_map(block: torch.Tensor, places: Sequence[tuple[int, torch.Tensor]], checked: bool) -> int | None:
-    """Fill memory with what a part of a mapped file has at a place; None where it has to be read.
-
-    Returns its checksum, where it is to be checked.
-    """
+    """Copy a block of a mapped file into tensors. Returns its checksum, or None if the block has to be read."""
     if not len(block) or not disk.bring_in(block.data_ptr(), len(block)):
         return None
     source, targets = block.numpy(), [(at, tensor.numpy()) for at, tensor in places]
@@ -405,7 +402,7 @@ def _from_map(block: torch.Tensor, places: Sequence[tuple[int, torch.Tensor]], c
 
 
 def _read_into(descriptor: int, steps: Iterable[list[memoryview]], offset: int, path: Path, checked: bool) -> int:
-    """Fill memory with what a file has at a place; returns its checksum, where it is to be checked."""
+    """Read a file into memory from an offset on. Returns its checksum if `checked`."""
     total = 0
     for step in steps:
         if not disk.read(descriptor, step, offset):
@@ -418,7 +415,7 @@ def _read_into(descriptor: int, steps: Iterable[list[memoryview]], offset: int, 
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Errors of an open file do not say which one it is."""
+    """Add the path to errors of an open file, which do not mention it."""
     try:
         yield
     except OSError as error:

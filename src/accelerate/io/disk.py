@@ -1,7 +1,7 @@
-"""What is done to the disk, one small step each, so that each can be made to fail in a test.
+"""Operations on the disk, one small function each, so that a test can make each of them fail.
 
-What anybody may have written is read from plain files only, no more of it than it can sensibly hold: a device or a pipe
-under the name of a file would be read, or waited for, without end.
+Untrusted files are read only if they are regular files, and only up to a sensible size: a device or pipe with the name
+of a file could be read, or waited for, forever.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import IO, Any
 
 
 def write(descriptor: int, pieces: Sequence[Any], offset: int) -> None:
-    """Write pieces of memory one after the other, at a place in a file."""
+    """Write buffers to a file, one after another, from an offset on."""
     left = [memoryview(piece).cast("B") for piece in pieces]
     while left:
         count = os.pwritev(descriptor, left[:MOST_PIECES], offset)
@@ -33,7 +33,7 @@ def write(descriptor: int, pieces: Sequence[Any], offset: int) -> None:
 
 
 def read(descriptor: int, pieces: Sequence[memoryview], offset: int) -> bool:
-    """Fill pieces of memory one after the other from a place in a file; False where the file ends before."""
+    """Fill buffers from a file, one after another, from an offset on. Returns False if the file is too short."""
     left = list(pieces)
     while left:
         count = os.preadv(descriptor, left[:MOST_PIECES], offset)
@@ -48,7 +48,7 @@ MOST_PIECES = 512  # of one call; systems take 1024
 
 
 def without_first(views: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of several pieces of memory after `count` bytes."""
+    """The buffers without their first `count` bytes."""
     for number, view in enumerate(views):
         if count < len(view):
             return [view[count:], *views[number + 1 :]]
@@ -57,19 +57,19 @@ def without_first(views: list[memoryview], count: int) -> list[memoryview]:
 
 
 def start_flush(descriptor: int, offset: int, size: int) -> None:
-    """Have the disk begin with a part of a file while the rest is still being written. A hint: it may do nothing."""
+    """Start writing a range of a file back to disk while the rest is being written. A hint: it may do nothing."""
     flush = _of_linux("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
     if flush is not None:
         flush(descriptor, offset, size, 2)  # SYNC_FILE_RANGE_WRITE: begin, and wait for nothing
 
 
 def bring_in(address: int, size: int) -> bool:
-    """Have a part of a mapped file read; where it is not, a look at it might end the process (a broken disk)."""
+    """Read a range of a mapped file into memory. If this fails (a broken disk), touching it could kill the process."""
     return _advise(address, size, 22)  # MADV_POPULATE_READ
 
 
 def get_pages(address: int, size: int) -> None:
-    """Have the system give all of this memory now: one by one, as it is written to, pages take longer. A hint."""
+    """Allocate all pages of this memory now, which is faster than one by one on first write. A hint."""
     first = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     whole = (address + size - first) // mmap.PAGESIZE * mmap.PAGESIZE
     if whole > 0:
@@ -96,7 +96,7 @@ def sync(descriptor: int) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder survive a loss of power."""
+    """Flush the entries of a folder, so that they survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         sync(descriptor)
@@ -106,10 +106,10 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def replacing(target: str | os.PathLike[str]) -> Iterator[Path]:
-    """Gives a name beside `target` to write to, and moves it onto `target` when the block has succeeded.
+    """A context that yields a draft path beside `target`, and renames it to `target` if the block succeeds.
 
-    Whoever has the old file open or mapped keeps it as it was. Each draft has a name of its own, since other threads
-    and processes may write the same file; where the block fails nothing is left of it.
+    A process that has the old file open or mapped keeps the old content. Each draft has a unique name, since other
+    threads and processes may write the same file. If the block fails, the draft is deleted.
     """
     path = Path(target)
     if path.exists() and not path.is_file():
@@ -151,9 +151,9 @@ def remove_tree(folder: Path) -> None:
 
 @contextmanager
 def freed_behind(paths: Iterable[Path]) -> Iterator[None]:
-    """A context in which these files are replaced or removed, which then only takes their names.
+    """A context in which replacing or removing these files only unlinks their names.
 
-    To free what is in them takes a third of the time that it takes to write it: a thread does so afterwards.
+    Freeing their blocks takes a third of the time that writing them took, so a thread does it afterwards.
     """
     held: list[int] = []
     for path in paths:
@@ -186,7 +186,7 @@ def _close(descriptors: list[int]) -> None:
 
 
 def _close_in_child() -> None:
-    """A worker of a loader that is forked meanwhile must not hold the files for as long as it lives."""
+    """Close the files in a forked loader worker, which would otherwise hold them for as long as it lives."""
     while _held:
         os.close(_held.pop())
 
@@ -196,13 +196,13 @@ if hasattr(os, "register_at_fork"):
 
 
 def wait_until_freed() -> None:
-    """Return when all that was removed here has left its room to others."""
+    """Return when the space of everything that was removed here is free."""
     while _freeing:
         _freeing.pop().join()
 
 
 def started(thread: threading.Thread) -> bool:
-    """Whether a thread could be started: at the end of a program none can."""
+    """Start a thread. Returns False if none can be started, as at interpreter exit."""
     try:
         thread.start()
     except RuntimeError:
@@ -215,7 +215,7 @@ LARGEST_TEXT = 1 << 28
 
 
 def open_plain(path: str | os.PathLike[str]) -> IO[bytes]:
-    """Opens a file to read, and refuses whatever else has its name."""
+    """Open a regular file for reading, and refuse anything else."""
     # A pipe would keep us waiting for somebody who writes to it.
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
     try:
@@ -227,7 +227,7 @@ def open_plain(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def check_plain(path: str | os.PathLike[str]) -> None:
-    """Refuses what is not a plain file, for those who open it by its name."""
+    """Raise if the path is not a regular file, for callers that open it themselves."""
     _check(os.stat(path).st_mode, path)
 
 
@@ -248,7 +248,7 @@ def read_text(path: str | os.PathLike[str], largest: int = LARGEST_TEXT) -> byte
 
 
 def read_json(path: str | os.PathLike[str]) -> Any:
-    """What a file of JSON holds; a ValueError for whatever is wrong with it."""
+    """The content of a JSON file. Raises a ValueError if anything is wrong with it."""
     return parsed(read_text(path))
 
 
@@ -260,7 +260,7 @@ def parsed(content: bytes) -> Any:
 
 
 def is_inside(name: Any) -> bool:
-    """Whether a name is that of a file in the folder it is looked up in; no system has one with a NUL in it."""
+    """Whether a relative name stays inside its folder. Names with a NUL byte are refused."""
     if not isinstance(name, str):
         return False
     path = PurePath(name)

@@ -1,4 +1,4 @@
-"""Ranges of files: tensors as they lie in them, and which memory belongs to a part of one."""
+"""Byte ranges of files: tensors stored in them, and which memory a range is read into or written from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate.devices.staging import HostTensor, OpenFiles, Stored
 
 
 class StoredTensor(Stored, Protocol):
-    """A tensor somewhere, which can be read in pieces. path: of its file; empty for one in memory."""
+    """A tensor that can be read in pieces. path: its file, or empty for a tensor in memory."""
 
     @property
     def path(self) -> str: ...
@@ -26,15 +26,15 @@ class StoredTensor(Stored, Protocol):
     def dtype(self) -> torch.dtype: ...
 
     def mapped(self) -> torch.Tensor:
-        """Returns the tensor on the CPU, without reading it where that is possible."""
+        """The tensor on the CPU, without reading it if possible."""
 
 
 class KeptFile:
-    """The bytes of a file as it was when this was made.
+    """The bytes of a file as it was when this object was created.
 
-    They stay what they are for as long as this lives, also when the file is deleted or another one gets its name. It is
-    mapped, and not open: thousands of weights may have a file each. Who writes to the bytes changes what is seen here,
-    not the file: so that models have nothing in common, each has its own.
+    They stay valid even if the file is deleted or replaced. The file is mapped and not kept open, since thousands of
+    weights may each have their own file. Writing to the bytes changes this copy and not the file, so each model has its
+    own.
     """
 
     def __init__(self, path: str) -> None:
@@ -51,7 +51,7 @@ class KeptFile:
         self.bytes: Any = mapped.numpy()
 
     def open(self) -> int | None:
-        """A handle to read from; None where its name leads elsewhere by now."""
+        """A file descriptor, or None if the path now names another file."""
         try:
             handle = os.open(self.path, os.O_RDONLY)
         except OSError:
@@ -71,7 +71,7 @@ class KeptFile:
         return made
 
     def __reduce__(self) -> Any:
-        """Another process looks for the file under its name."""
+        """Another process opens the file by its path."""
         return _not_kept, ()
 
 
@@ -80,7 +80,7 @@ def _not_kept() -> None:
 
 
 class FileRange(NamedTuple):
-    """A tensor as it lies in a file. file: that very file; without it, whichever has this path when it is read."""
+    """A tensor stored in a file. file: pins that very file; without it, the path is opened on each read."""
 
     path: str
     offset: int
@@ -93,11 +93,11 @@ class FileRange(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
     def kept(self) -> FileRange:
-        """The same, of the file that has the path now."""
+        """The same range, pinned to the file that has the path now."""
         return self._replace(file=KeptFile(self.path))
 
     def mapped(self) -> torch.Tensor:
-        """The tensor as a view of the file: read from disk as it is touched, never written back."""
+        """The tensor as a view of the mapped file: read when touched, never written back."""
         count = math.prod(self.shape)
         if count == 0:
             return torch.empty(self.shape, dtype=self.dtype, device="cpu")
@@ -109,11 +109,11 @@ class FileRange(NamedTuple):
         return torch.frombuffer(raw, dtype=self.dtype, count=count, offset=offset).view(self.shape)
 
     def open(self) -> int | None:
-        """A handle to read from; None where the file has lost its name: it can be mapped then."""
+        """A file descriptor, or None if the file was unlinked; it can still be read through its mapping."""
         return os.open(self.path, os.O_RDONLY) if self.file is None else self.file.open()
 
     def read(self, view: memoryview, start: int, files: OpenFiles) -> None:
-        """Fill memory with its bytes from `start` on."""
+        """Read its bytes from `start` on into memory."""
         handle = files.open(self)
         if handle is None:  # a file that has lost its name is still mapped
             HostTensor(self.mapped()).read(view, start, files)
@@ -132,7 +132,7 @@ def read_fully(handle: int, address: memoryview, offset: int, path: str) -> None
 
 
 def within(ends: list[int], start: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Which pieces lie between two places of a file: the number of each, and its part from where to where."""
+    """The pieces between two offsets of a file: the number of each, and the start and end of the range within it."""
     number = bisect.bisect_right(ends, start)
     while number < len(ends):
         first = ends[number - 1] if number else 0
@@ -146,7 +146,7 @@ def within(ends: list[int], start: int, end: int) -> Iterator[tuple[int, int, in
 def overlapping(
     places: Sequence[tuple[int, torch.Tensor]], starts: list[int], start: int, end: int
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """The parts of tensors whose places lie between two places of a file."""
+    """The slices of tensors that lie between two offsets of a file."""
     number = max(bisect.bisect_right(starts, start) - 1, 0)
     while number < len(places) and places[number][0] < end:
         offset, tensor = places[number]
@@ -157,9 +157,9 @@ def overlapping(
 
 
 def filled_up(places: list[tuple[int, torch.Tensor]], buffer: memoryview, start: int, end: int) -> Iterator[memoryview]:
-    """Memory for a part of a file: that of tensors where they have their places, of a buffer elsewhere.
+    """Memory to read a range of a file into: tensors where they have an offset in it, a buffer for the gaps.
 
-    The buffer has room for all of the part, or for one step, and is then filled anew in each.
+    The buffer holds the whole range, or one step of it and is then reused in each step.
     """
 
     def rest(at: int, until: int) -> Iterator[memoryview]:
@@ -177,7 +177,7 @@ def filled_up(places: list[tuple[int, torch.Tensor]], buffer: memoryview, start:
 
 
 def in_steps(content: Iterable[Any], size: int) -> Iterator[list[memoryview]]:
-    """Pieces of memory in groups, each of so many bytes in all, the last one of the rest."""
+    """Buffers in groups of `size` bytes each; the last group has the rest."""
     group: list[memoryview] = []
     room = size
     for piece in content:
@@ -194,9 +194,9 @@ def in_steps(content: Iterable[Any], size: int) -> Iterator[list[memoryview]]:
 
 
 class Scattered:
-    """The bytes of a tensor that is not contiguous, in their order; a part is brought together when it is written.
+    """The bytes of a tensor that is not contiguous, in logical order. A slice is gathered only when it is written.
 
-    It is cut between elements: in a file, blocks and tensors begin at multiples of their width.
+    It is sliced between elements: in a file, blocks and tensors begin at multiples of the element size.
     """
 
     def __init__(self, tensor: torch.Tensor, first: int = 0, last: int | None = None) -> None:
@@ -212,7 +212,7 @@ class Scattered:
         return Scattered(self._words, self._first + part.start // width, self._first + part.stop // width)
 
     def onto(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """What is to be copied, each with its place in this memory of as many bytes."""
+        """The copies that gather it in `memory`: pairs of a target and a source."""
         words, at = memory.view(self._words.dtype), 0
         for source in _between(self._words, self._first, self._last):
             yield words[at : at + source.numel()].view(source.shape), source
@@ -223,7 +223,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _between(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
-    """What of a tensor lies between two of its elements, which are counted in their order: rows, and parts of rows."""
+    """The elements from `first` to `last` of a tensor, in logical order, as rows and parts of rows."""
     if tensor.dim() == 1:
         yield tensor[first:last]
         return

@@ -1,4 +1,4 @@
-"""Copies of a state in host memory: pinned where they come from a GPU, which is many times faster."""
+"""Copies of a state in host memory, pinned if they come from a GPU, which is many times faster."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Memory for the copies of one save, used again by the next one: to get and to pin it takes longer than to copy."""
+    """Memory for the copies of a save, reused by the next: allocating and pinning takes longer than copying."""
 
     def __init__(self) -> None:
         self._free: list[_HostBuffer] = []
@@ -32,13 +32,13 @@ class HostMemory:
 
     @contextmanager
     def one_save(self) -> Iterator[None]:
-        """A context for the copies of a save; those of the last one are done with."""
+        """A context for the copies of one save. Those of the previous save are no longer needed."""
         self._free, self._used = self._used, []
         yield
         self._free = []  # what this save had no use for
 
     def copy(self, content: Any) -> Any:
-        """Nested contents as they are now, with all tensors in host memory of their own."""
+        """A copy of nested contents, with all tensors in host memory."""
         tensors: dict[Any, torch.Tensor] = {}
         _collect(content, tensors)
         starts, size = {}, 0
@@ -59,7 +59,7 @@ class HostMemory:
         return _rebuilt(content, copies)
 
     def _take(self, size: int, gpu: torch.device | None) -> _HostBuffer:
-        """Memory of this size: that of an earlier save of the same shape, else new. gpu: pinned for copies from it."""
+        """A buffer of this size, reused from an earlier save if possible. gpu: pin it for copies from this device."""
         pinned = gpu is not None
         found = next((memory for memory in self._free if (memory.size, memory.pinned) == (size, pinned)), None)
         if found is None:
@@ -71,10 +71,9 @@ class HostMemory:
 
 
 class _HostBuffer:
-    """Host memory of exactly this size, where torch's own allocator of pinned memory would take up to twice as much.
+    """Host memory of exactly this size; torch's allocator of pinned memory would take up to twice as much.
 
-    gpu: pinned for copies from it, and from all others. Where the system does not allow so much, the memory is as good,
-    and slower.
+    gpu: pin it for copies from this device, and all others. If the system does not allow it, copies are just slower.
     """
 
     def __init__(self, size: int, gpu: torch.device | None) -> None:
@@ -88,7 +87,7 @@ class _HostBuffer:
             locker.wait()
 
     def part(self, start: int, like: torch.Tensor) -> torch.Tensor:
-        """A tensor in a part of this memory, which to all the world has a memory of its own."""
+        """A tensor in a part of this memory that looks as if it had a storage of its own."""
         if like.numel() == 0:
             return torch.empty(like.shape, dtype=like.dtype)
         view = memoryview(self._memory.numpy())[start : start + like.nbytes]  # type: ignore[arg-type]
@@ -96,15 +95,15 @@ class _HostBuffer:
 
 
 def _unpin(process: int, locker: Locker, memory: torch.Tensor) -> None:
-    """Before the memory is freed, which this keeps until then."""
+    """Unpin the memory before it is freed. The argument keeps it alive until then."""
     if process == os.getpid():  # a fork of it (the worker of a data loader) has no CUDA
         locker.close()
 
 
 def copy(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy the second of each pair to the first, in several threads: one alone does not get all that memory can do.
+    """Copy the second of each pair to the first, in several threads: one thread does not use the full memory bandwidth.
 
-    By NumPy, since torch would have as many threads of its own for each of them, or under a launcher one for all.
+    NumPy does it: torch would start its own threads in each of them, or under a launcher have a single one.
     """
     parts: deque[tuple[Any, Any]] = deque()
     for target, source in copies:
@@ -131,7 +130,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 def _key(tensor: torch.Tensor) -> Any:
-    """The same tensor under two names stays one."""
+    """The same key for two names of one tensor, so that they stay tied in the copy."""
     return view_of(tensor) or id(tensor)
 
 
@@ -140,7 +139,7 @@ def _is_mapping(value: Any) -> bool:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is one piece of memory: none that is sparse, nested, quantized or of a class of its own."""
+    """Whether a tensor is a plain strided one: not sparse, nested, quantized, on meta, or of a subclass."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
         return False
     return not (tensor.is_nested or tensor.is_quantized or tensor.is_meta)

@@ -1,4 +1,4 @@
-"""Writing single objects, and which tensors of a state dict are one."""
+"""Saving single objects, and finding the tied tensors of a state dict."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 
 
 def each_once(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The same tensor under one name only."""
+    """A state dict in which each tied tensor has one name only."""
     owners: dict[int, str] = {}
     names: dict[Any, str] = {}  # of those that share memory, which are few: what they are takes longer to say
     kept: dict[str, Any] = {}
@@ -103,7 +103,7 @@ def _has_memory(value: Any) -> bool:
 
 
 def view_of(value: Any) -> tuple[Any, ...] | None:
-    """Which memory a tensor is of, and as what it is seen: the same for two names of one; None where it has none."""
+    """What identifies a tensor: its storage and how it is viewed. None if it has no memory."""
     if not _has_memory(value):
         return None
     storage = (value.device, address_of(value))

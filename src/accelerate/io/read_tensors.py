@@ -1,11 +1,11 @@
 """Reading many tensors at once, each straight to where it belongs.
 
-Several threads read pieces of the files. For the CPU they read into the memory of the tensor itself, or cast each piece
-as it comes. To a device they go by page-locked buffers (devices/staging.py), in the stream of the caller. So a model of
-any size passes through a few hundred megabytes of the host.
+Several threads read pieces of the files. For the CPU they read straight into the tensor, or cast each piece as it
+arrives. For a device they use pinned buffers (devices/staging.py) on the caller's stream, so a model of any size needs
+only a few hundred megabytes of host memory.
 
-All of it happens in inference mode, where tensors of every kind can be written to. New ones are made outside of it, so
-that a model is the same wherever it was loaded.
+Everything runs in inference mode, where any tensor can be written to. New tensors are created outside of it, so that
+they are ordinary tensors.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Read:
         self._left = list(range(len(range(0, source.nbytes, PIECE))))
 
     def new_bytes(self) -> int:
-        """Returns how much memory the tensor takes as the allocator of a GPU counts, which keeps small ones apart."""
+        """How much memory the tensor takes, as the allocator of a GPU rounds it."""
         count = 0 if self.into is not None else math.prod(self.source.shape) * self.dtype.itemsize
         return count + -count % 512 if count > 2**20 else 0
 
     def pieces(self, job: Job) -> list[_Piece]:
-        """Returns the pieces to be read, with their memory, unless that is only needed for a while."""
+        """The pieces to read, with their memory unless it is only needed for a while."""
         size = self.source.nbytes
         parts = [None] * len(self._left) if self._is_for_a_while() else self._in_parts()
         return [
@@ -65,7 +65,7 @@ class Read:
         ]
 
     def part(self, number: int) -> torch.Tensor:
-        """Returns the memory for a piece that has got none; for all pieces it is made when the first of them comes."""
+        """The memory of a piece that has none yet; allocated for all pieces when the first of them arrives."""
         with self._lock:
             return (self._parts or self._in_parts())[number]
 
@@ -78,7 +78,7 @@ class Read:
         return tensor.is_contiguous() and (self.casts or tensor.dtype == self.source.dtype)
 
     def _in_parts(self) -> Sequence[torch.Tensor]:
-        """The memory that the file is read into, cut into pieces: of bytes, unless they are cast."""
+        """The memory that the file is read into, cut into pieces: bytes, unless they are cast."""
         if self.into is not None and self._fills(self.into):
             self._memory = self.into
         else:
@@ -92,7 +92,7 @@ class Read:
         return self._parts
 
     def arrived(self) -> None:
-        """One more piece is there, or on its way in the stream of the device."""
+        """One more piece has arrived, or is on its way on the device's stream."""
         if self._left.pop() == 0:  # without a lock, at which threads would queue up
             self.end()
 
@@ -145,7 +145,7 @@ class _Piece(NamedTuple):
 
 
 def read_all(reads: Sequence[Read]) -> None:
-    """Reads tensors, several pieces at a time. On return all are there; after an error nothing is read any more."""
+    """Read tensors, several pieces at a time. All are complete on return; after an error nothing more is read."""
     with torch.inference_mode():
         for read in reads:
             if read.source.nbytes == 0:

@@ -1,8 +1,8 @@
-"""Reading files of `torch.save` as data: nothing in them is run, and what they ask for in vain is said by name.
+"""Reading files of `torch.save` as data: no code in them is run, and what is refused is named.
 
-NumPy's own functions believe what a file says: that its bytes are addresses of objects, or that there are more of them
-than there are. So a file gets stand-ins in their place, which take numbers and text alone. When all is read,
-`_with_arrays` puts NumPy's own things into the contents.
+NumPy's reconstruction functions trust the file: that its bytes are pointers to objects, or that there are more bytes
+than there are. So they are replaced by stand-ins that accept numbers and text only. After reading, `_with_arrays`
+replaces the stand-ins in the content by real arrays and dtypes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from accelerate.torch_internals.serialization import names_taken
 
 
 class _Dtype:
-    """A dtype. It is what its name says: of all else that a file says of it, only the order of bytes counts."""
+    """Stands in for a dtype, given by its name; of its pickled state only the byte order is used."""
 
     made = 0
     __hash__ = None  # type: ignore[assignment]  # `_with_arrays` looks at what is in containers, and not at their keys
@@ -56,7 +56,7 @@ class _Dtype:
 
 
 class _Array(np.ndarray[Any, Any]):
-    """An array, of which the file says what is in it."""
+    """Stands in for an array, which its pickled state fills."""
 
     filled = False
 
@@ -71,7 +71,7 @@ class _Array(np.ndarray[Any, Any]):
         self.filled = True
 
     def __reduce__(self) -> Any:
-        """As any array, where it has stayed in something that `_with_arrays` cannot look into."""
+        """Pickles as a plain array, if it stayed inside an object that `_with_arrays` does not search."""
         return self.view(np.ndarray).__reduce__()
 
 
@@ -137,7 +137,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
 
 @contextmanager
 def reading() -> Iterator[None]:
-    """A context in which files get what is safe, and what the script allows; for NumPy's things see above."""
+    """A context in which files may use safe types and those the script allows, with NumPy's stand-ins."""
     with _reading:  # torch has one list for all threads
         allowed = torch.serialization.get_safe_globals()
         given = [kind for kind in (*allowed, *TORCH_SAFE_GLOBALS) if not _is_of_arrays(kind)]
@@ -156,12 +156,12 @@ _reading = threading.RLock()
 
 
 def name_of(kind: Any) -> str:
-    """What a file has to ask for to get something that is allowed."""
+    """The name by which a file refers to an allowed type."""
     return kind[1] if isinstance(kind, tuple) else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_of_arrays(kind: Any) -> bool:
-    """Whether something has another in its place, or is a class of dtypes, which would make NumPy's own."""
+    """Whether a type has a stand-in, or is a class of dtypes, which would create real ones."""
     return name_of(kind) in _STAND_INS or isinstance(_itself(kind), type(np.dtype))
 
 
@@ -170,7 +170,7 @@ def _itself(kind: Any) -> Any:
 
 
 def _with_arrays(content: Any, allowed: Container[Any]) -> Any:
-    """The contents of a file with NumPy's own things in them. allowed: classes of which a file may make objects."""
+    """The content of a file with real arrays and dtypes. allowed: the classes whose instances may be in it."""
     seen: dict[int, tuple[Any, Any]] = {}  # what was looked at, which must not go meanwhile, and what it is now
 
     def look(value: Any) -> Any:
@@ -205,7 +205,7 @@ _PLAIN = (int, float, bool, str, bytes, type(None))
 
 
 def read_torch(path: Path, map_location: Any = "cpu", **kwargs: Any) -> Any:
-    """Read a file of tensors and plain values; anything else that it asks for is refused by name."""
+    """Read a file of tensors and plain values. Anything else in it is refused, by name."""
     with explaining(path):
         disk.check_plain(path)
         return load(path, map_location=map_location, **kwargs)
@@ -217,10 +217,10 @@ TOGETHER = "small"
 
 
 class Opened:
-    """A file of `torch.save` whose large tensors have memory but no contents yet.
+    """A file of `torch.save` whose large tensors are allocated, but not read yet.
 
-    content: what is in it. places: by the address of each such memory, where in the file its contents are, and itself.
-    together: the addresses of memory that tensors share only in the file (see `torch_format`).
+    content: the content. places: for the address of each such storage, its offset in the file and its bytes.
+    together: the addresses of storages that tensors share in the file only (see `torch_format`).
     """
 
     def __init__(self, path: Path) -> None:
@@ -270,9 +270,9 @@ class Opened:
 
 
 def _records(path: Path) -> tuple[dict[int, int], set[int]]:
-    """Where in a file are the headers of members to note, with their sizes; and which are of tensors put together.
+    """The offsets of the members to read later, with their sizes, and those that hold many small tensors.
 
-    Those are noted that are large, or of tensors put together; none where torch looks at contents.
+    Members are read later if they are large or hold many small tensors, but not if torch must see their content.
     """
     with zipfile.ZipFile(path) as archive:
         members = archive.infolist()
@@ -292,7 +292,7 @@ def _records(path: Path) -> tuple[dict[int, int], set[int]]:
 
 @contextmanager
 def explaining(path: Path) -> Iterator[None]:
-    """What goes wrong while a file is read, in one sentence."""
+    """A context that turns errors of reading a file into a CheckpointError of one sentence."""
     try:
         yield
     except CheckpointError:
@@ -335,7 +335,7 @@ def named_in(error: Exception) -> str | None:
 
 
 def _asked_for(path: Path, error: Exception) -> str | None:
-    """What a refused file wanted to be run or made, by name."""
+    """The name that a refused file asked for."""
     if (named := named_in(error)) is not None:
         return named
     if _REFUSED not in str(error):
@@ -351,7 +351,7 @@ def _asked_for(path: Path, error: Exception) -> str | None:
 
 
 def _names_in(path: Path) -> Iterator[str]:
-    """What the pickles in a file of `torch.save` name, one after the other."""
+    """The global names in the pickles of a `torch.save` file, in order."""
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             pickled = archive.read(next(name for name in archive.namelist() if name.endswith("/data.pkl")))

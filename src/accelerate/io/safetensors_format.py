@@ -1,4 +1,4 @@
-"""Files of safetensors: what their headers say, written and read in one place."""
+"""Reading and writing safetensors files and their headers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def write_safetensors(tensors: dict[str, Any], path: Path) -> FileEntry:
 
 
 def header_of(tensors: dict[str, Any]) -> tuple[list[str], bytes]:
-    """The order in which tensors come in a file, and the bytes before the first; the tensors need no content."""
+    """The order of the tensors in the file, and the header bytes. The tensors may be on the meta device."""
     entries = ['{"__metadata__":{"format":"pt"}']
     shapes: dict[torch.Size, str] = {}
     # The widest first, so that each starts at a multiple of its width.
@@ -78,7 +78,7 @@ def header_of(tensors: dict[str, Any]) -> tuple[list[str], bytes]:
 
 @cache
 def _name_of(dtype: torch.dtype) -> str | None:
-    """What the format calls a dtype; None for one that the installed safetensors could not read."""
+    """The format's name of a dtype, or None if the installed safetensors cannot read it."""
     from safetensors.torch import save
 
     try:
@@ -104,7 +104,7 @@ def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
-    """The header of a safetensors file, and where the tensors begin: one after the other, to the end of the file."""
+    """The header of a safetensors file, and the offset of the first tensor."""
     with open_plain(path) as file:
         length = int.from_bytes(file.read(8), "little")
         size = os.fstat(file.fileno()).st_size
@@ -120,7 +120,7 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
 
 
 def _length_of(entries: dict[str, Any]) -> int:
-    """How many bytes the tensors of a header have, which must lie one behind the other."""
+    """The total size of the tensors of a header, which must be stored without gaps."""
     for name, entry in entries.items():
         for numbers in (entry["shape"], entry["data_offsets"]):
             if not all(type(number) is int and number >= 0 for number in numbers):

@@ -1,10 +1,10 @@
-"""Files of `torch.save`, written from wherever the tensors are, without a copy between. `safe_load` reads them.
+"""Writing files of `torch.save` straight from the tensors, without a copy. `safe_load` reads them.
 
-torch keeps a pickle and the memory of each tensor as uncompressed members of a zip archive; `archive_of` plans such an
-archive. With thousands of small tensors that takes long: each is a member of its own, and some forty instructions of
-the pickle. Those of an optimizer are put together instead: each is a part of one member for its dtype, and nine
-instructions, which any `torch.load` reads. Whoever loads them gives each a memory of its own again (see
-`CheckpointReader.content`). Only plain values, and tensors that share nothing, are written in this way.
+Such a file is a zip archive with a pickle and the storage of each tensor as uncompressed members; `archive_of` lays it
+out. Thousands of small tensors would be slow: each is a member, and some forty instructions of the pickle. So the small
+tensors of an optimizer share one storage for each dtype, and take nine instructions each, which any `torch.load` reads.
+A load gives each its own storage again (see `CheckpointReader.content`). Only plain values, and tensors that share no
+storage, are written in this way.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Members = dict[str, bytes | torch.UntypedStorage]
 
 
 def write_torch(content: Any, path: Path, *, together: bool = False) -> FileEntry:
-    """Write what `torch.load` reads. together: small tensors may become parts of one memory (see above)."""
+    """Write a file for `torch.load`. together: small tensors may share a storage in it (see above)."""
     with naming(path.name):
         archive = archive_of(content, together)
     return archive.write(path)
@@ -57,7 +57,7 @@ def write_torch(content: Any, path: Path, *, together: bool = False) -> FileEntr
 
 @contextmanager
 def naming(name: str) -> Iterator[None]:
-    """What goes wrong with something that cannot be copied or pickled, in one sentence with the file that it is for."""
+    """A context that turns errors of copying or pickling into a CheckpointError that names the file."""
     try:
         yield
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
@@ -68,7 +68,7 @@ def naming(name: str) -> Iterator[None]:
 
 
 def archive_of(content: Any, together: bool = False) -> Archive:
-    """The file of `content`, not yet written. together: small tensors may become parts of one memory."""
+    """The archive of `content`, not written yet. together: small tensors may share a storage in it."""
     found = _together(content) if together else None
     pickled, members = _each_alone(content) if found is None else found
     archive = Archive()
@@ -81,7 +81,7 @@ def archive_of(content: Any, together: bool = False) -> Archive:
 
 
 def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
-    """All of a memory, of which a tensor may be a part."""
+    """All bytes of a storage, of which a tensor may use a part."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -98,7 +98,7 @@ def _pickled(content: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
 
 
 def refused(content: Any) -> str | None:
-    """What in these contents would be refused when they are read, by name; None where all would be taken."""
+    """The name of something in this content that a load would refuse, or None."""
     try:
         with reading():
             try_weights_only(_pickled(content)[0])
@@ -110,7 +110,7 @@ def refused(content: Any) -> str | None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as torch does: the memory of a tensor is a member of the archive, and the pickle has its number."""
+    """Pickles as torch does: a storage is a member of the archive, and the pickle refers to its number."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
@@ -134,7 +134,7 @@ class _Pickler(pickle.Pickler):
         return ("storage", kind, str(self._numbers[key]), "cpu", length)
 
     def reducer_override(self, obj: Any) -> Any:
-        """Made with all that is in them: what is made empty and then filled is refused by `weights_only`."""
+        """Reduce containers to a call with their content: `weights_only` refuses those that are filled afterwards."""
         if type(obj) is deque:
             return deque, (list(obj), obj.maxlen)
         if type(obj) is defaultdict:
@@ -143,9 +143,9 @@ class _Pickler(pickle.Pickler):
 
 
 class Archive:
-    """An uncompressed zip archive in the making. Members start at multiples of 64 bytes, so that they can be mapped.
+    """Builds an uncompressed zip archive. Members start at multiples of 64 bytes, so that they can be mapped.
 
-    Headers and the directory at the end hold the checksums of members: of large ones, when they have been written.
+    The headers and the directory contain the checksums of the members, which for large ones are known after writing.
     """
 
     def __init__(self) -> None:
@@ -183,7 +183,7 @@ class Archive:
         self._members.append((b"PK\x01\x02" + struct.pack("<H", 45) + kind, sizes + lengths + path + long, checksum))
 
     def _put(self, before: bytes, after: bytes, content: Piece) -> Callable[[list[int]], int]:
-        """Add a header, which has the checksum in its midst, and a member; returns what finds that."""
+        """Add a header and a member. Returns a function that finds its checksum, which is inside the header."""
         self._size += len(before) + 4 + len(after) + len(content)
         if isinstance(content, torch.Tensor) and content.device.type == "cpu" and len(content) <= SMALL:
             content = in_bytes(content)
@@ -203,7 +203,7 @@ class Archive:
             self._small.clear()
 
     def _directory(self, sums: list[int]) -> bytes:
-        """The end of the file. sums: the checksums of the pieces."""
+        """The central directory. sums: the checksums of the pieces."""
         directory = b"".join(
             before + struct.pack("<L", checksum(sums)) + after for before, after, checksum in self._members
         )
@@ -218,7 +218,7 @@ class Archive:
 
 
 def _together(content: Any) -> tuple[bytes, Members] | None:
-    """The pickle of `content`, and what it refers to by name; None where it is better written as torch does."""
+    """The pickle of `content` and its members; None if `_Pickler` should write it."""
     writer = _Writer()
     try:
         writer.put(content, True)
@@ -228,18 +228,18 @@ def _together(content: Any) -> tuple[bytes, Members] | None:
 
 
 class _Unusual(Exception):
-    """Something that is left to torch's own way."""
+    """The content has something that only `_Pickler` can write."""
 
 
 class _Pool:
-    """The bytes of the small tensors of a dtype. place: where the pickle says how many there are."""
+    """The shared storage of the small tensors of a dtype. place: the index in the pickle where its size is written."""
 
     def __init__(self, key: str, place: int) -> None:
         self.key, self.place = key, place
         self.content = bytearray()
 
     def add(self, content: bytes) -> int:
-        """Returns where it begins."""
+        """Append bytes. Returns their offset."""
         start = len(self.content)
         self.content += content
         self.content += bytes(-len(content) % _ALIGNMENT)
@@ -272,7 +272,7 @@ class _Writer:
         }
 
     def put(self, value: Any, loose: bool) -> None:
-        """loose: whether another value can be put in its place when it is loaded."""
+        """Write a value. loose: whether a load can replace it, since it is in a list or a dict."""
         way = self._ways.get(type(value))
         if way is None:
             raise _Unusual
@@ -285,7 +285,7 @@ class _Writer:
         return b"".join(self._out) + b".", self._members
 
     def _once(self, mark: int, seen: set[int]) -> None:
-        """What comes twice has to stay one thing, which is left to torch."""
+        """Refuse what comes twice: that has to stay one object, which `_Pickler` takes care of."""
         if mark in seen:
             raise _Unusual
         seen.add(mark)
@@ -393,6 +393,6 @@ def _text(value: str) -> bytes:
 
 
 def _storage(dtype: torch.dtype, key: str, size: int) -> bytes:
-    """A memory that is a member of the archive. For the CPU, wherever it is: so it can be loaded anywhere."""
+    """A reference to a storage in the archive. Always for the CPU, so that it can be loaded anywhere."""
     kind = b"ctorch\n" + _STORAGES[dtype].encode() + b"\n"
     return b"(" + _text("storage") + kind + _text(key) + _text("cpu") + _integer(size // dtype.itemsize) + b"tQ"

@@ -1,1 +1,1 @@
-"""Weights that lie elsewhere: what stands for them in a module, and how they are brought in before they are used."""
+"""Offloaded weights: their placeholders in a module, and how they are copied in before they are used."""

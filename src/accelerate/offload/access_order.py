@@ -1,4 +1,4 @@
-"""The order in which blocks are used, learnt by watching: what comes next is what came next the last time."""
+"""Learning the order in which blocks are used: what comes next is what came next the last time."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ END = _End()
 
 
 class Order(Generic[T]):
-    """Remembers uses one after the other, and foresees the next ones.
+    """Remembers uses in order, and predicts the next ones.
 
-    A finger points at the place in the log that looks like now: just behind the last use of the same thing. While the
-    uses follow the log it moves on by one, so that a block that is used ten times in a row and then not is foreseen as
-    exactly that. When they do not, it jumps to where the block that came instead was used the last time.
+    A cursor points just behind the last use of the current block in the log. While the uses follow the log it moves on
+    by one, so that a block that is used exactly ten times in a row is predicted as exactly that. Otherwise it jumps to
+    the last use of the block that came instead.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class Order(Generic[T]):
         self._doubts: dict[T | _End, int] = {}
 
     def use(self, block: T | _End) -> bool:
-        """Note a use (or the END of a forward); says whether it was foreseen."""
+        """Record a use (or the END of a forward). Returns whether it was predicted."""
         foreseen = self._entry(self._finger)
         hit = foreseen == block
         if hit:
@@ -58,7 +58,7 @@ class Order(Generic[T]):
         return hit
 
     def ahead(self) -> Iterator[T]:
-        """What will be used next, as far as that can be counted on, and not beyond the end of the forward."""
+        """The next uses, as far as they can be predicted, up to the end of the forward."""
         before, log, doubts = self._before, self._log, self._doubts
         for place in range(max(self._finger - self._forgotten, 0), len(log)):
             entry = log[place]
@@ -75,7 +75,7 @@ class Order(Generic[T]):
         return self._log[index] if 0 <= index < len(self._log) else None
 
     def _forget(self) -> None:
-        """Cut off what lies before the finger: it only ever jumps to last uses, which are further on."""
+        """Drop the log before the cursor, which only ever jumps to last uses further on."""
         behind = self._finger - self._forgotten
         if behind > _KEEP:
             del self._log[:behind]

@@ -1,4 +1,4 @@
-"""Bringing offloaded weights to an NVIDIA or AMD GPU behind the compute."""
+"""Copying offloaded weights to an NVIDIA or AMD GPU while it computes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from accelerate.offload.slot import Slot
 
 
 class CudaCopier:
-    """Copies on a side stream, directly from locked memory of the host and pages of files, or through buffers.
+    """Copies on a side stream, directly from pinned host memory and pinned pages of files, or through buffers.
 
-    The memory on the device belongs to the stream that computes: it is taken and given back in the order of that
-    stream, so that whatever the forward keeps of a weight (a view of it, or the graph of gradients) stays valid. The
-    side stream waits until the memory is free, and the computing stream until the copy is there.
+    The device memory belongs to the compute stream: it is allocated and freed in the order of that stream, so that
+    whatever the forward keeps of a weight (a view of it, or the autograd graph) stays valid. The side stream waits
+    until the memory is free, and the compute stream until the copy has arrived.
     """
 
     lookahead = 2
@@ -121,16 +121,16 @@ def _is_plain(source: torch.Tensor) -> bool:
 
 
 def _identity(source: torch.Tensor | FileRange) -> Any:
-    """The same for tensors that are one."""
+    """The same value for tensors that are the same one."""
     if isinstance(source, FileRange):
         return source
     return source.data_ptr(), source.shape, source.stride(), source.dtype
 
 
 class _CudaCopy:
-    """Tensors on their way. later: those by their places that are brought over when they are asked for.
+    """Tensors on their way. later: by index, those that are copied when they are asked for.
 
-    then: what to do as soon as the job is over.
+    then: called as soon as the job is over.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class _CudaCopy:
         return self._tensors
 
     def cancel(self) -> None:
-        """The memory may be used for something else only when nothing is written to it any more."""
+        """Stop the copy. Its memory may be reused only when nothing is written to it any more."""
         if self._job is not None:
             self._job.cancelled = True
         self._join(self._stream)

@@ -1,14 +1,14 @@
-"""Weights in files, locked where the system keeps them: the device then reads them as it reads locked memory.
+"""Weights in files, pinned in the page cache: the device copies them as it copies pinned memory.
 
-What was read of a file stays in memory that the system would otherwise leave unused (the page cache). Pages of it can
-be locked, without any copy, as long as nobody asks to write to them. So each weight is mapped by itself, to be read
-only, as soon as it has been read once: the system has its pages then, and locking does not wait for the disk.
+What was read of a file stays in the page cache, which uses memory that is otherwise free. Its pages can be pinned
+without a copy, as long as they are mapped read-only. So each weight is mapped by itself, read-only, once it has been
+read: its pages are in memory then, and pinning does not wait for the disk.
 
-Locked pages cannot be given to anybody else, so at most half of the memory that is free is taken. The other weights are
-read through buffers (devices/staging.py), as are all of them where locking is refused.
+Pinned pages cannot be used for anything else, so at most half of the free memory is pinned. The other weights are read
+through buffers (devices/staging.py), as are all of them if pinning is refused.
 
-A file that is cut short and written anew gets other pages, and those that are locked keep the old content. So whoever
-takes them asks whether the file is still the same.
+A file that is truncated and rewritten gets new pages, and the pinned ones keep the old content. So each use checks
+whether the file is still the same.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TAKEN: dict[int, int] = {}
 
 
 class _Mapped:
-    """The pages of a weight. bytes: those of the weight itself."""
+    """The mapped pages of a weight. bytes: those of the weight itself."""
 
     def __init__(self, place: FileRange, handle: int) -> None:
         self._path = place.path
@@ -49,7 +49,7 @@ class _Mapped:
         self.bytes = torch.frombuffer(raw, dtype=torch.uint8)
 
     def is_current(self) -> bool:
-        """Whether the file has not been changed. One that has lost its name is not changed any more."""
+        """Whether the file is unchanged. A file that was unlinked cannot change any more."""
         try:
             info = os.stat(self._path)
         except OSError:
@@ -60,9 +60,9 @@ class _Mapped:
 
 
 class LockedFiles:
-    """Locks what lies in files, and unlocks it at the end.
+    """Pins weights in files, and unpins them at the end.
 
-    lock, unlock: as of a `Locker`, for memory that is only read. free: how many bytes the system calls free.
+    lock, unlock: as for a `Locker`, for read-only memory. free: the bytes of free memory.
     """
 
     def __init__(self, lock: Lock, unlock: Unlock, free: Callable[[], int] = free_host_memory) -> None:
@@ -74,7 +74,7 @@ class LockedFiles:
         self._outdated: list[_Mapped] = []  # still locked
 
     def find(self, place: FileRange) -> torch.Tensor | None:
-        """The bytes of a weight in locked memory, if they are there."""
+        """The bytes of a weight in pinned memory, if they are pinned."""
         mapped = self._usable.get(place)
         if mapped is None:
             return None
@@ -87,7 +87,7 @@ class LockedFiles:
         return None
 
     def add(self, places: Iterable[FileRange]) -> None:
-        """Lock these weights soon, if that can be done and there is room."""
+        """Pin these weights soon, if possible and if there is room."""
         for place in places:
             if place in self._mapped or not place.nbytes or len(self._mapped) >= _MOST:
                 continue
@@ -106,11 +106,11 @@ class LockedFiles:
             self._mapped[place] = None
 
     def wait(self) -> None:
-        """Until everything that was added is locked, or was refused."""
+        """Wait until everything that was added is pinned or refused."""
         self._locker.wait()
 
     def close(self) -> None:
-        """Unlock everything. Nothing may be on its way from here any more."""
+        """Unpin everything. No copy from here may still be running."""
         self._usable.clear()
         self._locker.close()
         self._usable.clear()  # what was being locked meanwhile
@@ -120,7 +120,7 @@ class LockedFiles:
 
 
 def _map(place: FileRange) -> _Mapped | None:
-    """None where the file is gone or too short: who reads it says so."""
+    """Map a weight. None if the file is gone or too short, which reading it will report."""
     try:
         handle = place.open()
         if handle is None:

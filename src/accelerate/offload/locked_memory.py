@@ -1,8 +1,7 @@
-"""Weights in page-locked host memory: a device reads them at the speed of the bus, and behind the compute.
+"""Weights in pinned host memory: a device copies them at the speed of the bus, while it computes.
 
-Memory is locked where it is, by threads of their own, because that takes a while (up to a fifth of a second for each
-GiB): what is not locked yet, or cannot be, goes through buffers (devices/staging.py). See devices/page_lock.py
-for the rest.
+Memory is pinned in place, by separate threads, since that takes up to a fifth of a second per GiB. What is not pinned
+yet, or cannot be, is copied through buffers (devices/staging.py). See devices/page_lock.py for the rest.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ _ALIGNED = 64  # as torch aligns what it allocates
 
 
 def pages_of(storage: torch.UntypedStorage, page: int = mmap.PAGESIZE) -> tuple[int, int]:
-    """The pages under a storage: where they start, and their size."""
+    """The pages of a storage: their address and size."""
     start = storage.data_ptr() // page * page
     stop = -(-(storage.data_ptr() + storage.nbytes()) // page) * page
     return start, stop - start
 
 
 def has_own_pages(storage: torch.UntypedStorage) -> bool:
-    """Whether nothing else can lie in the pages of a storage.
+    """Whether nothing else can be in the pages of a storage.
 
-    A storage that is a piece of something (of a mapped file, a numpy array, another storage) cannot be resized. Of the
-    others the allocator says how many bytes are theirs to use. Where glibc has mapped pages for one alone, it begins
-    right behind a note in the first page, and may use all of the last page. Between others it may not: the note of the
-    next allocation would have no room.
+    A storage that is part of something (a mapped file, a NumPy array, another storage) cannot be resized. For others
+    the allocator tells how many bytes are usable. If glibc has mapped pages for one allocation alone, it begins right
+    behind a header in the first page, and may use all of the last page. Otherwise it may not, since the header of the
+    next allocation needs room.
     """
     if storage.nbytes() < OWN_PAGES or not storage.resizable():
         return False
@@ -54,7 +53,7 @@ def has_own_pages(storage: torch.UntypedStorage) -> bool:
 
 @functools.cache
 def _usable_size() -> Callable[[int], int] | None:
-    """`malloc_usable_size`, of the allocator that is in use. Without it no memory is locked where it lies."""
+    """`malloc_usable_size` of the allocator in use. Without it, no memory is pinned in place."""
     try:
         function = ctypes.CDLL(None).malloc_usable_size
     except (OSError, TypeError, AttributeError):  # not a system of the kind
@@ -65,7 +64,7 @@ def _usable_size() -> Callable[[int], int] | None:
 
 
 class LockedCopies:
-    """Small tensors, copied once to page-locked memory. allocate: gives as many bytes of that."""
+    """Small tensors, copied once to pinned memory. allocate: returns pinned memory of a given size."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor], most: int = MOST_COPIES) -> None:
         self._allocate = allocate
@@ -87,7 +86,7 @@ class LockedCopies:
             self._copies[address] = tensor, version_of(tensor), copied
 
     def find(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The copy of a tensor, unless it has been written to since."""
+        """The copy of a tensor, unless the tensor has been written to since."""
         known, version, copied = self._copies.get(tensor.data_ptr(), (None, -1, None))
         if known is None or known.shape != tensor.shape or known.dtype != tensor.dtype:
             return None
@@ -107,11 +106,11 @@ _OPEN: dict[int, PageLocks] = {}
 
 
 class PageLocks:
-    """Locks the memory of tensors, and unlocks it at the end. It keeps the memory alive for as long.
+    """Pins the memory of tensors, keeps it alive, and unpins it at the end.
 
-    Several models may have the same weights (one that is offloaded anew, while its old hooks are not collected yet):
-    one of them locks, and the last one unlocks.
-    lock, unlock: as of a `Locker`. is_locked: whether an address lies in locked memory.
+    Several models may have the same weights (one that is offloaded again, before its old hooks are collected): one of
+    them pins the memory, and the last one unpins it.
+    lock, unlock: as for a `Locker`. is_locked: whether an address is in pinned memory.
     """
 
     def __init__(self, lock: Lock, unlock: Unlock, is_locked: Callable[[int], bool]) -> None:
@@ -127,7 +126,7 @@ class PageLocks:
         return tensor.untyped_storage().data_ptr() in self._usable
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Lock the memory of these tensors soon, if that can be done and most of it is theirs."""
+        """Pin the memory of these tensors soon, if possible and if most of it is theirs."""
         used: Counter[int] = Counter()
         storages: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
@@ -149,7 +148,7 @@ class PageLocks:
             self._usable.add(storage.data_ptr())
 
     def _borrow(self, storage: torch.UntypedStorage) -> bool:
-        """Whether somebody has locked it, from its first byte to its last one."""
+        """Whether someone else has pinned all of it."""
         first, start = storage.data_ptr(), pages_of(storage)[0]
         self._borrowed.add(start)  # at once: who has locked it may be about to give it up
         locked = self._is_locked(first) and self._is_locked(first + storage.nbytes() - 1)
@@ -166,11 +165,11 @@ class PageLocks:
         self._unlock(start)
 
     def wait(self) -> None:
-        """Until everything that was added is locked, or was refused."""
+        """Wait until everything that was added is pinned or refused."""
         self._locker.wait()
 
     def close(self) -> None:
-        """Unlock everything that nobody else uses: memory must not be freed while it is locked."""
+        """Unpin everything that nobody else uses: memory must not be freed while it is pinned."""
         _OPEN.pop(id(self), None)
         self._usable.clear()
         self._locker.close()

@@ -1,4 +1,4 @@
-"""Where offloaded weights lie: in memory, in files of their own, or in the safetensors files they came in."""
+"""Where offloaded weights are stored: in memory, in files of their own, or in the original safetensors files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def offload_weight(
 
 @contextmanager
 def _writing(path: str) -> Iterator[Path]:
-    """A name to write a file under, which gets its own when it is whole: another model may have the old one mapped."""
+    """A draft path that is renamed when the file is complete: another model may have the old file mapped."""
     try:
         with replacing(path) as draft:
             yield draft
@@ -102,7 +102,7 @@ def _write_index(index: Mapping[str, Any], folder: str | os.PathLike[str]) -> No
 
 
 def load_offload_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The index of a folder; an empty one where there is none."""
+    """The index of a folder; empty if there is none."""
     path = Path(folder) / INDEX
     if not path.is_file():
         return {}
@@ -127,9 +127,9 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 
 
 def keep_on_disk(folder: str | os.PathLike[str], state_dict: Mapping[str, torch.Tensor]) -> None:
-    """Make sure that a folder has the weights of a state dict. What is there already is not written again.
+    """Make sure that a folder has the weights of a state dict. Existing weights are not written again.
 
-    Weights on the meta device must be there: they have no value to be written.
+    Weights on the meta device must exist there, since they have no values to write.
     """
     os.makedirs(folder, exist_ok=True)
     there = OffloadedWeightsLoader(save_folder=folder, index=load_offload_index(folder))
@@ -290,7 +290,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 
 def find_source(weights: Mapping[str, Any], name: str) -> torch.Tensor | FileRange:
-    """What is behind a name: the tensor in memory, or its place in a file."""
+    """The source of a weight: the tensor in memory, or its range in a file."""
     while isinstance(weights, PrefixedDataset):
         name, weights = f"{weights.prefix}{name}", weights.dataset
     if isinstance(weights, OffloadedWeightsLoader):
@@ -302,14 +302,14 @@ def find_source(weights: Mapping[str, Any], name: str) -> torch.Tensor | FileRan
 
 
 def full_name(weights: Mapping[str, Any], name: str) -> str:
-    """A name as it is in the mapping under all prefixes: with that of its module."""
+    """The full name of a weight, in the mapping below all prefixes."""
     while isinstance(weights, PrefixedDataset):
         name, weights = f"{weights.prefix}{name}", weights.dataset
     return name
 
 
 def root_of(weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mapping under all prefixes."""
+    """The mapping below all prefixes."""
     while isinstance(weights, PrefixedDataset):
         weights = weights.dataset
     return weights
@@ -329,7 +329,7 @@ def extract_submodules_state_dict(
 
 
 def _names_above(name: str) -> Iterator[str]:
-    """A name, the modules that contain it, and the whole model."""
+    """A name, the names of the modules that contain it, and the empty name of the model."""
     while name:
         yield name
         name = name.rpartition(".")[0]

@@ -1,4 +1,4 @@
-"""Parameters of every class, made again with other data: plain ones, subclasses, and those of bitsandbytes.
+"""Recreating parameters of any class with other data: plain ones, subclasses, and those of bitsandbytes.
 
 bitsandbytes quantizes when a parameter is moved from the CPU to where it stays, which may be the CPU as well.
 """
@@ -35,9 +35,9 @@ def has_parts(kind: type[torch.Tensor]) -> bool:
 
 
 def like(parameter: torch.Tensor, data: torch.Tensor, **attributes: Any) -> nn.Parameter:
-    """Return a parameter of the same class and with the same attributes, but other data.
+    """Return a parameter with the same class and attributes, but other data.
 
-    attributes: those that are to be different.
+    attributes: those to change.
     """
     return of_kind(type(parameter), data, parameter.requires_grad, {**parameter.__dict__, **attributes})
 
@@ -45,7 +45,7 @@ def like(parameter: torch.Tensor, data: torch.Tensor, **attributes: Any) -> nn.P
 def of_kind(
     kind: type[torch.Tensor], data: torch.Tensor, requires_grad: bool, attributes: dict[str, Any]
 ) -> nn.Parameter:
-    """Returns a parameter of a class: one of its own, or that of tensors which were made parameters."""
+    """Return a parameter of a class, which may be a tensor subclass that was turned into a parameter."""
     if kind is not nn.Parameter and issubclass(kind, nn.Parameter):
         accepted = _arguments(kind)
         known = {name: value for name, value in attributes.items() if name in accepted}
@@ -68,7 +68,7 @@ def place_quantized(
     device: torch.device,
     statistics: torch.Tensor | None,
 ) -> None:
-    """Puts a parameter of bitsandbytes on a device; a value that is not quantized yet is quantized there.
+    """Put a parameter of bitsandbytes on a device, quantizing it there if it is not quantized yet.
 
     statistics: the scales of an 8-bit value.
     """

@@ -1,7 +1,7 @@
-"""What stands in a module for a tensor that lies elsewhere.
+"""The placeholder of an offloaded tensor in its module.
 
-It shows as a tensor on the meta device: nothing is held in memory. When something is computed with it anyway (by the
-parent of its module, say, which does not run the module's hook), the value is brought in for that one computation.
+It looks like a tensor on the meta device, and holds no data. If something computes with it anyway (the parent of its
+module, say, without running the module's hook), the value is copied in for that one computation.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ _CASTING: ContextVar[bool] = ContextVar("casting", default=False)
 
 
 class Offloaded(BecomesParameter):
-    """Behavior of both kinds of placeholder.
+    """The behavior of both kinds of placeholder.
 
-    slot: where the value is. put_back: the tensor that a module got for good, for those that share it.
+    slot: where the value is. put_back: the tensor that replaced it for good, for modules that share it.
     """
 
     slot: Slot
@@ -132,7 +132,7 @@ class Offloaded(BecomesParameter):
 
     @outside_graphs
     def _again(self, dtype: torch.dtype, shape: torch.Size | None = None) -> OffloadedTensor:
-        """The same value as a tensor that has no part in gradients, in this dtype and shape."""
+        """A placeholder for the same value, detached, in this dtype and shape."""
         meta = _meta(cast(torch.Tensor, self), dtype)
         made = OffloadedTensor._around(meta if shape is None else meta.view(shape))
         made.slot = self.slot
@@ -140,15 +140,15 @@ class Offloaded(BecomesParameter):
 
     @outside_graphs
     def _detached(self) -> Any:
-        """The same value without a part in gradients. `nn.Parameter` insists on the same class, too."""
+        """A detached placeholder for the same value, of the same class, as `nn.Parameter` requires."""
         made = cast(Any, type(self))._without_gradients(cast(torch.Tensor, self))
         made.slot = self.slot
         return made
 
     def became_parameter(self) -> None:
-        """`nn.Parameter` has made this one of a placeholder: a parameter to be trained, so it gets a value.
+        """Called if `nn.Parameter` was given a placeholder: the parameter is to be trained, so it gets a value.
 
-        What a cast of a module makes takes the place of a placeholder, and remains one.
+        A parameter that a cast of a module creates stays a placeholder.
         """
         if not _CASTING.get():
             tensor = cast(torch.Tensor, self)
@@ -156,7 +156,7 @@ class Offloaded(BecomesParameter):
             torch.utils.swap_tensors(tensor, made)
 
     def attributes(self) -> dict[str, Any]:
-        """What somebody has noted on the parameter."""
+        """The attributes that were set on the parameter."""
         return {name: value for name, value in self.__dict__.items() if name not in ("slot", "put_back")}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -166,7 +166,7 @@ class Offloaded(BecomesParameter):
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A pickle has no use for a place on this machine: it gets the value."""
+        """Pickle the value, since a location on this machine means nothing elsewhere."""
         tensor = cast(torch.Tensor, self)
         value = self.slot.host().to(tensor.dtype)
         if isinstance(tensor, nn.Parameter):
@@ -175,7 +175,7 @@ class Offloaded(BecomesParameter):
 
 
 class OffloadedTensor(Offloaded, torch.Tensor):
-    """A buffer that lies elsewhere, or a value that is put off until it is used."""
+    """An offloaded buffer, or a value that is materialized when it is used."""
 
     @classmethod
     def _around(cls, tensor: torch.Tensor) -> Any:
@@ -185,12 +185,12 @@ class OffloadedTensor(Offloaded, torch.Tensor):
 
 
 class OffloadedParameter(Offloaded, nn.Parameter):
-    """A parameter that lies elsewhere."""
+    """An offloaded parameter."""
 
     def __new__(cls, data: torch.Tensor, requires_grad: bool = True) -> Any:
-        """Code that makes a parameter anew in the class of the old one has a value for it: that is a plain one.
+        """Code that recreates a parameter in the class of the old one has a value for it, and gets a plain parameter.
 
-        Where that value is a placeholder, a cast one, so is what is made.
+        If that value is a placeholder, as after a cast, the result is one, too.
         """
         if not isinstance(data, Offloaded):
             return nn.Parameter(data, requires_grad)
@@ -219,7 +219,7 @@ def stand_in_for(tensor: torch.Tensor, slot: Slot) -> Any:
 
 
 def traits_of(stand_in: torch.Tensor) -> tuple[torch.dtype, bool]:
-    """The dtype of a placeholder and whether it requires gradients, without a detour for each."""
+    """The dtype of a placeholder and whether it requires gradients, without a dispatch for each."""
     traits: tuple[torch.dtype, bool] = _as_meta(_traits, (), (stand_in,), {})
     return traits
 
@@ -235,7 +235,7 @@ def _meta(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tenso
 
 @contextlib.contextmanager
 def casting() -> Iterator[None]:
-    """Inside, a module is cast: parameters that are made of placeholders remain placeholders."""
+    """A context in which a module is cast: parameters that are made of placeholders stay placeholders."""
     token = _CASTING.set(True)
     try:
         yield
@@ -244,7 +244,7 @@ def casting() -> Iterator[None]:
 
 
 def _let_initialisers_write() -> None:
-    """Have the functions of nn.init write to placeholders that would otherwise take these for empty."""
+    """Have the functions of nn.init write to placeholders, which they would otherwise take for empty."""
     for name in _INITIALISERS:
         function = getattr(nn.init, name, None)
         if function is not None and function is not _WRITING_INITIALISERS.get(name):
@@ -310,7 +310,7 @@ def _written(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[A
 
 @outside_graphs
 def _write(function: Callable[..., Any], written: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Change values in place, where they lie."""
+    """Change values in place, where they are stored."""
     if function is torch.Tensor.copy_ and len(args) > 1 and args[1] is args[0]:
         return args[0]  # it has this value
     hosts = {id(offloaded): _writable(offloaded, function.__name__) for offloaded in written}
@@ -343,7 +343,7 @@ def _writable(offloaded: Any, how: str) -> torch.Tensor:
 
 
 def _is_cast(offloaded: Any, value: Any) -> bool:
-    """Whether what is assigned is the same value, perhaps in another dtype: casts of a module do that."""
+    """Whether the assigned value is the same one, perhaps in another dtype, as casts of a module assign."""
     return value.is_meta and value.shape == offloaded.shape and getattr(value, "slot", None) in (None, offloaded.slot)
 
 

@@ -1,4 +1,4 @@
-"""Where a tensor of a module belongs, and where its value is while it lies elsewhere."""
+"""Where an offloaded tensor belongs in its module, and where its value is."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Slot:
-    """One tensor of a module that lies elsewhere: where it belongs, and where its value is.
+    """An offloaded tensor of a module: where it belongs, and where its value is.
 
-    holder, attribute: the module and the tensor's name in it. weights, name: the mapping that has the value.
-    given_device, device: where the module runs, as the caller wrote it and as torch sees it.
-    tied: by address, then by device (as written), tensors that are there anyway because another module shares them.
+    holder, attribute: the module and the tensor's name in it. weights, name: the mapping with the value, and its key.
+    given_device, device: where the module runs, as the caller wrote it and as torch reports it.
+    tied: by address, then by device (as written), tensors that another module already has there.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Slot:
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        """In a pickle a placeholder is the tensor with its value, and this is where it is brought in from."""
+        """Pickled together with its placeholder, which becomes a tensor with the value."""
         kind = self.kind or (nn.Parameter if self.is_parameter else torch.Tensor)
         changed = {"weights": {self.name: self.placeholder}, "stand_in": kind, "shared": {}, "_taken": None}
         return {**self.__dict__, **changed}
@@ -90,7 +90,7 @@ class Slot:
         return True
 
     def fill(self, value: torch.Tensor, gradients: bool = True) -> torch.Tensor:
-        """Put a value into the module; returns the tensor that is there now. gradients: whether it may require some."""
+        """Put a value into the module. Returns the tensor that is there now. gradients: whether it may require them."""
         stand_in = self.table[self.attribute]
         if stand_in is not self.placeholder and isinstance(stand_in, Offloaded):
             self.placeholder = stand_in  # a cast of the model may have put another one there
@@ -116,12 +116,12 @@ class Slot:
         return value
 
     def clear(self, tensor: torch.Tensor) -> None:
-        """Take a tensor out of the module again, unless something else is in its place by now."""
+        """Replace the tensor by its placeholder again, unless the module has another tensor by now."""
         if self.table.get(self.attribute) is tensor:
             self.table[self.attribute] = self.placeholder
 
     def put_back(self, device: torch.device) -> None:
-        """Give the module its value for good, on a device; where names share a placeholder, they share the value."""
+        """Give the module its value for good, on a device. Names that share a placeholder will share the value."""
         tensor = self.table.get(self.attribute)
         if tensor is None or tensor.shape != self.placeholder.shape or not self.is_empty():
             return
@@ -142,32 +142,32 @@ class Slot:
         return tied.get(source.data_ptr(), {}) if tied and isinstance(source, torch.Tensor) else {}
 
     def take(self) -> torch.Tensor | FileRange:
-        """The source, for a copy that is used later: see `is_outdated`."""
+        """The source, for a copy that is used later; see `is_outdated`."""
         source = self.source()
         self._taken = source if isinstance(source, torch.Tensor) else None
         self._version = None if self._taken is None else version_of(self._taken)
         return source
 
     def is_outdated(self) -> bool:
-        """Whether a copy of what was taken last must not be used: it was written to, or something else is there now."""
+        """Whether a copy of what was taken last is stale: it was written to or replaced."""
         if self._taken is not None and version_of(self._taken) != self._version:
             return True
         return self.table.get(self.attribute) is not self.placeholder
 
     def host(self) -> torch.Tensor:
-        """The value without a copy where possible: as it lies in memory, or mapped from its file."""
+        """The value on the host, without a copy if possible: the tensor in memory, or mapped from its file."""
         source = find_source(self.weights, self.name)
         return source.mapped() if isinstance(source, FileRange) else source
 
     def value(self) -> torch.Tensor:
-        """The value where the module runs."""
+        """The value on the module's device."""
         source = self.source()
         value = source.mapped() if isinstance(source, FileRange) else source.detach()
         return value if value.device == self.device else value.to(self.device)
 
 
 class _Scripted:
-    """The parameters or buffers of a module of TorchScript, with what else a dict has of use here."""
+    """The parameters or buffers of a TorchScript module, with the methods of a dict that are needed here."""
 
     def __init__(self, table: Any) -> None:
         self._table = table
@@ -183,7 +183,7 @@ class _Scripted:
 
 
 def refuse_shapes(tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> None:
-    """Raises where the value that is there for a tensor has another shape. A name without a value is left alone."""
+    """Raise if the value for a tensor has another shape. Names without a value are ignored."""
     wrong = []
     for name, tensor in tensors.items():
         try:
@@ -204,6 +204,6 @@ def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor] | None:
 
 
 def _unusual_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:
-    """The strides of a tensor that has all of its memory for itself, but not in the usual order."""
+    """The strides of a dense tensor that is not in the usual memory order."""
     strides, empty = tensor.stride(), torch.empty_strided(tensor.shape, tensor.stride(), device="meta")
     return None if empty.is_contiguous() or torch.empty_like(empty).stride() != strides else strides

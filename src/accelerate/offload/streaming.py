@@ -1,4 +1,4 @@
-"""Blocks of offloaded weights: brought in before they are used, let go afterwards, never more than a few at a time."""
+"""Streaming blocks of offloaded weights: copied in before use, dropped afterwards, only a few at a time."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ class Copy(Protocol):
     """Tensors on their way to the device."""
 
     def wait(self) -> list[torch.Tensor]:
-        """The tensors, to be used by what is launched from now on; they may be asked for again."""
+        """The tensors, for use by what is launched from now on. May be called again."""
 
     def cancel(self) -> None:
-        """They will not be used."""
+        """The tensors will not be used."""
 
 
 class Copier(Protocol):
-    """Brings the tensors of slots to a device.
+    """Copies the tensors of slots to a device.
 
-    lookahead: how many blocks may be on their way or waiting beyond the current one; 0 where nothing is gained.
+    lookahead: how many blocks may be on their way or waiting beyond the current one; 0 if that gains nothing.
     """
 
     lookahead: int
 
     def start(self, slots: list[Slot]) -> Copy:
-        """Begin to bring in what the slots' `take` gives."""
+        """Start copying what the slots' `take` returns."""
 
     def prepare(self, slots: list[Slot]) -> None:
-        """Told before the first forward what will be copied again and again."""
+        """Called before the first forward with what will be copied in every forward."""
 
 
 class DirectCopier:
-    """Copies when the tensors are asked for. On the CPU nothing is copied at all: weights are used where they lie."""
+    """Copies when the tensors are asked for. On the CPU nothing is copied: weights are used where they are."""
 
     lookahead = 0
 
     def prepare(self, slots: list[Slot]) -> None:
-        """Find the files, which are kept from then on."""
+        """Open the files, which are kept from then on."""
         for slot in slots:
             slot.source()
 
@@ -69,7 +69,7 @@ class _Direct:
 
 
 def copier_for(device: torch.device) -> Copier:
-    """What copies best to a device."""
+    """The best copier for a device."""
     if copies_behind(device):
         from accelerate.offload.cuda_copier import CudaCopier
 
@@ -78,7 +78,7 @@ def copier_for(device: torch.device) -> Copier:
 
 
 class Block:
-    """What one hook brings in: the tensors of a module. They are in their module between `install` and `remove`."""
+    """The tensors of a module that one hook loads. They are in the module between `install` and `remove`."""
 
     def __init__(self, slots: list[Slot]) -> None:
         self.slots = slots
@@ -91,7 +91,7 @@ class Block:
         self._installed: list[tuple[Slot, torch.Tensor]] = []
 
     def missing(self) -> list[Slot]:
-        """The slots that hold nothing: one that somebody has filled with a real tensor is left alone."""
+        """The slots that are empty. A slot that was filled with a real tensor is left alone."""
         return [slot for slot in self.slots if slot.is_empty()]
 
     def install(self, slots: list[Slot], tensors: list[torch.Tensor]) -> None:
@@ -120,11 +120,11 @@ class _Coming(NamedTuple):
 
 
 class Streamer:
-    """Brings blocks in when they are used, and ahead of that as soon as their order is known.
+    """Copies blocks in when they are used, and ahead of that once their order is known.
 
-    At most `copier.lookahead` blocks are there beyond those in use. Where the order changes, what was brought in for
-    nothing is dropped, and a block comes when it is asked for. It looks ahead between `begin` and `end` only, so that
-    nothing stays on the device behind them.
+    At most `copier.lookahead` blocks are on the device beyond those in use. If the order changes, blocks that were
+    copied for nothing are dropped, and a block is copied when it is asked for. It looks ahead only between `begin` and
+    `end`, so that nothing stays on the device afterwards.
     weights: what it streams; kept alive with it.
     """
 
@@ -146,7 +146,7 @@ class Streamer:
         self._autocasts: set[str] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Streamer:
-        """A copied model learns its own order; what a device has to copy with cannot be copied."""
+        """A copied model learns its own order, and gets its own copier, since streams cannot be copied."""
         memo[id(self)] = other = Streamer(self.copier)
         other.__setstate__(copy.deepcopy(self.__reduce__()[2], memo))
         return other
@@ -165,7 +165,7 @@ class Streamer:
         self._autocasts |= block.autocasts
 
     def discard(self, block: Block) -> None:
-        """Forget a block whose hook is taken off."""
+        """Forget a block whose hook was removed."""
         with self._guard:
             if block in self._in_use:
                 self._release(block)
@@ -173,13 +173,13 @@ class Streamer:
             self._known.pop(block, None)
 
     def prepare(self) -> None:
-        """Make ready for what has been added since the last time."""
+        """Prepare the blocks that were added since the last time."""
         if self._untold:
             self.copier.prepare([slot for block in self._untold if block in self._known for slot in block.slots])
             self._untold = []
 
     def begin(self, who: int = 0) -> None:
-        """The forward of a model, or of a part of it, begins. who: which; each has an order of its own."""
+        """Called when the forward of a model, or of a part of it, begins. who: which one; each has its own order."""
         with self._guard:
             caller = who, threading.get_ident()
             if self._depth and caller != self._outermost:
@@ -193,7 +193,7 @@ class Streamer:
             self._look_ahead()
 
     def end(self) -> None:
-        """It is over, with or without success. After the outermost one all memory is given back."""
+        """Called when it ends, with or without an error. After the outermost one all memory is freed."""
         with self._guard:
             self._depth = max(self._depth - 1, 0)
             if self._depth:
@@ -206,7 +206,7 @@ class Streamer:
                 torch.clear_autocast_cache()  # it keeps casts of weights that have left: see `Block.install`
 
     def enter(self, block: Block) -> None:
-        """Put the tensors of a block into their modules."""
+        """Put the tensors of a block into their module."""
         with self._guard:
             if block.users:
                 if self.copier.lookahead:
@@ -228,7 +228,7 @@ class Streamer:
                 self._look_ahead()
 
     def leave(self, block: Block) -> None:
-        """Take the tensors out again."""
+        """Remove the tensors of a block again."""
         with self._guard:
             if block.users > 1:
                 block.users -= 1

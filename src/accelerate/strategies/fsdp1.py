@@ -24,7 +24,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from accelerate.checkpoint.full_state import Names, added
-from accelerate.checkpoint.run_state import unwrapped
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.errors import CheckpointError
 from accelerate.parallel import values
@@ -38,6 +37,7 @@ from accelerate.strategies.wrapping import average_gradients, compute_twice, ign
 from accelerate.torch_internals.compile import compiled_like, original_of
 from accelerate.torch_internals.fsdp1 import exchanges, exchanging, give_mesh, is_hybrid, name_before
 from accelerate.torch_internals.modules import parameters_of
+from accelerate.unwrap import unwrapped
 
 
 class FSDP1(Sharded):

@@ -11,15 +11,16 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.agreement import agree
+from accelerate.checkpoint.agreement import together
 from accelerate.checkpoint.parts import Part, write_parts
 from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.comm.tree import recursively_apply
 from accelerate.errors import CheckpointError
 from accelerate.modules import is_peft_model
 from accelerate.parallel.shards import local
-from accelerate.strategies.sharded import Sharded
+from accelerate.strategies.sharded import Sharded, gathers
 from accelerate.torch_internals.fsdp1 import name_before
-from accelerate.unwrap import extract_model_from_parallel
+from accelerate.unwrap import unwrapped, unwrapped_optimizer
 
 Folder = str | os.PathLike[str]
 
@@ -46,15 +47,13 @@ def save_fsdp_model(
             same way, can load it.
     """
     engine = _engine(accelerator)
-    gathers = _gathers(fsdp_plugin)
+    full = gathers(fsdp_plugin)
     adapter = adapter_only and is_peft_model(model)
     keep: Callable[[dict[str, Any]], dict[str, Any]] = _adapter_of(model) if adapter else dict
-    if gathers or use_dcp:
-        _write(accelerator, engine.model_parts(model, model_index, gathers=gathers, keep=keep), output_dir)
+    if full or use_dcp:
+        _write(engine.model_parts(model, model_index, gathers=full, keep=keep), output_dir)
     else:
-        _save_own(
-            accelerator, keep(engine.pieces(model)), layout.own_model(model_index, _rank(accelerator)), output_dir
-        )
+        _save_own(keep(engine.pieces(model)), layout.own_model(model_index, _rank(accelerator)), output_dir)
 
 
 def load_fsdp_model(
@@ -83,7 +82,7 @@ def load_fsdp_model(
 
     def read() -> dict[str, Any]:
         names = _adapter_names(model, engine.pieces(model)) if adapter else None
-        if not use_dcp and not _gathers(fsdp_plugin):
+        if not use_dcp and not gathers(fsdp_plugin):
             own = engine.pieces(model)
             stored = {name: name for name in own} if names is None else names
             found = _load_own(own_file, {name: own[inside] for name, inside in stored.items()})
@@ -91,7 +90,7 @@ def load_fsdp_model(
             return {stored[name]: value for name, value in found.items()}
         return engine.read_model(model, CheckpointReader(Path(input_dir)), model_index, names=names)
 
-    engine.put_pieces(model, _agreed(accelerator, read))
+    engine.put_pieces(model, _agreed(read))
 
 
 def save_fsdp_optimizer(
@@ -115,13 +114,13 @@ def save_fsdp_optimizer(
         use_dcp: as in `save_fsdp_model`.
     """
     engine = _engine(accelerator)
-    gathers = _gathers(fsdp_plugin)
-    if gathers or use_dcp:
-        parts = engine.optimizer_parts([model], optimizer, optimizer_index, gathers=gathers)
-        _write(accelerator, parts, output_dir)
+    full = gathers(fsdp_plugin)
+    if full or use_dcp:
+        parts = engine.optimizer_parts([model], optimizer, optimizer_index, gathers=full)
+        _write(parts, output_dir)
     else:
-        content = getattr(optimizer, "optimizer", optimizer).state_dict()
-        _save_own(accelerator, content, layout.own_optimizer(optimizer_index, _rank(accelerator)), output_dir)
+        content = unwrapped_optimizer(optimizer).state_dict()
+        _save_own(content, layout.own_optimizer(optimizer_index, _rank(accelerator)), output_dir)
 
 
 def load_fsdp_optimizer(
@@ -147,14 +146,13 @@ def load_fsdp_optimizer(
         use_dcp: as in `save_fsdp_model`.
     """
     engine = _engine(accelerator)
-    inner = getattr(optimizer, "optimizer", optimizer)
-    if not use_dcp and not _gathers(fsdp_plugin):
+    inner = unwrapped_optimizer(optimizer)
+    if not use_dcp and not gathers(fsdp_plugin):
         own_file = Path(input_dir) / layout.own_optimizer(optimizer_index, _rank(accelerator))
-        content = _agreed(accelerator, lambda: _load_own(own_file, inner.state_dict()))
+        content = _agreed(lambda: _load_own(own_file, inner.state_dict()))
         inner.load_state_dict(content)
         return
     content = _agreed(
-        accelerator,
         lambda: engine.read_optimizer([model], optimizer, CheckpointReader(Path(input_dir)), optimizer_index),
     )
     engine.put_optimizer_pieces([model], inner, content)
@@ -174,47 +172,34 @@ def _rank(accelerator: Any) -> int:
     return int(accelerator.process_index)
 
 
-def _gathers(plugin: Any) -> bool:
-    return "FULL_STATE_DICT" in str(plugin.state_dict_type)
-
-
-def _write(accelerator: Any, parts: Iterable[Part], folder: Folder) -> None:
+def _write(parts: Iterable[Part], folder: Folder) -> None:
     def write() -> None:
         os.makedirs(folder, exist_ok=True)
         write_parts(parts, Path(folder))
 
-    _agreed(accelerator, write)
+    _agreed(write)
 
 
-def _agreed(accelerator: Any, work: Callable[[], Any]) -> Any:
+def _agreed(work: Callable[[], Any]) -> Any:
     """The result of something that all processes do; raises on all of them where one fails."""
-    failure: Exception | None = None
-    result = None
-    try:
-        result = work()
-    except Exception as error:
-        failure = error
-    agree(failure, _rank(accelerator))
-    return result
+    result: list[Any] = []  # which stays here: the others are only told that there is one
+    together(lambda: result.append(work()))
+    return result[0]
 
 
 # --- one file per process ---------------------------------------------------------------------------------------
 
 
-def _save_own(accelerator: Any, content: dict[str, Any], name: str, folder: Folder) -> None:
+def _save_own(content: dict[str, Any], name: str, folder: Folder) -> None:
     def write() -> None:
         os.makedirs(folder, exist_ok=True)
-        torch.save(_as_pieces(content), Path(folder) / name)
+        torch.save(recursively_apply(_local_shard, content), Path(folder) / name)
 
-    _agreed(accelerator, write)
+    _agreed(write)
 
 
-def _as_pieces(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return local(value.detach())
-    if isinstance(value, dict):
-        return {key: _as_pieces(item) for key, item in value.items()}
-    return [_as_pieces(item) for item in value] if isinstance(value, list) else value
+def _local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    return local(tensor.detach())
 
 
 def _load_own(path: Path, like: dict[str, Any]) -> dict[str, Any]:
@@ -254,7 +239,7 @@ def _filled(value: Any, like: Any) -> Any:
 
 def _adapter_of(model: torch.nn.Module) -> Callable[[dict[str, Any]], dict[str, Any]]:
     peft = importlib.import_module("peft")
-    inner = extract_model_from_parallel(model, keep_torch_compile=False)
+    inner: Any = unwrapped(model)
 
     def keep(state: dict[str, Any]) -> dict[str, Any]:
         places = _places(inner)

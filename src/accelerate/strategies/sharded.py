@@ -23,9 +23,10 @@ from accelerate.checkpoint.full_state import (
 from accelerate.checkpoint.model_weights import Fetch
 from accelerate.checkpoint.parts import File, Part, StagedLoad
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.run_state import Run, named_parameters, unwrapped
+from accelerate.checkpoint.run_state import Run, named_parameters
 from accelerate.checkpoint.sharded_state import Shards, read
 from accelerate.comm import current
+from accelerate.comm.tree import recursively_apply
 from accelerate.compilation import compile_regions_fsdp2
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import DistributedDataParallelKwargs
@@ -36,6 +37,7 @@ from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.rebind import Moved
 from accelerate.torch_internals.modules import parameters_of
+from accelerate.unwrap import unwrapped, unwrapped_optimizer
 
 
 class Sharded(Strategy):
@@ -145,8 +147,7 @@ class Sharded(Strategy):
             if twin in done:
                 value = done[twin]
             elif isinstance(value, torch.Tensor):
-                full = whole(value)
-                value = full.cpu() if first else None
+                value = _gathered(value)
             if twin is not None:
                 done[twin] = value
             if first:
@@ -206,8 +207,8 @@ class Sharded(Strategy):
 
     @property
     def gathers(self) -> bool:
-        """Whether checkpoints hold whole models, put together on the first process."""
-        return "FULL_STATE_DICT" in str(self.plugin.state_dict_type)
+        """Whether checkpoints hold full state dicts, gathered on rank 0."""
+        return gathers(self.plugin)
 
     def model_parts(
         self,
@@ -227,11 +228,11 @@ class Sharded(Strategy):
 
     def optimizer_parts(self, models: list[nn.Module], optimizer: Any, number: int, *, gathers: bool) -> Iterator[Part]:
         """The parts of a checkpoint for one optimizer."""
-        content = self.optimizer_pieces(models, _inner(optimizer))
+        content = self.optimizer_pieces(models, unwrapped_optimizer(optimizer))
         if not gathers:
             yield Shards(layout.optimizer_shards(number), "optimizer", content)
             return
-        content = _gathered(content, dist.get_rank() == 0)
+        content = recursively_apply(_gathered, content)
         if dist.get_rank() == 0:
             yield File(layout.optimizer(number), content)
 
@@ -251,7 +252,7 @@ class Sharded(Strategy):
                 self.put_pieces(model, pieces)
             self.put_gradients(run.models, waiting, exchanged)
             for optimizer, content in zip(run.optimizers, optimizers, strict=True):
-                self.put_optimizer_pieces(run.models, _inner(optimizer), content)
+                self.put_optimizer_pieces(run.models, unwrapped_optimizer(optimizer), content)
 
         return StagedLoad(apply)
 
@@ -303,7 +304,7 @@ class Sharded(Strategy):
         if reader.has(folder):
             content = read(reader.folder / folder, lambda keys, size, dtype: _place(like(keys), size, dtype))
             return {"state": {}, **content}
-        content = to_names(reader.content(layout.optimizer(number)), self.names(models, _inner(optimizer)))
+        content = to_names(reader.content(layout.optimizer(number)), self.names(models, unwrapped_optimizer(optimizer)))
         state = {
             name: {key: _cut(value, likes.get(name)) for key, value in values.items()}
             for name, values in content["state"].items()
@@ -319,18 +320,15 @@ def names_of_each(model: nn.Module) -> list[set[str]]:
     return list(found.values())
 
 
-def _inner(optimizer: Any) -> Any:
-    return getattr(optimizer, "optimizer", optimizer)
+def gathers(plugin: FullyShardedDataParallelPlugin) -> bool:
+    """Whether checkpoints hold full state dicts, gathered on rank 0."""
+    return "FULL_STATE_DICT" in str(plugin.state_dict_type)
 
 
-def _gathered(value: Any, keep: bool) -> Any:
-    """Nested pieces put together, tensor by tensor; keep: on this process."""
-    if isinstance(value, torch.Tensor):
-        full = whole(value)
-        return full.cpu() if keep else None
-    if isinstance(value, dict):
-        return {key: _gathered(item, keep) for key, item in value.items()}
-    return [_gathered(item, keep) for item in value] if isinstance(value, list) else value
+def _gathered(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The full tensor, on rank 0."""
+    full = whole(tensor)
+    return full.cpu() if dist.get_rank() == 0 else None
 
 
 def _described(value: Any) -> Any:
