@@ -7,13 +7,15 @@ import re
 import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.diagnosis import limits, roll
+from accelerate.diagnosis import limits, roll, watch
 from accelerate.diagnosis.roll import Note
 from tests.harness import run_world, world_outcomes
 from tests.harness.world import free_port
@@ -95,7 +97,28 @@ def test_control_c_shows_the_roll_once_more(tmp_path: Path) -> None:
             if "The ranks wait for each other" in line:
                 break
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
-        assert "The ranks wait for each other: rank 0 has waited" in launcher.stderr.read()
+        told = launcher.stderr.read()
+    assert re.search(r"The ranks wait for each other: rank 0 has waited .*; rank 1 runs train\.py:11 \(load_batch\)", told)
+    assert "Traceback" not in told and "Error" not in told, told
+
+
+def note_of_an_interrupted_rank() -> str:
+    accelerator = Accelerator(cpu=True)
+    watching = watch.current()
+    assert watching is not None
+    if accelerator.process_index == 1:
+        while watching.everybody()[1].kind != "runs":
+            time.sleep(0.01)
+        with suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        watching.leave()  # as at the end of a program
+    accelerator.wait_for_everyone()
+    return watching.everybody()[1].kind
+
+
+def test_a_rank_that_control_c_has_ended_is_shown_where_it_was() -> None:
+    """Others show the roll when it may be gone already, and it did not end by itself."""
+    assert run_world(note_of_an_interrupted_rank, 2, env={limits.LIMIT: "2"}) == ["runs", "runs"]
 
 
 def hang_in_a_notebook() -> None:

@@ -36,6 +36,8 @@ _NOTE_AFTER = 5.0
 _NOTES_PER_SECOND = 100
 # Of a question to the store.
 _PATIENCE = timedelta(seconds=5)
+# A program that ends within so many seconds after Control-C ends because of it.
+_ENDS_WITHIN = 10.0
 
 
 class HangWatch:
@@ -79,7 +81,8 @@ class HangWatch:
             if self._thread.is_alive():
                 return
             self._pipe.close()
-            self._write(note or Note("left", host=self._host), time.monotonic())
+            if time.monotonic() - self._pipe.interrupted > _ENDS_WITHIN:  # else others are to see where it was
+                self._write(note or Note("left", host=self._host), time.monotonic())
 
     def exits(self, code: Any) -> None:
         """The program ends with this code."""
@@ -190,6 +193,7 @@ class _Pipe:
     """Wakes the thread of a watch: to end it, and at signals, which the thread that trains sees only after its call."""
 
     def __init__(self) -> None:
+        self.interrupted = float("-inf")  # when Control-C was last seen
         self._reading, self._writing = os.pipe()
         os.set_blocking(self._writing, False)
         self._listens = False
@@ -204,6 +208,8 @@ class _Pipe:
         if not select.select([self._reading], [], [], seconds)[0]:
             return b""
         signals = os.read(self._reading, 4096)
+        if signal.SIGINT in signals:
+            self.interrupted = time.monotonic()
         return None if b"\0" in signals else signals
 
     def end(self) -> None:

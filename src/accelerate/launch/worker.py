@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -300,6 +301,16 @@ def main() -> None:
     say_attempt()
     sys.argv = [target, *arguments]
     try:
+        run(kind, target)
+    except KeyboardInterrupt:  # also in the middle of an error, which is then that the others have ended already
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher's: it would break into what is done at the end
+        tell_recorders(130)
+        sys.exit(130)
+
+
+def run(kind: str, target: str) -> None:
+    """The script, or module; how it ends is shown, and written down for the launcher."""
+    try:
         run_module(target) if kind == "module" else run_script(target)
     except SystemExit as end:
         if end.code:
@@ -309,8 +320,7 @@ def main() -> None:
             tell_recorders(end.code)
         raise
     except KeyboardInterrupt:
-        tell_recorders(130)
-        sys.exit(130)
+        raise
     except BaseException as error:
         traceback = _inside(error.__traceback__)
         # First on the screen: whoever shows an error may add to it, as which machine was lost.

@@ -104,8 +104,9 @@ class Sharded(Strategy):
 
     def nonfinite(self, parameters: list[torch.Tensor]) -> torch.Tensor:
         own = super().nonfinite(parameters)
-        # The value may lie in the piece of one process, and another may have no piece at all; and where pieces lie
-        # elsewhere, all have to talk through one backend.
+        # The value may lie in the piece of one process, and another may have no piece at all. No other collective of a
+        # step can tell: gradients go to the owners of their pieces, and a script need not ask for a norm. Where pieces
+        # lie elsewhere, all have to talk through one backend.
         flag = torch.zeros((), device=self.device) if own is None else own.to(self.device)
         return current().all_reduce(flag, "max")
 
