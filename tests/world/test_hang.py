@@ -16,7 +16,8 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.diagnosis import limits, roll, watch
-from accelerate.diagnosis.roll import Note
+from accelerate.diagnosis.place import Place
+from accelerate.diagnosis.roll import Note, Notes
 from tests.harness import run_world, world_outcomes
 from tests.harness.world import free_port
 from tests.world.test_launch import LAUNCH, TWO, environment, launch, script
@@ -98,7 +99,7 @@ def test_control_c_shows_the_roll_once_more(tmp_path: Path) -> None:
                 break
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
         told = launcher.stderr.read()
-    assert re.search(r"The ranks wait for each other: rank 0 has waited .*; rank 1 runs train\.py:11 \(load_batch\)", told)
+    assert re.search(r"The ranks wait for each other: rank 0 .*; rank 1 runs train\.py:11 \(load_batch\)", told)
     assert "Traceback" not in told and "Error" not in told, told
 
 
@@ -191,6 +192,30 @@ def test_the_text_of_a_roll() -> None:
     assert "for others use `accelerator.join_uneven_inputs`" in uneven
     many = [Note("waits", "gather", "train.py:7", 0.0)] * 4 + [notes[3], notes[0]]
     assert roll.in_one_line(many, 60.0).startswith("ranks 0-3, 5 have waited 21 s in gather")
+
+
+class Written(Notes):
+    """Notes that stay here."""
+
+    def __init__(self) -> None:
+        self.size, self.notes = 2, list[Note]()
+
+    def write(self, rank: int, note: Note) -> None:
+        self.notes.append(note)
+
+
+def test_a_wait_is_counted_from_the_last_collective_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first look at where a rank is comes some seconds after its collective began."""
+    notes = Written()
+    watching = watch.Watch(notes, 0, limit=60.0, abort=False)
+    monkeypatch.setattr(watch, "collectives_begun", lambda: 7)
+    monkeypatch.setattr(watch.place, "signature", lambda thread: (1,))
+    monkeypatch.setattr(watch.place, "place_of", lambda thread, stack=False: Place("gather", "train.py:7", True))
+    monkeypatch.setattr(watch.time, "time", lambda: 1000.0)
+    for now in (100.0, 101.0, 105.0):
+        watching._look(now)
+    watching._pipe.close()
+    assert [(note.kind, note.since) for note in notes.notes] == [("waits", 995.0)]
 
 
 @pytest.mark.parametrize(

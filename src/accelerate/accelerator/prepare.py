@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, overload
 
 import torch
@@ -85,7 +85,9 @@ class Preparing(AcceleratorBase):
         entries = [bundle.add(item, placement) for item, placement in zip(args, device_placement, strict=True)]
         for item in args:
             if isinstance(item, (list, tuple)):
-                _warn_of_list(item)
+                _warn_of_objects_inside(item, item, "")
+            elif isinstance(item, dict):
+                _warn_of_objects_inside(item, item.values(), ".values()")
         self._call_overrides(bundle, "models")
         self._call_overrides(bundle, "optimizers")
         schedulers = _split_off(bundle.schedulers) if self._overrides("schedulers") else []
@@ -396,16 +398,16 @@ def _prepared_parameters(
     return known, strategy.bypassed(models) if processes > 1 else set()
 
 
-def _warn_of_list(items: list[Any] | tuple[Any, ...]) -> None:
-    """`prepare` hands lists back, and what is in them is then trained as it was."""
+def _warn_of_objects_inside(container: Any, items: Iterable[Any], taken_by: str) -> None:
+    """`prepare` returns lists and dicts unchanged, and what is in them is then trained as it was."""
     missed = [
         f"a {type(item).__name__}" for item in items if isinstance(item, (torch.nn.Module, torch.optim.Optimizer))
     ]
     if missed:
-        kind = type(items).__name__
+        kind = type(container).__name__
         warn(
             f"`prepare` was given a {kind} that holds {' and '.join(missed)} and returns it unchanged: pass the "
-            f"objects one by one, as in `prepare(*{kind}_of_objects)`."
+            f"objects one by one, as in `prepare(*{kind}_of_objects{taken_by})`."
         )
 
 

@@ -92,7 +92,7 @@ class Notes:
 
 
 def in_one_line(notes: Sequence[Note], now: float | None = None) -> str:
-    """Who is where: `rank 0 waits in gather (train.py:7) since 61 s; rank 1 ended with code 0`."""
+    """Who is where: `rank 0 has waited 61 s in gather (train.py:7); rank 1 ended with code 0`."""
     now = time.time() if now is None else now
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, note in enumerate(notes):
@@ -162,7 +162,7 @@ def likely_reason(notes: Sequence[Note]) -> str:
         return (
             f"In a training step, {_named(training)} {'wait' if len(training) > 1 else 'waits'} for {_named(beyond)}, "
             f"which {'have' if len(beyond) > 1 else 'has'} already moved on: look for a loop with fewer batches there "
-            f"({_EVEN}), or for a collective under a condition; `--debug` stops at the first such place."
+            f"({_EVEN}), or for a collective under a condition."
         )
     if len({(note.call, note.line) for note in waiting}) > 1:
         return (

@@ -123,7 +123,9 @@ class HangWatch:
         if moves or now - self._moved < self._quiet:
             return
         if (signature := place.signature(self._watched)) != self._seen:
-            self._seen, self._came, self._shown = signature, now, 0
+            # The first look after a collective: it is there that the rank waits.
+            self._came = now if self._seen else self._moved
+            self._seen, self._shown = signature, 0
         where = place.place_of(self._watched)
         if where is None:
             return

@@ -173,6 +173,9 @@ def test_a_list_comes_back_as_it_is_and_that_is_said(kind: Any) -> None:
     with pytest.warns(UserWarning, match=rf"a {kind.__name__} that holds a Net and a SGD .* `prepare\(\*") as caught:
         assert accelerator.prepare(objects) is objects
     assert len(caught) == 1 and caught[0].filename == __file__
+    by_name = {"net": net, "steps": 3}
+    with pytest.warns(UserWarning, match=r"a dict that holds a Net .* `prepare\(\*dict_of_objects\.values\(\)\)`"):
+        assert accelerator.prepare(by_name) is by_name
     with silent():
         assert accelerator.prepare([1, "a"], (None,)) == ([1, "a"], (None,))
         accelerator.prepare(nn.ModuleList([Net()]))
