@@ -10,8 +10,7 @@ from importlib import import_module
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from accelerate import devices
 from accelerate.available import has_package, is_deepspeed_available
 from accelerate.comm.torch_dist import join_alone
 from accelerate.config.dynamo import TorchDynamoPlugin
@@ -158,7 +157,8 @@ def set_up_megatron(state: PartialState) -> None:
             f"megatron-core is installed and cannot be imported ({type(error).__name__}: {error}): install it again, "
             "for the torch that is here."
         ) from error
-    if torch.cuda.device_count() == 0 or (torch.cuda.is_available() and state.device.type != "cuda"):
+    gpus = devices.by_name("cuda")
+    if gpus.count() == 0 or (gpus.available() and state.device.type != gpus.name):
         raise Unfit(
             f"Megatron-LM runs on GPUs that are devices of `torch.cuda`, and rank {state.process_index} is on "
             f"{state.device}: start it on such GPUs, or spread the model with FSDP (`fsdp_plugin`)."
