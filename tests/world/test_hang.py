@@ -207,7 +207,7 @@ class Written(Notes):
 def test_a_wait_is_counted_from_the_last_collective_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first look at where a rank is comes some seconds after its collective began."""
     notes = Written()
-    watching = watch.Watch(notes, 0, limit=60.0, abort=False)
+    watching = watch.HangWatch(notes, 0, limit=60.0, abort=False)
     monkeypatch.setattr(watch, "collectives_begun", lambda: 7)
     monkeypatch.setattr(watch.place, "signature", lambda thread: (1,))
     monkeypatch.setattr(watch.place, "place_of", lambda thread, stack=False: Place("gather", "train.py:7", True))

@@ -158,3 +158,38 @@ def refuses() -> None:
 
 def test_several_processes_do_not_shard() -> None:
     on_several(refuses)
+
+
+def comes_too_late() -> None:
+    assert PartialState().device.type == "xla"  # which takes one device for itself
+    with pytest.raises(ValueError, match="was in use before FSDP was asked for"):
+        Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+
+
+def test_a_device_that_is_in_use_is_not_sharded_over() -> None:
+    on_xla(comes_too_late, **DEVICES)
+
+
+def trains_with_a_trainer(folder: str) -> list[float]:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    config = GPT2Config(vocab_size=64, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0)
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    set_seed(0)
+    net = GPT2LMHeadModel(config)
+    texts = [{"input_ids": row, "labels": row} for row in torch.randint(1, 64, (32, 12))]
+    arguments = TrainingArguments(
+        folder, per_device_train_batch_size=8, num_train_epochs=1, logging_steps=1, report_to=[], optim="adamw_torch"
+    )
+    trainer = Trainer(net, arguments, train_dataset=texts)
+    trainer.train()
+    if trainer.accelerator.device.type == "xla":
+        assert set(_cuts(dict(trainer.model.named_parameters())).values()) == {0, 1}
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_the_trainer_of_transformers_with_the_settings_of_a_launch(tmp_path: Path) -> None:
+    settings = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    losses = on_xla(trains_with_a_trainer, str(tmp_path / "xla"), **DEVICES, **settings)
+    assert losses == pytest.approx(on_host(trains_with_a_trainer, str(tmp_path / "host")), abs=1e-3)
+    assert (tmp_path / "xla" / "checkpoint-4" / "model.safetensors").exists()

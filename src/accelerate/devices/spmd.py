@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import warnings
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,16 @@ AXIS = "fsdp"
 
 
 def begin() -> None:
-    """Take all devices for one from now on, best before any is used."""
-    runtime = importlib.import_module("torch_xla.runtime")
-    if not runtime.is_spmd():
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # tensors that are on a device already are copied, once
-            runtime.use_spmd()
+    """Take all devices for one from now on, unless one of them is in use: torch_xla would crash later."""
+    from accelerate.torch_internals.xla import is_in_use
+
+    if not is_on() and not is_in_use():
+        importlib.import_module("torch_xla.runtime").use_spmd()
+
+
+def is_on() -> bool:
+    """Whether all devices are one."""
+    return bool(importlib.import_module("torch_xla.runtime").is_spmd())
 
 
 class Sharding:
@@ -49,7 +52,7 @@ class Sharding:
     @staticmethod
     def in_use() -> Sharding | None:
         """That of the mesh of this process, if it has one whose devices share batches."""
-        if not importlib.import_module("torch_xla.runtime").is_spmd():
+        if not is_on():
             return None
         mesh = importlib.import_module("torch_xla.distributed.spmd").get_global_mesh()
         return Sharding(mesh) if mesh is not None and AXIS in (mesh.axis_names or ()) else None

@@ -167,6 +167,8 @@ class PartialState(ProcessControl):
         if "rank" not in kwargs and not (dist.is_available() and dist.is_initialized()):
             environments.refuse_half_a_world(os.environ)
         choice = devices.choose(os.environ, cpu)
+        if parse_flag_from_env("ACCELERATE_USE_FSDP"):  # by a launch; some devices have to know before they are used
+            choice.device.will_shard()
         backend, label = self._prepare_backend(cpu, False, kwargs.get("backend"))
         joined = None
         if label != DistributedType.NO:

@@ -20,6 +20,7 @@ from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Run
 from accelerate.comm.tree import recursively_apply
 from accelerate.config.handlers import DistributedDataParallelKwargs
+from accelerate.devices import spmd
 from accelerate.devices.spmd import Sharding
 from accelerate.errors import Unfit
 from accelerate.state import AcceleratorState
@@ -35,6 +36,12 @@ class XLAFSDP(XLA):
             raise Unfit(
                 f"FSDP on XLA devices is one process for all chips of one machine, and there are {state.num_processes} "
                 "processes: start one (`accelerate launch --tpu --use_fsdp --num_processes 1`), or train without FSDP."
+            )
+        if not spmd.is_on():
+            raise Unfit(
+                "A device of torch_xla was in use before FSDP was asked for, which is too late to shard over all of "
+                "them: create the Accelerator first, launch with `--use_fsdp`, or begin the script with "
+                "`torch_xla.runtime.use_spmd()`."
             )
         self._sharding = Sharding.of_all_devices()
 

@@ -45,6 +45,19 @@ def cut_along(tensor: torch.Tensor) -> int | None:
     return next((dimension for dimension, count in enumerate(counts) if count > 1), None)
 
 
+def is_in_use() -> bool:
+    """Whether a device of torch_xla was taken for itself, so that it is late to take all of them for one.
+
+    Without the name, it is taken not to be: torch_xla then says what it does.
+    """
+    import torch_xla
+
+    try:
+        return bool(torch_xla._XLAC._xla_get_spmd_config_is_locked())
+    except AttributeError:
+        return False
+
+
 def has_started() -> bool:
     """Whether this process uses a device of torch_xla already; without the name, it is taken not to."""
     import torch_xla
