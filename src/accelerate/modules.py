@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from accelerate.available import is_peft_available
-from accelerate.torch_internals.modules import has_post_load_hooks, has_pre_load_hooks, loads_by_code_of
 from accelerate.unwrap import extract_model_from_parallel
 
 
@@ -73,28 +71,3 @@ def is_peft_model(model: Any) -> bool:
         return False
     peft = importlib.import_module("peft")
     return isinstance(extract_model_from_parallel(model), peft.PeftModel)
-
-
-def overrides_load(model: nn.Module) -> bool:
-    """Tell whether a model overrides `load_state_dict`."""
-    return type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model)
-
-
-def loads_by_own_code(model: nn.Module, names_fit: bool = True, except_for: Callable[..., Any] | None = None) -> bool:
-    """Tell whether a model has code for loading that may change what it is given, or object to it.
-
-    Hooks (but `except_for`), extra state and methods are such code. names_fit: where the names of a checkpoint are
-    those of the model, what torch's own modules have is not needed: they only know older names.
-    """
-    own = nn.Module.set_extra_state
-    return overrides_load(model) or any(
-        has_post_load_hooks(part)
-        or has_pre_load_hooks(part, except_for)
-        or type(part).set_extra_state is not own
-        or not _loads_as_torch(loads_by_code_of(part), names_fit)
-        for part in model.modules()
-    )
-
-
-def _loads_as_torch(code: str, names_fit: bool) -> bool:
-    return code == nn.Module.__module__ or (names_fit and code.startswith("torch.nn.modules."))

@@ -6,16 +6,18 @@ import contextlib
 import functools
 import logging
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from accelerate.big_modeling.device_map_checks import closest_entry, refuse_devices
 from accelerate.big_modeling.eight_bit import quantize_and_offload_8bit
-from accelerate.big_modeling.load_state_dict_path import load_by_torch
 from accelerate.big_modeling.ties import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -23,14 +25,16 @@ from accelerate.big_modeling.ties import (
     find_tied_parameters,
 )
 from accelerate.big_modeling.weight_files import Contents, open_weights, refuse_shapes, report_names, weight_files
+from accelerate.checkpoint.parts import loads_by_own_code, snapshot_model
 from accelerate.devices.base import DeviceLike
 from accelerate.devices.staging import HostTensor
-from accelerate.errors import CheckpointError
+from accelerate.errors import CheckpointError, Unfit
 from accelerate.hooks.align import take_over
 from accelerate.io.file_range import FileRange, StoredTensor
 from accelerate.io.read_tensors import Read, read_all
-from accelerate.modules import loads_by_own_code, model_has_dtensor
+from accelerate.modules import model_has_dtensor
 from accelerate.offload.module_tensors import (
+    STAND_INS,
     extra_state_names,
     names_of_shared,
     resolve_dtype,
@@ -40,7 +44,7 @@ from accelerate.offload.module_tensors import (
 )
 from accelerate.offload.offloaded_weights import offload_weight, save_offload_index
 from accelerate.offload.parameters import is_packed, is_quantized, like
-from accelerate.torch_internals.modules import buffers_of, parameters_of
+from accelerate.torch_internals.modules import buffers_of, parameters_of, set_metadata
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -144,7 +148,7 @@ def load_checkpoint_in_model(
     if device_map is None and (
         sparse or loads_by_own_code(model, not loader.missing and not loader.unexpected, except_for=take_over)
     ):
-        load_by_torch(model, loader.places, contents, loader.shared, checkpoint, strict)
+        _load_by_torch(model, loader.places, contents, loader.shared, checkpoint, strict)
         return
     loader.check_names(checkpoint, strict)
     loader.check_shapes(checkpoint)
@@ -360,3 +364,51 @@ class _Loader:
                 for name in group:
                     module, attribute = self.places[name]
                     table_of(module, attribute)[attribute] = self.tensor(loaded)
+
+
+Holders = dict[str, tuple[nn.Module, str]]
+
+
+def _load_by_torch(
+    model: nn.Module, places: Holders, contents: Contents, shared: list[list[str]], checkpoint: Any, strict: bool
+) -> None:
+    """Pass a checkpoint to `load_state_dict`. If that fails, the tensors of the model stay as they were."""
+    state = OrderedDict({name: source.mapped() for name, source in contents.tensors.items()} | contents.others)
+    if contents.metadata:
+        set_metadata(state, OrderedDict(contents.metadata))
+    with ExitStack() as undo:
+        snapshot_model(model, undo)  # hooks may change anything
+        empty = _make_room(places)
+        try:
+            found: Any = model.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            raise Unfit(
+                f"{checkpoint} does not fit this {type(model).__name__} ({' '.join(str(error).split())}): give the "
+                "model that it was saved from."
+            ) from error
+        # A method of the model's own may return nothing.
+        missing, unexpected = (set(getattr(found, f"{kind}_keys", ())) for kind in ("missing", "unexpected"))
+        missing -= {name for group in shared if not missing.issuperset(group) for name in group}
+        report_names(model, checkpoint, sorted(missing), sorted(unexpected), strict)
+        undo.pop_all()
+    for name in missing & empty.keys():
+        module, attribute = places[name]
+        table_of(module, attribute)[attribute] = empty[name]
+
+
+def _make_room(places: Holders) -> dict[str, torch.Tensor]:
+    """Give empty tensors memory on the CPU, where torch writes their values; returns them by name."""
+    empty: dict[str, torch.Tensor] = {}
+    filled: dict[int, torch.Tensor] = {}  # one that has several names stays one
+    for name, (module, attribute) in places.items():
+        table = table_of(module, attribute)
+        tensor = table[attribute]
+        if is_lazy(tensor) or not tensor.is_meta or isinstance(tensor, STAND_INS):
+            continue
+        if id(tensor) not in filled:
+            with torch.inference_mode(False):
+                zeros = torch.zeros_like(tensor, device="cpu")
+            filled[id(tensor)] = like(tensor, zeros) if attribute in parameters_of(module) else zeros
+        empty[name] = tensor
+        table[attribute] = filled[id(tensor)]
+    return empty

@@ -14,7 +14,15 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.parts import File, StagedLoad, dense_view, snapshot_model, snapshot_optimizer
+from accelerate.checkpoint.parts import (
+    File,
+    StagedLoad,
+    dense_view,
+    loads_by_own_code,
+    overrides_load,
+    snapshot_model,
+    snapshot_optimizer,
+)
 from accelerate.checkpoint.reader import CPU, CheckpointReader, Destination, FindDestination
 from accelerate.checkpoint.run_state import Run, load_into, named_parameters
 from accelerate.devices import Device
@@ -22,7 +30,6 @@ from accelerate.errors import CheckpointError, in_words
 from accelerate.io.objects import each_once, view_of
 from accelerate.io.safe_load import read_torch
 from accelerate.io.safetensors_format import read_safetensors
-from accelerate.modules import loads_by_own_code, overrides_load
 from accelerate.torch_internals.modules import has_pre_load_hooks, load_state
 from accelerate.torch_internals.optimizers import has_load_hooks
 from accelerate.torch_internals.tensors import sparse_parts

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accelerate.checkpoint.reader import CheckpointReader
@@ -17,7 +18,13 @@ from accelerate.io.blocks import FileEntry, threads
 from accelerate.io.host_memory import HostMemory, is_plain
 from accelerate.io.safetensors_format import write_safetensors
 from accelerate.io.torch_format import naming, write_torch
-from accelerate.torch_internals.modules import buffers_of, parameters_of
+from accelerate.torch_internals.modules import (
+    buffers_of,
+    has_post_load_hooks,
+    has_pre_load_hooks,
+    loads_by_code_of,
+    parameters_of,
+)
 from accelerate.unwrap import unwrapped_optimizer
 
 
@@ -110,6 +117,31 @@ def snapshot(parts: Iterable[Part], memory: HostMemory) -> list[Part]:
     """Copies of the parts in host memory that training does not touch."""
     with memory.one_save():
         return [part.copied(memory) for part in parts]
+
+
+def overrides_load(model: nn.Module) -> bool:
+    """Whether a model overrides `load_state_dict`."""
+    return type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model)
+
+
+def loads_by_own_code(model: nn.Module, names_fit: bool = True, except_for: Callable[..., Any] | None = None) -> bool:
+    """Whether a model runs code of its own when it loads, which may change the state or fail.
+
+    Hooks (but `except_for`), extra state and overridden methods are such code. names_fit: if the names in a checkpoint
+    are those of the model, the code of torch's own modules does not count: it only translates older names.
+    """
+    own = nn.Module.set_extra_state
+    return overrides_load(model) or any(
+        has_post_load_hooks(part)
+        or has_pre_load_hooks(part, except_for)
+        or type(part).set_extra_state is not own
+        or not _loads_as_torch(loads_by_code_of(part), names_fit)
+        for part in model.modules()
+    )
+
+
+def _loads_as_torch(code: str, names_fit: bool) -> bool:
+    return code == nn.Module.__module__ or (names_fit and code.startswith("torch.nn.modules."))
 
 
 def snapshot_object(item: Any, undo: ExitStack) -> None:
