@@ -80,6 +80,29 @@ def test_two_nodes_with_unequal_shares(slurm_variables: dict[str, str], tmp_path
     ]
 
 
+HANGING = """
+import time
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+if not accelerator.is_main_process:
+    time.sleep(1000)
+accelerator.gather(torch.ones(1))
+"""
+
+
+def test_a_hang_between_two_nodes_says_who_waits_where(slurm_variables: dict[str, str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(HANGING)
+    watch = {"ACCELERATE_HANG_TIMEOUT": "2", "ACCELERATE_HANG_TIMEOUT_ACTION": "abort"}
+    done = run(
+        ["srun", "-N", "2", "-n", "2", "-D", str(tmp_path), sys.executable, str(script)], slurm_variables | watch
+    )
+    assert done.returncode != 0
+    assert "rank 0 waits in gather (train.py:8) since" in done.stderr and "; rank 1 runs train.py:7" in done.stderr
+    assert "The others wait for rank 1, which has not got there yet." in done.stderr
+
+
 def test_launch_in_every_task_of_a_node(slurm_variables: dict[str, str], tmp_path: Path) -> None:
     answers = ranks(ON_ONE_NODE, 2, tmp_path, slurm_variables, *LAUNCH)
     assert [(node, local, everyone) for node, local, *_, everyone in answers] == [("n1", 0, [0, 1]), ("n1", 1, [0, 1])]

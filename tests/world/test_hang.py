@@ -218,6 +218,32 @@ def test_a_wait_is_counted_from_the_last_collective_on(monkeypatch: pytest.Monke
     assert [(note.kind, note.since) for note in notes.notes] == [("waits", 995.0)]
 
 
+def by_hand(folder: Path, text: str, **environ: str) -> tuple[list[int], list[str]]:
+    """Two ranks without a launcher: their exit codes, and what they said."""
+    path = script(folder, START + text)
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environ}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(path)],
+            cwd=folder,
+            env=environment(folder) | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    said = [rank.communicate(timeout=100)[1] for rank in ranks]
+    return [rank.returncode for rank in ranks], said
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_abort_ends_all_ranks_also_without_a_launcher(tmp_path: Path, busy: int) -> None:
+    text = f"if rank == {busy}:\n    load_batch()\naccelerator.wait_for_everyone()\n"
+    codes, said = by_hand(tmp_path, text, **{limits.LIMIT: "2", limits.ACTION: "abort"})
+    assert codes == [limits.ABORTED] * 2
+    assert said[busy] == "" and "The run is ended" in said[1 - busy]
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -226,21 +252,9 @@ def test_a_wait_is_counted_from_the_last_collective_on(monkeypatch: pytest.Monke
     ],
 )
 def test_a_rank_that_is_gone_is_named_on_the_others(tmp_path: Path, text: str, sentence: str) -> None:
-    path = script(tmp_path, START + f"if rank == 1:\n    {text}\naccelerator.gather(torch.ones(1))\n")
     # By hand: a launcher ends the others as soon as one has failed, mostly before they can say anything.
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(path)],
-            cwd=tmp_path,
-            env=environment(tmp_path) | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said = [rank.communicate(timeout=100)[1] for rank in ranks]
-    assert ranks[0].returncode == 1
+    codes, said = by_hand(tmp_path, f"if rank == 1:\n    {text}\naccelerator.gather(torch.ones(1))\n")
+    assert codes[0] == 1
     assert re.search(rf"Rank 0 on .* {sentence}", said[0]), said
 
 

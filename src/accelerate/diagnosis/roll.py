@@ -76,6 +76,15 @@ class Notes:
         if hasattr(self._store, "port"):  # else it is a file
             socket.create_connection((self._store.host, self._store.port), timeout=1.0).close()
 
+    def end_run(self) -> None:
+        """Have all ranks end that ask."""
+        self._store.set(f"{self.prefix}/end", "")
+
+    def is_to_end(self) -> bool:
+        """Whether a rank has ended the run."""
+        self._knock()
+        return bool(self._store.check([f"{self.prefix}/end"]))
+
     def take_turn(self, pause: float) -> bool:
         """Whether nobody else has shown a roll in the last `pause` seconds, so that each is shown once."""
         self._knock()

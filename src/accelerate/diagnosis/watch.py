@@ -60,6 +60,7 @@ class HangWatch:
         self._written: Note | None = None
         self._written_at = -self._pause
         self._outdated = False  # what is written: the rank went on
+        self._asked_at = -self._pause  # whether to end
         self._file: Path | None = None
         self._failure: Note | None = None
         # What the looks have seen: the collectives, when the last one began, where the rank is since when, rolls shown.
@@ -130,6 +131,8 @@ class HangWatch:
         if where is None:
             return
         self._tell(where, now)
+        if self._abort and now - self._asked_at >= self._pause:
+            self._end_with_others(now)
         if where.waits and now - self._came >= self._limit * 2**self._shown:
             self._shown += 1
             self._show(self._shown)
@@ -167,7 +170,17 @@ class HangWatch:
         show(notes, self._save(roll.in_full(notes)))
         if self._abort:
             print("The run is ended, as `--hang_timeout_action abort` asks.", file=sys.stderr, flush=True)
+            with suppress(RuntimeError, OSError):
+                self._notes.end_run()
+                time.sleep(self._pause + 2 * _LOOK)  # the store may end with this rank: all have asked by then
             os._exit(limits.ABORTED)
+
+    def _end_with_others(self, now: float) -> None:
+        """End if another rank has ended the run: not every launcher ends all when one has failed."""
+        self._asked_at = now
+        with suppress(RuntimeError, OSError):
+            if self._notes.is_to_end():
+                os._exit(limits.ABORTED)
 
     def _show_at_interrupt(self) -> None:
         """Control-C in a hang: before all ranks end, who waited where."""
