@@ -256,7 +256,7 @@ class TorchDistributed(Communicator):
         mine = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
         everyone = self.gather_objects((mine, more))
         raise DistributedOperationException(
-            "Cannot gather tensors that differ between ranks in more than their first dimension: "
+            "Cannot gather tensors whose dtypes, or shapes beyond the first dimension, differ between ranks: "
             + "; ".join(f"rank {rank} has {_in_words(*brought)}" for rank, brought in enumerate(everyone))
             + f". {_remedy(everyone)}, or gather them as objects."
         )

@@ -163,7 +163,7 @@ class Watch:
             notes = [own if rank == self._rank else roll.SILENT for rank in range(self._notes.size)]
         show(notes, self._save(roll.in_full(notes)))
         if self._abort:
-            print("The run is ended, as `--hang_timeout_action abort` asks.", file=sys.stderr, flush=True)
+            print("The run ends here, because of `--hang_timeout_action abort`.", file=sys.stderr, flush=True)
             os._exit(limits.ABORTED)
 
     def _show_at_interrupt(self) -> None:
