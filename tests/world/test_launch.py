@@ -431,6 +431,14 @@ accelerator.end_training()
     assert results(done.stdout) == [["DistributedType.FSDP", 10]] * 2, done.stderr
 
 
+def test_a_script_that_cannot_be_read_is_shown_once(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("def f(:\n")
+    done = launch(tmp_path, *TWO, "train.py")
+    assert done.returncode == 1
+    assert done.stderr.count("def f(:") == 1, done.stderr
+    assert done.stderr.splitlines()[-1] == "SyntaxError: invalid syntax"
+
+
 def test_what_all_ranks_say_is_on_the_screen_once(tmp_path: Path) -> None:
     train = script(
         tmp_path, "open(f'{rank}-there', 'w').close()\nwhile not os.path.exists(f'{1 - rank}-there'): pass\n"

@@ -268,7 +268,7 @@ class TorchDistributed(Communicator):
             )
         everyone = [(brought, left) for brought, left, _ in told]
         raise DistributedOperationException(
-            "Cannot gather tensors that differ between ranks in more than their first dimension: "
+            "Cannot gather tensors whose dtypes, or shapes beyond the first dimension, differ between ranks: "
             + "; ".join(f"rank {rank} has {_in_words(*brought)}" for rank, brought in enumerate(everyone))
             + f". {_remedy(everyone)}, or gather them as objects."
         )

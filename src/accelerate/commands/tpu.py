@@ -50,7 +50,7 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     """
     command = _gcloud(args)
     if args.debug:
-        print(f"Not run, as --debug asks: {' '.join(command)}\nTo paste: {shlex.join(command)}")
+        print(f"Not run, because of --debug: {' '.join(command)}\nTo paste: {shlex.join(command)}")
         return
     try:
         code = subprocess.run(command).returncode

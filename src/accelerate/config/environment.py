@@ -302,7 +302,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
         return
     cpus = _cpus_near_gpu(str(torch.cuda.get_device_properties(local_process_index).uuid))
     if not cpus:
-        logger.warning(f"The processors close to GPU {local_process_index} are not known here; affinity is unchanged.")
+        logger.warning(f"The processors close to GPU {local_process_index} are not known; affinity is unchanged.")
         return
     os.sched_setaffinity(0, cpus)
     if parse_flag_from_env("ACCELERATE_DEBUG_MODE") if verbose is None else verbose:

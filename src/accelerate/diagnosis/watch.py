@@ -169,7 +169,7 @@ class HangWatch:
             notes = [own if rank == self._rank else roll.SILENT for rank in range(self._notes.size)]
         show(notes, self._save(roll.in_full(notes)))
         if self._abort:
-            print("The run is ended, as `--hang_timeout_action abort` asks.", file=sys.stderr, flush=True)
+            print("The run ends here, because of `--hang_timeout_action abort`.", file=sys.stderr, flush=True)
             with suppress(RuntimeError, OSError):
                 self._notes.end_run()
                 time.sleep(self._pause + 2 * _LOOK)  # the store may end with this rank: all have asked by then

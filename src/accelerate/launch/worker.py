@@ -221,6 +221,13 @@ def _inside(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
+def _line_of(error: BaseException, traceback: TracebackType | None) -> str:
+    """A line that Python shows with an error: of its stack, if it has one. A script that cannot be read has none."""
+    from traceback import format_exception_only
+
+    return "Traceback (most recent call last)" if traceback is not None else format_exception_only(error)[-1].strip()
+
+
 def tell_recorders(code: object) -> None:
     """Lets what records this run, if anything does, know how it ends: a code is no error that Python shows."""
     if (overheard := sys.modules.get("accelerate.tracking.overheard")) is not None:
@@ -330,7 +337,7 @@ def run(kind: str, target: str) -> None:
         if said_by == _rank():
             print(said.getvalue(), end="", file=sys.stderr, flush=True)
         # A script's own hook may have shown it otherwise, or not at all.
-        record(error, traceback, "Traceback (most recent call last)" in said.getvalue(), said_by)
+        record(error, traceback, _line_of(error, traceback) in said.getvalue(), said_by)
         failed = True
     else:
         failed = False

@@ -92,7 +92,7 @@ def test_update_of_a_file_with_unknown_keys_changes_nothing(tmp_path: Path) -> N
 
 def test_update_of_a_file_that_is_not_there(tmp_path: Path) -> None:
     path = tmp_path / "none.yaml"
-    with pytest.raises(ValueError, match=r"There is no config file .*none\.yaml to be updated"):
+    with pytest.raises(ValueError, match=r"There is no config file .*none\.yaml to update"):
         update_config(argparse.Namespace(config_file=str(path)))
     with pytest.raises(SystemExit, match="There is no config file"):
         run("update", "--config_file", str(path))

@@ -62,8 +62,8 @@ def config_command(args: argparse.Namespace) -> None:
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         sys.exit(
-            "accelerate config: the questions need a terminal, and there is none here: "
-            "`accelerate config default` writes a file with what suits this machine."
+            "accelerate config: the questions need a terminal, and there is none here: `accelerate config default` "
+            "writes a file that suits this machine."
         )
     from accelerate.commands.config import questions
 

@@ -16,7 +16,7 @@ from accelerate.config.file import ClusterConfig
 from accelerate.config.options import option
 from accelerate.launch import machine
 
-DESCRIPTION = "Write a config file with what suits this machine, without asking."
+DESCRIPTION = "Write a config file that suits this machine, without asking."
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | PathLike[str] | None = None) -> Path | bool:

@@ -12,7 +12,7 @@ from accelerate.commands.utils import one_sentence
 from accelerate.config import file
 from accelerate.config.migrate import migrate
 
-DESCRIPTION = "Bring a config file up to date: rename what has a new name, add what is new with its default."
+DESCRIPTION = "Bring a config file up to date: rename keys that have a new name, and add new ones with their defaults."
 
 
 def update_config(args: argparse.Namespace) -> str:
@@ -29,7 +29,7 @@ def update_config(args: argparse.Namespace) -> str:
     """
     path = _path(args)
     if not path.is_file():
-        raise ValueError(f"There is no config file {path} to be updated: give the path of one with `--config_file`.")
+        raise ValueError(f"There is no config file {path} to update: give the path of one with `--config_file`.")
     file.write(file.load_config_from_file(path).to_dict(), path)
     return str(path)
 

@@ -40,7 +40,7 @@ DEEPSPEED = Family(
     (
         Option(
             "deepspeed_config_file",
-            "DeepSpeed's own file; what it says is then said there alone",
+            "DeepSpeed's own config file; what it sets is not set elsewhere",
             env="ACCELERATE_DEEPSPEED_CONFIG_FILE",
             question="Where is it?",
         ),
@@ -117,7 +117,7 @@ DEEPSPEED = Family(
         ),
         Option(
             "deepspeed_inclusion_filter",
-            "the ones to use, written so",
+            "the ones to use, in the same form",
             question="Which of them, and which of their devices, are used, such as worker-1@worker-2:0,2?",
         ),
         Option(

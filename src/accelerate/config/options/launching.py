@@ -48,11 +48,11 @@ GENERAL = Family(
 
 HARDWARE = Family(
     "Hardware",
-    "What to run on; without one of these, the best that is found.",
+    "What to run on; by default, the fastest device that is found.",
     (
         Option(
             "cpu",
-            "use the CPU, even where there is something faster",
+            "use the CPU, even if there is a faster device",
             FLAG,
             False,
             env="ACCELERATE_USE_CPU",
@@ -184,10 +184,10 @@ DISTRIBUTED = Family(
             question="How do the machines find each other?",
         ),
         Option("rdzv_conf", "settings of that, such as `timeout=900,is_host=1`", default="", key=""),
-        Option("max_restarts", "start all processes again when one fails, at most so often", NOT_NEGATIVE, 0, key=""),
+        Option("max_restarts", "start all processes again when one fails, at most N times", NOT_NEGATIVE, 0, key=""),
         Option(
             "hang_timeout",
-            "say which rank waits where when one has waited for so many seconds; 0: never (default: 60)",
+            "after so many seconds of waiting, show which rank waits where; 0: never (default: 60)",
             SECONDS,
             env="ACCELERATE_HANG_TIMEOUT",
         ),
@@ -209,7 +209,7 @@ DISTRIBUTED = Family(
             choices={"auto": "the newest complete one of the project, if there is one"},
             env="ACCELERATE_RESUME",
         ),
-        Option("monitor_interval", "look at the processes every so many seconds", SECONDS, 0.1, key=""),
+        Option("monitor_interval", "seconds between two checks of the processes", SECONDS, 0.1, key=""),
     ),
 )
 
