@@ -245,6 +245,10 @@ def fields() -> tuple[list[dict[str, Any]], list[str]]:
     changed["yarn"].rope_parameters = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}
     tanh = copy.deepcopy(gpt2)
     tanh.activation_function = "tanh"
+    three, odd, keys = copy.deepcopy(gpt2), copy.deepcopy(gpt2), copy.deepcopy(llama)
+    three.n_layer, odd.n_inner, keys.num_key_value_heads, keys.num_attention_heads = 3, 45, 3, 12
+    keys.head_dim = 8
+    transformer_config(MegatronLMPlugin(pp_degree=2, decoder_last_pipeline_num_layers=1), three, torch.float32)
     refused: list[tuple[Any, dict[str, Any]]] = [
         (changed["gpt2"], {}),
         (changed["llama"], {}),
@@ -260,6 +264,11 @@ def fields() -> tuple[list[dict[str, Any]], list[str]]:
         (llama, {"use_rotary_position_embeddings": False}),
         (tiny.BERT, {"return_logits": True}),
         (gpt2, {"other_megatron_args": {"attention_backend": "flash"}}),
+        (three, {"pp_degree": 2}),
+        (gpt2, {"pp_degree": 4}),
+        (gpt2, {"decoder_last_pipeline_num_layers": 1}),
+        (odd, {"tp_degree": 2}),
+        (keys, {"tp_degree": 2}),
     ]
     for config, settings in refused:
         with pytest.raises((ValueError, ImportError)) as error:
@@ -312,6 +321,11 @@ def test_configs() -> None:
         "positions of a llama are rotary ones",
         "a megatron-bert returns no logits",
         "'flash' is one of Transformer Engine",
+        "3 layers cannot be divided evenly into 2 pipeline stages: change pp_degree, or set decoder_last",
+        "2 layers cannot be divided evenly into 4 pipeline stages",
+        "2 layers cannot be divided evenly into 1 pipeline stages, of which the last has 1: change pp_degree",
+        "45 hidden sizes of an MLP cannot be divided over 2",
+        "3 key-value heads cannot be divided over 2",
     )
     for words, sentence in zip(expected, said, strict=True):
         assert words in sentence, sentence

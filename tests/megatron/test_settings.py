@@ -113,6 +113,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"context_parallel_size": 2}, "cp_size"),
     ({"pipeline_model_parallel_split_rank": 1}, "which megatron-core has no more"),
     ({"sequence_parallelism": True}, "set tp_degree to 2"),
+    ({"tp_degree": -1, "pp_degree": -2}, "tp_degree=-1 of the MegatronLMPlugin has to be 1 or more"),
+    ({"num_micro_batches": 0}, "num_micro_batches=0"),
     ({"overlap_cpu_optimizer_d2h_h2d": True}, "set optimizer_cpu_offload=True as well"),
     ({"use_precision_aware_optimizer": True}, "needs use_distributed_optimizer=True, and Transformer Engine"),
     ({"use_precision_aware_optimizer": True, "use_distributed_optimizer": True}, "Transformer Engine"),

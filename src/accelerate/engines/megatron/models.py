@@ -16,6 +16,14 @@ from accelerate.engines.megatron.layers import has_transformer_engine
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # What Megatron-LM pads a vocabulary to a multiple of, for each tensor-parallel rank.
 _VOCABULARY_MULTIPLE = 128
+_LAST_STAGE = "num_layers_in_last_pipeline_stage"
+# Other ways of megatron-core to divide layers, which it checks itself.
+_UNEVEN_STAGES = (
+    "num_layers_in_first_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
 
 
 def transformer_config(plugin: Any, model_config: Any, dtype: torch.dtype) -> Any:
@@ -135,9 +143,9 @@ def _virtual_stages(plugin: Any, layers: int) -> dict[str, Any]:
 
 def _check(settings: Mapping[str, Any], *, transformer_engine: bool) -> None:
     """Say early what megatron-core would say by an assertion deep inside."""
-    ranks, heads = settings["tensor_model_parallel_size"], settings["num_attention_heads"]
-    if heads % ranks:
-        raise ValueError(f"{heads} attention heads cannot be divided over {ranks} tensor-parallel ranks.")
+    _check_tensors(settings, settings["tensor_model_parallel_size"])
+    if not any(settings.get(name) for name in _UNEVEN_STAGES):
+        _check_stages(settings["num_layers"], settings["pipeline_model_parallel_size"], settings[_LAST_STAGE])
     if settings.get("context_parallel_size", 1) > 1 and not transformer_engine:
         raise ImportError(
             "Context parallelism of Megatron-LM needs Transformer Engine: `pip install transformer-engine`, or leave "
@@ -145,3 +153,25 @@ def _check(settings: Mapping[str, Any], *, transformer_engine: bool) -> None:
         )
     if settings.get("expert_model_parallel_size", 1) > 1:
         raise ValueError("No model that is built here has experts: leave out expert_model_parallel_size.")
+
+
+def _check_tensors(settings: Mapping[str, Any], ranks: int) -> None:
+    heads = settings["num_attention_heads"]
+    for count, what in ((heads, "attention heads"), (settings["ffn_hidden_size"], "hidden sizes of an MLP")):
+        if count % ranks:
+            raise ValueError(f"{count} {what} cannot be divided over {ranks} tensor-parallel ranks: change tp_degree.")
+    keys = settings.get("num_query_groups") or heads
+    if max(keys, ranks) % min(keys, ranks):  # ranks may share one, and one rank may have several
+        raise ValueError(
+            f"{keys} key-value heads cannot be divided over {ranks} tensor-parallel ranks: change tp_degree."
+        )
+
+
+def _check_stages(layers: int, stages: int, last: int | None) -> None:
+    rest, others = (layers, stages) if last is None else (layers - last, stages - 1)
+    if others < 1 or rest < others or rest % others:
+        raise ValueError(
+            f"{layers} layers cannot be divided evenly into {stages} pipeline stages"
+            + (": change pp_degree, or set" if last is None else f", of which the last has {last}: change pp_degree or")
+            + " decoder_last_pipeline_num_layers."
+        )

@@ -36,6 +36,9 @@ def data_parallel_size(plugin: MegatronLMPlugin, processes: int) -> int:
 def check(plugin: MegatronLMPlugin) -> None:
     """Refuse what is not done here, before anything is made."""
     check_names(plugin)
+    for name in ("tp_degree", "pp_degree", "num_micro_batches"):
+        if getattr(plugin, name) < 1:
+            raise ValueError(f"{name}={getattr(plugin, name)} of the MegatronLMPlugin has to be 1 or more.")
     if (plugin.context_parallel_size or 1) > 1:
         raise NotYetSupported(
             f"Megatron-LM with context_parallel_size={plugin.context_parallel_size}",
