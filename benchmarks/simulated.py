@@ -349,7 +349,7 @@ def counting(
         (torch_dist, "dist", counted),
         (torch_dist, "all_gather_on", counted.gather_on(all_gather_on)),
         (torch_dist, "_all_gather", counted.gather_large(all_gather)),
-        (watch, "Watch", UnstartedWatch),
+        (watch, "HangWatch", UnstartedWatch),
         (watch, "stop", lambda: None),
         (watch, "collectives_begun", lambda: seen.begun),
         (watch, "place", _places),
