@@ -99,7 +99,8 @@ def test_control_c_shows_the_roll_once_more(tmp_path: Path) -> None:
                 break
         os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does
         told = launcher.stderr.read()
-    assert re.search(r"The ranks wait for each other: rank 0 .*; rank 1 runs train\.py:11 \(load_batch\)", told)
+    roll_again = r"The ranks wait for each other: rank 0 .*; rank 1 runs train\.py:11 \(load_batch\)"
+    assert re.search(roll_again, told), told
     assert "Traceback" not in told and "Error" not in told, told
 
 

@@ -82,7 +82,7 @@ class HangWatch:
             if self._thread.is_alive():
                 return
             self._pipe.close()
-            if time.monotonic() - self._pipe.interrupted > _ENDS_WITHIN:  # else others are to see where it was
+            if not self._ends():
                 self._write(note or Note("left", host=self._host), time.monotonic())
 
     def exits(self, code: Any) -> None:
@@ -111,7 +111,12 @@ class HangWatch:
         while (signals := self._pipe.wait(pause)) is not None:
             if signal.SIGINT in signals:
                 self._show_at_interrupt()
-            self._look(time.monotonic())
+            if not self._ends():
+                self._look(time.monotonic())
+
+    def _ends(self) -> bool:
+        """Whether Control-C is ending the program: then others are to see where it was before."""
+        return time.monotonic() - self._pipe.interrupted < _ENDS_WITHIN
 
     def _look(self, now: float) -> None:
         moves = (count := collectives_begun()) != self._begun
