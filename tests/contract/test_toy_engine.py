@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from accelerate import Accelerator
 from accelerate.errors import CheckpointError
+from accelerate.strategies import Row, Strategy
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from tests.contract.test_training import TOY
 from tests.contract.toy_engine import Toy, ToyLoader, ToyOptimizer
@@ -194,3 +196,39 @@ def test_it_says_what_it_cannot_do(tmp_path: Path) -> None:
     assert len(said) == 2
     assert "Toy keeps its state where no copy of it can be taken" in said[0]
     assert "loaded in part before it failed" in said[1] and "load another checkpoint" in said[1]
+
+
+class _Box(nn.Module):
+    """A wrapper that keeps its model under another name than `module`."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.inside(x)
+
+
+class Boxing(Strategy):
+    """An engine that finds models in its wrapper by itself, and leaves the files to the base class."""
+
+    def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
+        return _Box(model)
+
+    def unwrap(self, model: nn.Module, **kwargs: Any) -> Any:
+        found = super().unwrap(model, **kwargs)
+        return super().unwrap(found.inside, **kwargs) if isinstance(found, _Box) else found
+
+
+def test_what_an_engine_unwraps_itself_is_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.strategies.STRATEGIES", [Row(__name__, "Boxing", lambda state: True)])
+    accelerator, model, optimizer, batches = _prepared(cpu=True)
+    _train(accelerator, model, optimizer, batches, upto=3)
+    accelerator.save_state(tmp_path)
+    assert sorted(load_file(tmp_path / "model.safetensors")) == sorted(Net().state_dict())
+    saved, gradients = weights(model), [parameter.grad.clone() for parameter in model.parameters()]
+    _train(accelerator, model, optimizer, batches)
+    assert not torch.equal(weights(model), saved)
+    accelerator.load_state(tmp_path)
+    assert torch.equal(weights(model), saved)
+    assert all(torch.equal(p.grad, own) for p, own in zip(model.parameters(), gradients, strict=True))

@@ -111,7 +111,11 @@ class AcceleratorBase(ProcessControl):
         preemption: str | None = None,
         nonfinite: str | None = None,
     ) -> None:
-        _check_settings(kwargs_handlers, project_config, rng_types)
+        _check_settings(kwargs_handlers, rng_types)
+        _check_kind("project_config", project_config, ProjectConfiguration, ", or only a folder as `project_dir`")
+        _check_kind("dataloader_config", dataloader_config, DataLoaderConfiguration)
+        _check_kind("gradient_accumulation_plugin", gradient_accumulation_plugin, GradientAccumulationPlugin)
+        accumulation = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         if nonfinite not in (None, "skip", "stop"):
             raise ValueError(f"nonfinite is {nonfinite!r}: it is 'skip' or 'stop', or not given.")
         self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
@@ -173,14 +177,13 @@ class AcceleratorBase(ProcessControl):
                     f"nonfinite={nonfinite!r} does not work with {type(self._strategy).__name__}, whose gradients are "
                     "not seen before a step: leave it out."
                 )
+            accumulation = self._strategy.accumulation(accumulation)
         # Whether several processes have outputs for the same samples, so that some of them do not count.
         self._outputs_repeat = len(set(self._strategy.data_shares())) < self.num_processes
         self.native_amp = self._precision.casts
         self.scaler: torch.amp.GradScaler | None = self._precision.scaler
 
-        plugin = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
-        plugin = self._strategy.accumulation(plugin)
-        self.gradient_state = GradientState.owned_by(self, plugin)
+        self.gradient_state = GradientState.owned_by(self, accumulation)
         self._strategy.gradient_state = self.gradient_state
         self._strategy.accelerator = weakref.ref(self)
         FirstBackward(self._strategy)
@@ -471,15 +474,16 @@ class AcceleratorBase(ProcessControl):
 AcceleratorBase.__init__.__qualname__ = "Accelerator.__init__"
 
 
-def _check_settings(kwargs_handlers: Any, project_config: Any, rng_types: Any) -> None:
+def _check_kind(name: str, setting: Any, kind: type, otherwise: str = "") -> None:
+    if setting is not None and not isinstance(setting, kind):
+        raise TypeError(f"{name} is {setting!r}: pass a {kind.__name__}{otherwise}.")
+
+
+def _check_settings(kwargs_handlers: Any, rng_types: Any) -> None:
     """Say what is of the wrong kind here, before it fails somewhere else."""
     if isinstance(kwargs_handlers, KwargsHandler):
         name = type(kwargs_handlers).__name__
         raise TypeError(f"kwargs_handlers is a {name}: pass a list, `kwargs_handlers=[{name}(...)]`.")
-    if project_config is not None and not isinstance(project_config, ProjectConfiguration):
-        raise TypeError(
-            f"project_config is {project_config!r}: pass a ProjectConfiguration, or only a folder as `project_dir`."
-        )
     if isinstance(rng_types, str):
         raise TypeError(f"rng_types is {rng_types!r}: pass a list, `rng_types=[{rng_types!r}]`.")
     for name in rng_types or ():

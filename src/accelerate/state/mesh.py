@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from accelerate.config.parallel import TorchTensorParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
 
 if TYPE_CHECKING:
-    from accelerate.config.parallel import TorchTensorParallelPlugin
     from accelerate.state.engines import Engine
     from accelerate.state.partial import PartialState
 
@@ -18,6 +18,8 @@ def mesh_config(
     """The axes that were asked for. launched: whether the launch asks for a mesh, too."""
     if config is not None and not isinstance(config, ParallelismConfig):
         raise TypeError(f"parallelism_config is a {type(config).__name__}: pass a ParallelismConfig.")
+    if tensor_parallel is not None and not isinstance(tensor_parallel, TorchTensorParallelPlugin):
+        raise TypeError(f"torch_tp_plugin is a {type(tensor_parallel).__name__}: pass a TorchTensorParallelPlugin.")
     if config is None and launched:
         config = ParallelismConfig()
     if tensor_parallel is not None:

@@ -15,7 +15,7 @@ from torch import nn
 from accelerate import Accelerator, init_empty_weights
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import GeneralTracker
-from accelerate.utils import GradScalerKwargs, RNGType
+from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, RNGType
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net
 
@@ -203,6 +203,10 @@ def test_a_model_without_values() -> None:
         ({"project_config": "dir"}, "project_config is 'dir': pass .*`project_dir`"),
         ({"rng_types": ["generator", "numpyy"]}, "rng_types contains 'numpyy': choose from 'torch', .*, 'generator'"),
         ({"rng_types": "generator"}, r"rng_types is 'generator': pass a list, `rng_types=\['generator'\]`"),
+        ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
+        ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin()}, "not both"),
+        ({"gradient_accumulation_plugin": 2}, "gradient_accumulation_plugin is 2: pass a GradientAccumulationPlugin"),
+        ({"dataloader_config": "split"}, "dataloader_config is 'split': pass a DataLoaderConfiguration"),
     ],
 )
 def test_settings_of_the_wrong_kind(settings: dict[str, Any], sentence: str) -> None:

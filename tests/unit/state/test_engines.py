@@ -3,15 +3,17 @@ from __future__ import annotations
 import copy
 import functools
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy, size_based_auto_wrap_policy
 
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.state import AcceleratorState
-from accelerate.state.engines import fsdp
+from accelerate.state.engines import fsdp, settings_of
+from accelerate.state.engines.base import differences
 from accelerate.utils import TorchDynamoPlugin
 from tests.harness import run_world
 
@@ -52,10 +54,31 @@ def test_one_process_says_once_that_nothing_is_sharded(caplog: pytest.LogCapture
     assert sum("FSDP has nothing to shard across" in record.getMessage() for record in caplog.records) == 1
 
 
-@pytest.mark.parametrize("name", ["fsdp_plugin", "parallelism_config"])
+@pytest.mark.parametrize("name", ["fsdp_plugin", "parallelism_config", "torch_tp_plugin"])
 def test_other_objects(name: str) -> None:
-    with pytest.raises(TypeError, match=f"{name} is a str"):
+    with pytest.raises(TypeError, match=f"{name} is a str: pass a "):
         Accelerator(cpu=True, **{name: "yes"})  # type: ignore[arg-type]
+
+
+def test_other_objects_for_a_second_accelerator() -> None:
+    Accelerator(cpu=True, parallelism_config=ParallelismConfig())
+    with pytest.raises(TypeError, match="fsdp_plugin is a str: pass a "):
+        Accelerator(cpu=True, fsdp_plugin="yes")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"parallelism_config=str\(...\) \(it is a ParallelismConfig\)"):
+        Accelerator(cpu=True, parallelism_config="yes")  # type: ignore[arg-type]
+    with pytest.raises(NotImplementedError, match="or trains without DeepSpeed"):
+        Accelerator(cpu=True, deepspeed_plugins={})
+
+
+@dataclass
+class _WithMore(TorchDynamoPlugin):
+    more: int = 1
+
+
+def test_a_second_plugin_of_a_derived_class() -> None:
+    Accelerator(cpu=True, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+    with pytest.raises(ValueError, match=r"changed to dynamo_plugin with more=1 \(it is None\)"):
+        Accelerator(cpu=True, dynamo_plugin=_WithMore(backend="eager"))
 
 
 def test_a_second_accelerator_cannot_ask_for_other_plugins() -> None:
@@ -87,6 +110,22 @@ def _another_fsdp() -> list[str]:
             Accelerator(fsdp_plugin=other)
         said.append(str(error.value))
     return said
+
+
+def _wraps(*kinds: type, recurse: bool = True) -> FullyShardedDataParallelPlugin:
+    def is_wrapped(module: torch.nn.Module, *, also: tuple[type, ...] = kinds) -> bool:
+        return recurse and isinstance(module, also)
+
+    policy = functools.partial(lambda_auto_wrap_policy, lambda_fn=is_wrapped)
+    return FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy=policy)
+
+
+def test_policies_from_the_same_lines_are_the_same() -> None:
+    first = _wraps(torch.nn.Linear)
+    assert differences(_wraps(torch.nn.Linear), first, settings_of(first)) == []
+    for other in (_wraps(torch.nn.Conv1d), _wraps(torch.nn.Linear, recurse=False)):
+        (said,) = differences(other, first, settings_of(first))
+        assert said.startswith("auto_wrap_policy=")
 
 
 def test_a_second_accelerator_cannot_ask_for_another_fsdp() -> None:

@@ -61,6 +61,8 @@ class Engine:
         first, settings = state._asked.get(argument, (None, None))
         if settings is None:
             state._refuse(f"{argument}={type(plugin).__name__}(...) (it has none)")
+        if not dataclasses.is_dataclass(plugin):
+            state._refuse(f"{argument}={type(plugin).__name__}(...) (it is a {type(first).__name__})")
         if different := differences(plugin, first, settings):
             state._refuse(f"{argument} with {', '.join(different)}")
 
@@ -80,17 +82,22 @@ def settings_of(plugin: Any) -> dict[str, Any]:
 def differences(plugin: Any, first: Any, settings: dict[str, Any]) -> list[str]:
     """What is asked for by a second plugin. settings: what the first was asked for, before anything was filled in."""
     return [
-        f"{name}={value!r} (it is {settings[name]!r})"
+        f"{name}={value!r} (it is {settings.get(name)!r})"
         for name, value in settings_of(plugin).items()
-        if not _same(value, settings[name]) and not _same(value, getattr(first, name))
+        if not _same(value, settings.get(name)) and not _same(value, getattr(first, name, None))
     ]
 
 
 def _same(value: Any, other: Any) -> bool:
     """Whether two settings mean the same. Functions do that were made twice from the same lines, as policies are."""
-    if isinstance(value, functools.partial) and isinstance(other, functools.partial):
-        return (_same(value.func, other.func), value.args, value.keywords) == (True, other.args, other.keywords)
-    if isinstance(value, FunctionType) and isinstance(other, FunctionType):
-        cells = [tuple(cell.cell_contents for cell in function.__closure__ or ()) for function in (value, other)]
-        return value.__code__ is other.__code__ and value.__defaults__ == other.__defaults__ and cells[0] == cells[1]
-    return bool(value == other)
+    return bool(_comparable(value) == _comparable(other))
+
+
+def _comparable(value: Any) -> Any:
+    if isinstance(value, functools.partial):
+        keywords = {name: _comparable(argument) for name, argument in value.keywords.items()}
+        return _comparable(value.func), [_comparable(argument) for argument in value.args], keywords
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return value.__code__, value.__defaults__, value.__kwdefaults__, cells
+    return value

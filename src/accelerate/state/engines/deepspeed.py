@@ -74,7 +74,7 @@ class DeepSpeed(Engine):
         """A second Accelerator has the plugins of the first, with what has been filled in since."""
         known = list((state.deepspeed_plugins or {}).values())
         given = list(plugin.values()) if isinstance(plugin, dict) else [plugin]
-        if not all(any(one is other for other in known) for one in given):
+        if not given or not all(any(one is other for other in known) for one in given):
             raise NotImplementedError(
                 "This process has its DeepSpeed plugins, or trains without DeepSpeed, since its first `Accelerator()`: "
                 "give that one all of them, by name, and choose with `state.select_deepspeed_plugin(name)`."

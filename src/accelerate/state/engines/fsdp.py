@@ -27,9 +27,9 @@ class FSDP(Engine):
 
     def __init__(self, request: Request) -> None:
         plugin = request.plugin
-        if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
-            raise TypeError(f"fsdp_plugin is a {type(plugin).__name__}: pass a FullyShardedDataParallelPlugin.")
-        if plugin is None:
+        if plugin is not None:
+            _check_kind(plugin)
+        else:
             launched = parse_flag_from_env("ACCELERATE_USE_FSDP") and "FSDP_VERSION" in os.environ
             version: Any = 2 if request.is_needed and not launched else None
             plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
@@ -57,8 +57,14 @@ class FSDP(Engine):
 
     @classmethod
     def check_second(cls, argument: str, plugin: Any, state: AcceleratorState) -> None:
+        _check_kind(plugin)
         if _can_shard(state):
             super().check_second(argument, plugin, state)
+
+
+def _check_kind(plugin: Any) -> None:
+    if not isinstance(plugin, FullyShardedDataParallelPlugin):
+        raise TypeError(f"fsdp_plugin is a {type(plugin).__name__}: pass a FullyShardedDataParallelPlugin.")
 
 
 def _can_shard(state: PartialState) -> bool:
