@@ -66,7 +66,7 @@ def test_a_full_disk(tmp_path: Path, processes: int) -> None:
         for said in run_world(_until_full, processes, str(tmp_path / "small")):
             [sentence] = said
             assert "could not write" in sentence and "No space left on device" in sentence
-            assert "what was there before is as it was; free some space, or choose a folder" in sentence
+            assert "earlier checkpoints are unchanged; free some space, or choose a folder" in sentence
             assert "\n" not in sentence and str(tmp_path) in sentence
 
 
@@ -304,7 +304,7 @@ def _taken_away(folder: str) -> str:
 
 def test_a_staging_folder_that_is_taken_away(tmp_path: Path) -> None:
     [sentence] = run_world(_taken_away, 1, str(tmp_path), env=ALONE)
-    assert "(No such file or directory): what was there before is as it was" in sentence
+    assert "(No such file or directory): earlier checkpoints are unchanged" in sentence
 
 
 class OfRank:

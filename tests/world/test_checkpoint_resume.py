@@ -394,7 +394,7 @@ def test_another_number_of_processes(tmp_path: Path, saved: int) -> None:
             if kind == "batches without a size":
                 continue  # how many samples a step has is not known
             new, left = loaded * (BATCH if kind in OF_ONE_SIZE else size), SAMPLES - len(done)
-            assert f"{saved} processes and {saved * BATCH} samples a step became {loaded} and {new}" in message
+            assert f"{saved} processes and {saved * BATCH} samples per step became {loaded} and {new}" in message
             now, then = -(-left // new), -(-left // (saved * BATCH))
             compared = "as before" if now == then else f"instead of {then}"
             assert f"so {now} steps are left of epoch 0 {compared}" in message

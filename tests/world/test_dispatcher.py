@@ -389,7 +389,7 @@ def test_an_error_on_rank_0_reaches_everyone(good: int, text: str) -> None:
     outcomes = world_outcomes(an_error_while_reading, 3, good, text, grace=20)
     assert [outcome.error for outcome in outcomes] == ["KeyError", "RuntimeError", "RuntimeError"]
     for outcome in outcomes[1:]:
-        assert outcome.message.startswith("Rank 0 could not read the next batch to hand out (KeyError: ")
+        assert outcome.message.startswith("Rank 0 could not read the next batch for all ranks (KeyError: ")
         assert text in outcome.message
 
 

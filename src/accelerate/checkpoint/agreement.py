@@ -150,9 +150,9 @@ def explained(error: Exception, rank: int) -> str:
         return str(error)
     if isinstance(error, OSError) and error.strerror:  # else all that there is to say is its text
         what = "write" if error.errno in _OF_WRITING else "write or read"
-        cure = _CURES.get(error.errno or 0, "see to it, or choose another folder")
+        cure = _CURES.get(error.errno or 0, "fix that, or choose another folder")
         wrong = f"Rank {rank} could not {what} {error.filename or 'a file'} ({error.strerror})"
-        return f"{wrong}: what was there before is as it was; {cure}."
+        return f"{wrong}: earlier checkpoints are unchanged; {cure}."
     return f"Rank {rank} could not save or load its part ({in_words(error)}): see that rank's traceback."
 
 
@@ -294,7 +294,7 @@ class SaveRendezvous:
             if answer.text or again:  # the main process had just gone on, or given up as this one had before
                 return self._follow(store, point)
             break
-        raise _nobody_came("the main process or another one did not come")
+        raise _nobody_came("the main process or another rank did not call it")
 
 
 @dataclass(frozen=True)

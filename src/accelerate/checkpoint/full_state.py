@@ -233,8 +233,8 @@ def _expanded(
         part = dense_view(value, tensor)
         if not torch.equal(part.expand_as(value), value):
             raise CheckpointError(
-                f"{name} of this {type(model).__name__} was made with `expand`, so that several of its values are "
-                f"one, and those in {folder} differ: give it memory of its own (`.clone()`)."
+                f"{name} of this {type(model).__name__} was made with `expand`, so that several of its values share "
+                f"one memory location, and those in {folder} differ: make it a copy (`.clone()`)."
             )
         weights[name] = tensor
         yield dense_view(tensor, tensor), part
@@ -282,7 +282,7 @@ def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
     lacking = _lacking(inner, state["param_groups"]) if _loads_as_torch(inner) else []
     if lacking:
         raise CheckpointError(
-            f"{path} is of another kind of optimizer than {type(inner).__name__}: it knows nothing of "
+            f"{path} is of another kind of optimizer than {type(inner).__name__}: it lacks "
             f"{', '.join(lacking)}; create the optimizer as it was when the checkpoint was saved."
         )
 

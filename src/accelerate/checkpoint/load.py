@@ -60,7 +60,7 @@ def verify_checkpoint(path: str | Any) -> dict[str, Any]:
 
 def _find(folder: Path) -> None:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder: give that of a checkpoint.")
+        raise CheckpointError(f"{folder} is not a folder: pass the folder of a checkpoint.")
 
 
 def _described(manifest: Manifest) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def _read(
             "for rank 0: load one that all machines have, or copy it to all of them."
         )
     if run.rank == 0 and not run.models and (reader.has(layout.model(0, True)) or reader.has(layout.model(0, False))):
-        logger.warning(f"{folder} holds weights, which nobody takes: call `load_state` after `prepare`.")
+        logger.warning(f"{folder} holds weights, but no model is prepared for them: call `load_state` after `prepare`.")
     run = replace(run, saved_ranks=_saved_ranks(reader, manifest))
     if hooked:
         # Optimizers are left to no hook: where they do not fit, none is called, which might change a model.

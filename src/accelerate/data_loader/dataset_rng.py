@@ -68,8 +68,9 @@ class InProcess(Reader):
             return _read_with(states, self.batches)
         if not before_first_read(self.batches, functools.partial(order_rng.set_global_states, states)):
             warn(
-                "This epoch goes on with the samples that are left, but what the dataset draws at random is not what "
-                "it would have drawn: a stateful loader gives no way to that in this version; use one that is not."
+                "This epoch continues with the remaining samples, but the random numbers that its dataset draws differ "
+                "from those of an uninterrupted run, since this version of torchdata cannot restore them: use a loader "
+                "that is not stateful."
             )
         return self.batches
 

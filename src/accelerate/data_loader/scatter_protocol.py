@@ -122,7 +122,7 @@ class Handout:
         offset = _HEADER_BYTES
         if header.kind == _FAILED:
             text = message[offset : offset + header.structure].numpy().tobytes().decode()
-            raise RuntimeError(f"Rank 0 could not read the next batch to hand out ({text}): see its own traceback.")
+            raise RuntimeError(f"Rank 0 could not read the next batch for all ranks ({text}): see its traceback.")
         if header.structure:
             # The structure of a batch comes from rank 0 of this very job, not from a file.
             self._received = pickle.loads(message[offset : offset + header.structure].numpy().tobytes())

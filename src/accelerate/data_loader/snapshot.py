@@ -1,4 +1,4 @@
-"""Where the loop over a loader stood, as a checkpoint holds it, and whether another loader fits to that."""
+"""Where the loop over a loader stood, as a checkpoint holds it, and whether it matches another loader."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Snapshot:
         )
 
     def last_epoch(self) -> Snapshot | None:
-        """The end of an epoch that was over, or the place where one was left: a script may still come back to it."""
+        """The end of a finished epoch, or where a loop left one early: a script may still return to it."""
         if self.running:
             return None if self.inside else self
         return None if self.broken is None else dataclasses.replace(self, **self.broken)
@@ -148,7 +148,7 @@ def change(saved: Snapshot, loader: Any) -> str | None:
         return None
     saved = saved.next_epoch()
     old, new = saved.batch, loader.total_batch_size
-    text = f"{saved.processes} processes and {old} samples a step became {loader.num_shards} and {new}"
+    text = f"{saved.processes} processes and {old} samples per step became {loader.num_shards} and {new}"
     length = _length(loader)
     if length is not None:
         left = max(length - saved.samples - saved.batches * old, 0)

@@ -234,7 +234,7 @@ def check_plain(path: str | os.PathLike[str]) -> None:
 def _check(mode: int, path: str | os.PathLike[str]) -> None:
     if not stat.S_ISREG(mode):
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
-        reason = "Is a directory" if stat.S_ISDIR(mode) else "A device or a pipe, and no file"
+        reason = "Is a directory" if stat.S_ISDIR(mode) else "A device or a pipe, not a regular file"
         raise OSError(number, reason, os.fspath(path))
 
 

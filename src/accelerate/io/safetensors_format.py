@@ -62,7 +62,7 @@ def header_of(tensors: dict[str, Any]) -> tuple[list[str], bytes]:
         kind = _name_of(tensor.dtype)
         if kind is None:
             raise CheckpointError(
-                f"{name} has dtype {tensor.dtype}, which safetensors has no place for: save with "
+                f"{name} has dtype {tensor.dtype}, which safetensors cannot store: save with "
                 "`safe_serialization=False`."
             )
         end = offset + tensor.numel() * tensor.element_size()
@@ -91,7 +91,7 @@ def _name_of(dtype: torch.dtype) -> str | None:
 def _tensor(value: Any, name: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(
-            f"{name} in the state dict is a {type(value).__name__} and no tensor, which safetensors has no place for: "
+            f"{name} in the state dict is a {type(value).__name__} and no tensor, so safetensors cannot store it: "
             "save with `safe_serialization=False`."
         )
     return value

@@ -1086,7 +1086,7 @@ def test_loaded_before_anything_is_prepared(tmp_path: Path, caplog: pytest.LogCa
     accelerator.load_state(folder)
     assert not caplog.text
     Accelerator(cpu=True).load_state(folder)
-    assert "x holds weights, which nobody takes: call `load_state` after `prepare`." in caplog.text
+    assert "x holds weights, but no model is prepared for them: call `load_state` after `prepare`." in caplog.text
 
 
 @pytest.mark.parametrize("kinds", [(torch.optim.AdamW, torch.optim.SGD), (torch.optim.SGD, torch.optim.Adam)])
