@@ -160,13 +160,16 @@ def test_what_would_be_found(tmp_path: Path) -> None:
         "    def __init__(self): self._mine = torch._foreach_norm\n"
         "    def use(self): return self._mine, self._theirs, model._parameters, getattr(x, '_y'), f(_z=1)\n"
         "table = vars(model)['_buffers']\n"
+        "a, b = module.__dict__['_modules'], own[0]['_not_an_attribute']\n"
+        "c = operator.attrgetter('_hooks')(model), object.__getattribute__(model, '_impl')\n"
     )
     tree = tree_of(file)
     assert [name for _, name in private_imports(tree)] == ["_dynamo", "_pytree"]
     uses = {name for _, name in private_uses(tree, of_self=True)} - defined_in(tree)
-    assert uses == {"_foreach_norm", "_theirs", "_parameters", "_y"}
+    by_text = {"_y", "_buffers", "_modules", "_hooks", "_impl"}
+    assert uses == {"_foreach_norm", "_theirs", "_parameters", *by_text}
     assert [name for _, name in private_arguments(tree)] == ["_z"]
-    assert {name for _, name in private_texts(tree)} == {"_y", "_buffers"}
+    assert {name for _, name in private_texts(tree)} == {*by_text, "_not_an_attribute"}
     assert {"_parameters", "_unscale_grads_", "_dynamo", "_generate_state", "_internal", "_orig_mod"} <= OF_TORCH
 
 
@@ -250,10 +253,11 @@ def test_what_would_be_found_of_modules(tmp_path: Path) -> None:
         "getattr(torch, name)\n"
         "dist.all_reduce(x)\n"
         "torch.cuda.amp.autocast()\n"
+        "dist.distributed_c10d.barrier()\n"
     )
     tree = tree_of(file)
     assert {line for line, _ in attributes_of(tree, "torch.cuda")} == {3, 4, 5, 6, 7, 8, 10}
-    assert list(attributes_of(tree, "torch.distributed")) == [(12, "all_reduce")]
+    assert list(attributes_of(tree, "torch.distributed")) == [(12, "all_reduce"), (14, "barrier")]
     assert list(by_variable(tree)) == [(11, "torch")]
 
 

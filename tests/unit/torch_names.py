@@ -7,6 +7,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 OUTSIDE = [path for path in FILES if INTERNALS not in path.parents]
 
 _ASKS = ("getattr", "hasattr", "setattr", "delattr")
+_ASKS_BY_METHOD = ("attrgetter", "methodcaller", "__getattribute__", "__getattr__", "__setattr__", "__delattr__")
 
 
 def tree_of(path: Path) -> ast.Module:
@@ -80,10 +82,20 @@ def private_uses(tree: ast.AST, *, of_self: bool) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr) and (of_self or not _is_own(node.value)):
             yield node.lineno, node.attr
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ASKS:
-            asked = node.args[1]
-            if isinstance(asked, ast.Constant) and is_private(str(asked.value)):
-                yield node.lineno, str(asked.value)
+        else:
+            yield from ((node.lineno, name) for name in _asked_for(node) if is_private(name))
+
+
+def _asked_for(node: ast.AST) -> list[str]:
+    """The names, written as texts, by which attributes of an object are looked up."""
+    asked: list[ast.expr] = []
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _ASKS:
+        asked = node.args[1:2]
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(_ASKS_BY_METHOD):
+        asked = node.args
+    elif isinstance(node, ast.Subscript) and re.search(r"(^vars\(.*\)|\.__dict__)$", ast.unparse(node.value)):
+        asked = [node.slice]
+    return [str(each.value) for each in asked if isinstance(each, ast.Constant)]
 
 
 def private_arguments(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -158,7 +170,8 @@ def attributes_of(tree: ast.AST, module: str) -> Iterator[tuple[int, str]]:
             used.append((node.lineno, f"{module}.itself"))
     for line, name in used:
         owner, _, attribute = name.rpartition(".")
-        if owner == module and importlib.util.find_spec(name) is None:
+        owner = owner.removesuffix(".distributed_c10d")  # where the functions of torch.distributed are written
+        if owner == module and importlib.util.find_spec(f"{owner}.{attribute}") is None:
             yield line, attribute
 
 

@@ -61,6 +61,7 @@ class GradientState:
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
     backwards: int
+    _owner: weakref.ref[Any]
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
         self.__dict__ = self._shared_state
@@ -82,7 +83,7 @@ class GradientState:
         if holder is not None and holder is not owner:
             state = cls.__new__(cls)
             state._start()
-        state.__dict__["_owner"] = weakref.ref(owner)
+        state._owner = weakref.ref(owner)
         state.plugin_kwargs = plugin.to_kwargs()
         return state
 
