@@ -242,7 +242,7 @@ def test_abort_ends_all_ranks_also_without_a_launcher(tmp_path: Path, busy: int)
     text = f"if rank == {busy}:\n    load_batch()\naccelerator.wait_for_everyone()\n"
     codes, said = by_hand(tmp_path, text, **{limits.LIMIT: "2", limits.ACTION: "abort"})
     assert codes == [limits.ABORTED] * 2
-    assert said[busy] == "" and "The run is ended" in said[1 - busy]
+    assert said[busy] == "" and "The run ends here" in said[1 - busy]
 
 
 @pytest.mark.parametrize(

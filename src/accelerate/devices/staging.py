@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -371,7 +372,7 @@ class Stager:
         # A reader may be where the garbage is collected that this belongs to: it cannot wait for itself.
         if threading.current_thread() not in self._threads:
             for thread in self._threads:
-                if thread.is_alive():  # an interrupt may have come before it was started
+                if _has_begun(thread):
                     thread.join(seconds)
         self._threads = []
 
@@ -421,3 +422,12 @@ def run_tasks(job: Job, tasks: Sequence[Task], lane: Lane, size: int, most: int,
     if job.error is not None:
         raise job.error
     job.mark.synchronize()
+
+
+def _has_begun(thread: threading.Thread) -> bool:
+    """Whether a thread runs, or has run. One whose start was interrupted may begin a moment later, or never."""
+    for _ in range(100):
+        if thread.ident is not None:
+            return True
+        time.sleep(0.01)
+    return False
