@@ -69,7 +69,9 @@ def test_the_next_save_waits_and_tells(
             patch.setattr(disk, "write", full)
             run.accelerator.save_state(tmp_path / "x", async_save=True)
             run.accelerator._background._thread.join()  # type: ignore[union-attr]
-        with pytest.raises(CheckpointError, match=r"could not write .* \(No space left on device\): earlier checkpoints are unchanged"):
+        with pytest.raises(
+            CheckpointError, match=r"could not write .* \(No space left on device\): earlier checkpoints are unchanged"
+        ):
             ask()
         run.accelerator.wait_for_checkpoint()  # said once
         # and logged at once, for a script that asks no more
