@@ -101,7 +101,7 @@ class Notes:
 
 
 def in_one_line(notes: Sequence[Note], now: float | None = None) -> str:
-    """Who is where: `rank 0 has waited 61 s in gather (train.py:7); rank 1 ended with code 0`."""
+    """Who is where: `rank 0 waits in gather (train.py:7) since 61 s; rank 1 ended with code 0`."""
     now = time.time() if now is None else now
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, note in enumerate(notes):
@@ -135,8 +135,8 @@ def _predicate(note: Note, many: bool, waited: float) -> str:
 # What is said of one rank, and of several, by the kind of their notes.
 _PREDICATES = {
     "waits": (
-        "has waited {waited:.0f} s in {note.call} ({note.line})",
-        "have waited {waited:.0f} s in {note.call} ({note.line})",
+        "waits in {note.call} ({note.line}) since {waited:.0f} s",
+        "wait in {note.call} ({note.line}) since {waited:.0f} s",
     ),
     "runs": ("runs {note.line} ({note.call})", "run {note.line} ({note.call})"),
     "ended": ("ended with code {note.text}",) * 2,
