@@ -113,7 +113,6 @@ class AcceleratorBase(ProcessControl):
     ) -> None:
         _check_settings(kwargs_handlers, rng_types)
         _check_kind("project_config", project_config, ProjectConfiguration, ", or only a folder as `project_dir`")
-        _check_kind("dataloader_config", dataloader_config, DataLoaderConfiguration)
         _check_kind("gradient_accumulation_plugin", gradient_accumulation_plugin, GradientAccumulationPlugin)
         accumulation = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         if nonfinite not in (None, "skip", "stop"):

@@ -206,7 +206,6 @@ def test_a_model_without_values() -> None:
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin()}, "not both"),
         ({"gradient_accumulation_plugin": 2}, "gradient_accumulation_plugin is 2: pass a GradientAccumulationPlugin"),
-        ({"dataloader_config": "split"}, "dataloader_config is 'split': pass a DataLoaderConfiguration"),
     ],
 )
 def test_settings_of_the_wrong_kind(settings: dict[str, Any], sentence: str) -> None:
