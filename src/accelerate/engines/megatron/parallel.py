@@ -53,7 +53,7 @@ def check(plugin: MegatronLMPlugin) -> None:
         )
     if plugin.sequence_parallelism and plugin.tp_degree == 1:
         raise ValueError(
-            "sequence_parallelism=True shares out sequences among the processes of one tensor: set tp_degree to 2 or "
+            "sequence_parallelism=True splits sequences over the tensor-parallel ranks: set tp_degree to 2 or "
             "more, or leave it out."
         )
     if plugin.overlap_cpu_optimizer_d2h_h2d and not plugin.optimizer_cpu_offload:

@@ -53,14 +53,16 @@ def asked(plugins: dict[str, Any], mesh: ParallelismConfig | None, mixed_precisi
     plugins: by the name of their argument.
     """
     rows = [row for row in ENGINES if row.is_asked_for(plugins.get(row.argument), mesh)]
-    kinds = [row.load() for row in rows]
-    others = [kind.name for kind in kinds[1:]] + (["a ParallelismConfig"] if mesh is not None else [])
-    if kinds and (len(kinds) > 1 or (mesh is not None and not kinds[0].takes_mesh)):
-        raise ValueError(f"A model is spread either by {kinds[0].name} or by {others[0]}: leave out one of the two.")
-    row = rows[0] if rows else None
-    kind = kinds[0] if kinds else Engine
-    given = None if row is None else plugins.get(row.argument)
-    return kind(Request(given, mesh, row is not None and row.is_needed(mesh), mixed_precision))
+    if not rows:
+        return Engine(Request(None, mesh, False, mixed_precision))
+    row, *others = rows
+    kind = row.load()
+    rivals = [other.load().name for other in others]
+    if mesh is not None and not kind.takes_mesh:
+        rivals.append("a ParallelismConfig")
+    if rivals:
+        raise ValueError(f"A model is spread either by {kind.name} or by {rivals[0]}: leave out one of the two.")
+    return kind(Request(plugins.get(row.argument), mesh, row.is_needed(mesh), mixed_precision))
 
 
 def kind_of(argument: str) -> type[Engine]:

@@ -70,8 +70,13 @@ class Engine:
 def join_a_group(partial: PartialState) -> None:
     """Make a process group of one process, for an engine that wants a group also there."""
     if partial.backend is None:
-        os.environ.update({name: value for name, value in partial.world.variables().items() if name not in os.environ})
+        set_world_variables(partial)
         partial.backend = join_alone(partial.device_kind.name, partial.device_kind.backend)
+
+
+def set_world_variables(partial: PartialState) -> None:
+    """Set the variables of torchrun that are missing, where another launcher, or none, has started the process."""
+    os.environ.update({name: value for name, value in partial.world.variables().items() if name not in os.environ})
 
 
 def settings_of(plugin: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from accelerate.available import is_deepspeed_available
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.enums import DistributedType
 from accelerate.errors import NotYetSupported
-from accelerate.state.engines.base import Engine, Request, join_a_group
+from accelerate.state.engines.base import Engine, Request, join_a_group, set_world_variables
 from accelerate.versions import compare_versions
 
 if TYPE_CHECKING:
@@ -60,8 +60,7 @@ class DeepSpeed(Engine):
                 "with the torch that is here."
             ) from error
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # libraries that load pretrained models look there
-        # DeepSpeed reads them, also where another launcher has started the process.
-        os.environ.update({name: value for name, value in partial.world.variables().items() if name not in os.environ})
+        set_world_variables(partial)  # which DeepSpeed reads
         join_a_group(partial)
 
     def show(self, state: AcceleratorState) -> None:
