@@ -98,15 +98,14 @@ class Ours:
             self.optimizer.zero_grad()
 
 
+BLOCKS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+
+
 def accelerator(cpu: bool, **plugin: Any) -> Accelerator:
     """A new one, for another engine than the one before. plugin: settings of FSDP version 2; none for DDP."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    fsdp = None
-    if plugin:
-        fsdp = FullyShardedDataParallelPlugin(
-            auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"], **plugin
-        )
+    fsdp = FullyShardedDataParallelPlugin(fsdp_version=2, **plugin) if plugin else None
     return Accelerator(cpu=cpu, fsdp_plugin=fsdp)
 
 
@@ -144,6 +143,16 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def device_mib(subject: Any, x: torch.Tensor, y: torch.Tensor) -> float:
+    """The most memory of the GPU that a step takes beyond what there was before it."""
+    wait_for(x.device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    subject.step(x, y)
+    wait_for(x.device)
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
 def ratios(found: dict[str, dict[str, float]], pairs: dict[str, str]) -> dict[str, float]:
     """pairs: ours -> the one beside it."""
     return {
@@ -169,7 +178,7 @@ def peak_mib(function: Callable[[], Any]) -> float:
 
 def memory(width: int, depth: int) -> dict[str, float]:
     """MiB on rank 0: while a model that only it has is spread, and while a sharded checkpoint is saved."""
-    ours = accelerator(cpu=True, fsdp_version=2, cpu_ram_efficient_loading=True)
+    ours = accelerator(cpu=True, cpu_ram_efficient_loading=True, **BLOCKS)
     Ours(network(16, 1), ours).step(torch.randn(2, 16), torch.zeros(2, dtype=torch.long))  # whatever is needed once
     ours.free_memory()
     with torch.device("cpu" if ours.is_main_process else "meta"):
@@ -205,12 +214,13 @@ def on_processes(options: argparse.Namespace) -> dict[str, Any]:
     """Several CPU processes, started by torchrun."""
     size = (options.width, options.depth)
     copied = Ours(network(*size), accelerator(cpu=True))
-    spread = Ours(network(*size), accelerator(cpu=True, fsdp_version=2))
+    spread = Ours(network(*size), accelerator(cpu=True, **BLOCKS))
     subjects = {
         "DDP by hand": Plain(DistributedDataParallel(network(*size))),
         "DDP": copied,
         "fully_shard by hand": sharded_by_hand(network(*size), torch.device("cpu")),
         "FSDP2": spread,
+        "FSDP2, default policy": Ours(network(*size), accelerator(cpu=True, auto_wrap_policy=None)),
     }
 
     def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,7 +228,8 @@ def on_processes(options: argparse.Namespace) -> dict[str, Any]:
         return torch.randn(32, options.width), torch.randint(0, 16, (32,))
 
     found = take_turns(subjects, batch, options.rounds)
-    pairs = {"DDP": "DDP by hand", "FSDP2": "fully_shard by hand"}
+    by_hand = "fully_shard by hand"
+    pairs = {"DDP": "DDP by hand", "FSDP2": by_hand, "FSDP2, default policy": by_hand}
     return {
         "processes": dist.get_world_size(),
         "steps": found,
@@ -238,14 +249,15 @@ def on_one_device(options: argparse.Namespace) -> dict[str, Any]:
     if cpu:  # for which an Accelerator makes no group by itself
         dist.init_process_group("gloo")
     size = (options.width, options.depth)
-    spread = Ours(network(*size), accelerator(cpu, fsdp_version=2))
+    spread = Ours(network(*size), accelerator(cpu, **BLOCKS))
     device = spread.accelerator.device
     subjects = {
         "plain PyTorch": Plain(network(*size).to(device)),
         "fully_shard by hand": sharded_by_hand(network(*size), device),
         "FSDP2": spread,
+        "FSDP2, default policy": Ours(network(*size), accelerator(cpu, auto_wrap_policy=None)),
         "fully_shard by hand, offloaded": sharded_by_hand(network(*size), device, offload=True),
-        "FSDP2, offloaded": Ours(network(*size), accelerator(cpu, fsdp_version=2, cpu_offload=True)),
+        "FSDP2, offloaded": Ours(network(*size), accelerator(cpu, cpu_offload=True, **BLOCKS)),
     }
 
     def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -253,13 +265,17 @@ def on_one_device(options: argparse.Namespace) -> dict[str, Any]:
         return torch.randn(64, options.width, device=device), torch.randint(0, 16, (64,), device=device)
 
     found = take_turns(subjects, batch, options.rounds)
-    pairs = {"FSDP2": "fully_shard by hand", "FSDP2, offloaded": "fully_shard by hand, offloaded"}
+    by_hand = "fully_shard by hand"
+    pairs = {"FSDP2": by_hand, "FSDP2, default policy": by_hand, "FSDP2, offloaded": f"{by_hand}, offloaded"}
     name = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
     return {
         "device": name,
         "torch": torch.__version__,
         "steps": found,
         "ratios": ratios(found, pairs) | ratios(found, dict.fromkeys(pairs, "plain PyTorch")),
+        "most memory of the device in a step, in MiB": {
+            name: device_mib(subject, *batch(0)) for name, subject in subjects.items() if device.type == "cuda"
+        },
     }
 
 

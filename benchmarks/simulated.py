@@ -36,7 +36,7 @@ from accelerate.diagnosis import place, roll, watch
 from accelerate.environments import World
 from accelerate.per_rank import ranks_are_threads
 from accelerate.state import lost, partial, stopping
-from accelerate.strategies import STRATEGIES, Row
+from accelerate.strategies import STRATEGIES, StrategyRow
 from accelerate.tracking import local
 
 # Where a store is asked for by name.
@@ -212,9 +212,9 @@ class CountedDist:
         def counted(group: Any) -> Any:
             gather = make(group)
 
-            def call(out: torch.Tensor, tensor: torch.Tensor) -> Any:
-                self._ledger().note("all_gather", out.nbytes)
-                return gather(out, tensor)
+            def call(outs: list[torch.Tensor], tensor: torch.Tensor) -> Any:
+                self._ledger().note("all_gather", len(outs) * tensor.nbytes)
+                return gather(outs, tensor)
 
             return call
 
@@ -286,8 +286,11 @@ class FakeDist:
         values[:] = pickle.loads(self._exchange(mine)[src])
 
     def all_gather_on(self, group: Any) -> Any:
-        def gather(out: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None]:
-            self.all_gather(out, tensor)
+        def gather(outs: list[torch.Tensor], tensor: torch.Tensor) -> Callable[[], None]:
+            together = torch.empty(len(outs), len(tensor), dtype=torch.uint8)
+            self.all_gather(together.view(-1), tensor)
+            for out, part in zip(outs, together, strict=True):
+                out.copy_(part)
             return lambda: None
 
         return gather
@@ -358,7 +361,7 @@ def counting(
         (partial, "_share_the_cores", lambda *args: None),
     ]
     # What DDP exchanges is torch's, and the same with or without this package.
-    plain = Row("accelerate.strategies.base", "Strategy", lambda state: True)
+    plain = StrategyRow("accelerate.strategies.base", "Strategy", lambda state: True)
     STRATEGIES.insert(0, plain)
     try:
         with ExitStack() as stack:

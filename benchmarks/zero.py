@@ -43,7 +43,7 @@ def figures(device: str, seconds: float) -> list[Figure]:
         args |= {"width": 256, "batch": 32} if cpu else {"width": 1024, "batch": 64}
         subjects = ("plain", "ours") if cpu else ("plain", "peer", "ours")
         # Many short blocks in turn: what disturbs a machine for a while then disturbs both loops alike.
-        sizes = {"steps": 20, "warmup": 20, "rounds": 1000, "seconds": seconds, "restarts": 1}
+        sizes = {"steps": 5, "warmup": 20, "rounds": 1000, "seconds": seconds, "restarts": 1}
         sizes["processes"] = 2 if cpu else 1
         found.append(Figure(name, "zero", "baseline", 1.02, args, **sizes, subjects=subjects, beside=True))
     return found
@@ -157,6 +157,7 @@ def main() -> int:
     os.environ.setdefault("DS_ACCELERATOR", options.device)
     who = harness.subjects(harness.interpreter(options.peer))
     paths = [os.path.abspath(path) for path in options.path.split(os.pathsep) if path]
+    sys.path += paths  # where the version of DeepSpeed is looked up
     for name in ("peer", "ours"):
         one = who[name]
         who[name] = dataclasses.replace(one, pythonpath=os.pathsep.join([*filter(None, [one.pythonpath]), *paths]))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from accelerate.comm import current
+from accelerate.errors import NotYetSupported
 
 
 class LocalSGD:
@@ -31,6 +32,13 @@ class LocalSGD:
             raise ValueError(
                 'Under LocalSGD a gradient is that of one process, and nonfinite="stop" needs all of them to see it: '
                 'pass nonfinite="skip" to the Accelerator, or leave it out.'
+            )
+        strategy = accelerator._strategy
+        if self.enabled and not strategy.saves_alone:
+            raise NotYetSupported(
+                f"LocalSGD with {type(strategy).__name__}, whose processes have parts of a model and not copies to be "
+                "averaged,",
+                "leave it out, or train with DDP.",
             )
         self.accelerator = accelerator
         self.model = model

@@ -98,7 +98,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @scaler.setter
     def scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         self._scaler = _enabled(scaler)
-        self._stepper = stepper_for(self.optimizer, self._scaler)
+        self._stepper = self._stepper.with_scaler(self._scaler)
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process, and not to the optimizer, is found again where it is unpickled.

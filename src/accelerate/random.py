@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Iterable
 
@@ -22,6 +23,10 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         device_specific: use a different seed on each rank: `seed` plus the rank.
         deterministic: make torch use deterministic algorithms only.
     """
+    try:
+        seed = operator.index(seed)
+    except TypeError as error:
+        raise TypeError(f"`set_seed` takes a whole number, and was given {seed!r}.") from error
     state = PartialState()
     if device_specific:
         seed += state.process_index

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -48,6 +48,17 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
     near = get_close_matches(word, list(known), n=1, cutoff=0.75)
     return f" (did you mean `{near[0]}`?)" if near else ""
+
+
+def some_of(names: Sequence[str], most: int = 16) -> str:
+    """Returns names for a sentence: of very many, those that are given first, and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:most])} and {more} more"
+
+
+def differences(**kinds: Sequence[str]) -> str:
+    """Returns what is wrong with a set of names for a sentence, kind by kind, without the kinds that have none."""
+    return "; ".join(f"{kind.replace('_', ' ')}: {some_of(names, 5)}" for kind, names in kinds.items() if names)
 
 
 def get_pretty_name(obj: Any) -> str:

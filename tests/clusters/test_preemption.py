@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.config.preemption import PREEMPTED
 from accelerate.state import stopping
 from accelerate.utils import ProjectConfiguration
 from tests.harness import run_world
@@ -78,6 +79,33 @@ def stopped_alone() -> list[Any]:
 
 def test_one_process_keeps_the_scripts_own_handler() -> None:
     assert run_world(stopped_alone, 1) == [[False, None, True, "SIGUSR1 on rank 0", True, True, True]]
+
+
+def signalled_at_step(step: int, folder: str) -> list[Any]:
+    """Rank 1 gets the signal in a step of the training; returns how the program would end, and what was saved."""
+    accelerator = Accelerator(
+        cpu=True, project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True), preemption="save"
+    )
+    # The ranks agree beside the training: it must not have ended by then, however late that is on a busy machine.
+    loader = torch.utils.data.DataLoader(torch.ones(40000, 1), batch_size=1)
+    model, loader = accelerator.prepare(torch.nn.Linear(1, 1), loader)
+    steps = 0
+    try:
+        for batch in loader:
+            steps += 1
+            if steps == step and accelerator.process_index == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            accelerator.backward(model(batch).sum())
+    except SystemExit as end:
+        return [end.code, steps, os.listdir(os.path.join(folder, "checkpoints"))]
+    return ["went on"]
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_signal_in_the_first_step_saves_too(step: int, tmp_path: Path) -> None:
+    """It may be a long one: models are compiled in it."""
+    first, second = run_world(signalled_at_step, 2, step, str(tmp_path))
+    assert first == second and first[0] == PREEMPTED and first[1] >= step and first[2] == ["checkpoint_0"]
 
 
 def test_settings_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from accelerate import Accelerator
 from accelerate.errors import CheckpointError
-from accelerate.strategies import Row, Strategy
+from accelerate.strategies import Strategy, StrategyRow
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin
 from tests.contract.test_training import TOY
 from tests.contract.toy_engine import Toy, ToyLoader, ToyOptimizer
@@ -221,7 +221,7 @@ class Boxing(Strategy):
 
 
 def test_what_an_engine_unwraps_itself_is_saved_and_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate.strategies.STRATEGIES", [Row(__name__, "Boxing", lambda state: True)])
+    monkeypatch.setattr("accelerate.strategies.STRATEGIES", [StrategyRow(__name__, "Boxing", lambda state: True)])
     accelerator, model, optimizer, batches = _prepared(cpu=True)
     _train(accelerator, model, optimizer, batches, upto=3)
     accelerator.save_state(tmp_path)

@@ -19,14 +19,14 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.strategies import STRATEGIES, Row
+from accelerate.strategies import STRATEGIES, StrategyRow
 from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs
 from tests.harness import WorldFailed, run_world
 from tests.unit.accelerator.toys import ALONE, Net, assert_same_everywhere, loader, optimizer_values, weights
 
 SHARDED = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
 # An engine that takes everything over: its file, and this line.
-STRATEGIES.insert(0, Row("tests.contract.toy_engine", "Toy", lambda state: "TOY" in os.environ))
+STRATEGIES.insert(0, StrategyRow("tests.contract.toy_engine", "Toy", lambda state: "TOY" in os.environ))
 TOY: dict[str, str | None] = {"TOY": "1"}
 WORLDS: dict[str, tuple[int, dict[str, str | None]]] = {
     "single": (1, ALONE),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.estimate.usage import Task
+from accelerate.estimate.usage import Workload
 from accelerate.estimate.zero import zero_usage
 from tests.harness import run_world
 
@@ -55,7 +55,9 @@ def after_a_backward(stage: int, precision: str) -> int:
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_as_much_as_deepspeed_holds(stage: int, precision: str) -> None:
     parameters, processes = LAYER * LAYERS, 2
-    task = Task(parameters, parameters, largest_layer=0, activations=0, compute_bytes=2 if precision == "bf16" else 4)
+    task = Workload(
+        parameters, parameters, largest_layer=0, activations=0, compute_bytes=2 if precision == "bf16" else 4
+    )
     used = zero_usage(task, processes, bucket=LAYER)[f"ZeRO {stage}"]
     # Gradients in float32 are there only while the step is taken.
     stepped = 4 * parameters // (1 if stage == 0 else processes) if precision == "bf16" else 0

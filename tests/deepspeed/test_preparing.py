@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.utils import TorchDynamoPlugin, compile_regions_deepspeed
 from tests.deepspeed import training
 from tests.harness import run_world
@@ -142,3 +144,40 @@ def in_parts() -> None:
 
 def test_calls_in_parts_and_an_unknown_optimizer() -> None:
     run_world(in_parts, 2, timeout=120)
+
+
+TIMED = {"timers": {"throughput": {"enabled": True}}}
+ON_HOST = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    ("config", "zero", "printed_every", "measured"),
+    [
+        ({}, {}, None, False),
+        (TIMED, {}, None, True),
+        ({}, {}, 10, True),
+        ({"timers": {"throughput": {"synchronized": False}}}, {}, None, True),
+        ({}, ON_HOST, None, True),
+    ],
+)
+def test_speed_is_measured_where_anybody_reads_it(
+    config: dict[str, Any], zero: dict[str, Any], printed_every: int | None, measured: bool
+) -> None:
+    run_world(timer, 1, config, zero, printed_every, measured, timeout=120)
+
+
+def timer(config: dict[str, Any], zero: dict[str, Any], printed_every: int | None, measured: bool) -> None:
+    """DeepSpeed's timer has the host wait for the GPU twice in each step."""
+    given = {"zero_optimization": {"stage": 2, **zero}, "train_micro_batch_size_per_gpu": 4, **config}
+    plugin = DeepSpeedPlugin(hf_ds_config=given)
+    if printed_every is not None:
+        plugin.deepspeed_config["steps_per_print"] = printed_every
+    before = copy.deepcopy(plugin.deepspeed_config)
+    acc = Accelerator(cpu=True, deepspeed_plugin=plugin)
+    net: Any = Net()
+    net, optimizer = acc.prepare(net, torch.optim.AdamW(net.parameters(), lr=0.02))
+    assert net.tput_timer.config.enabled is measured
+    assert ("timers" in plugin.deepspeed_config) is ("timers" in before), "the config that a script reads stays"
+    losses(acc, net, optimizer, steps=4)
+    assert (net.tput_timer.total_elapsed_time > 0) is measured
+    end(acc)

@@ -270,6 +270,49 @@ def test_a_loss_of_two_engines_loses_no_gradients() -> None:
     assert fp16.startswith("A loss of several DeepSpeed engines in fp16 is not part of this version")
 
 
+def unlikely() -> list[str]:
+    """What trains otherwise than a script may expect, or not at all."""
+    sentences = []
+
+    def prepared(stage: int, net: nn.Module, **settings: Any) -> tuple[Accelerator, Any, Any]:
+        acc = training.accelerator(stage, **settings)
+        loader = DataLoader(training.data(), batch_size=4)
+        return acc, *acc.prepare(net, torch.optim.AdamW(net.parameters()), loader)[:2]
+
+    def end(acc: Accelerator) -> None:
+        acc.free_memory()
+        acc.state._reset_state(reset_partial_state=False)
+
+    for stage, settings in ((2, {"offload_param_device": "cpu"}), (0, {"offload_optimizer_device": "cpu"})):
+        with pytest.warns(UserWarning, match="nothing is offloaded") as warned:
+            acc, net, optimizer = prepared(stage, training.model(), **settings)
+        sentences += [str(each.message) for each in warned if "is offloaded" in str(each.message)]
+        assert "CPU" not in type(net.basic_optimizer).__name__
+        end(acc)
+    acc, net, optimizer = prepared(2, training.model())
+    net(torch.ones(4, 6)).sum().backward()
+    with pytest.warns(UserWarning, match="did nothing") as warned:
+        optimizer.step()
+    sentences += [str(each.message) for each in warned]
+    optimizer.step()  # said once
+    end(acc)
+    with pytest.raises(ValueError) as caught:
+        prepared(2, training.model().requires_grad_(False))
+    sentences.append(str(caught.value))
+    return sentences
+
+
+def test_what_trains_nothing_or_stays_where_it_is_is_said() -> None:
+    assert run_world(unlikely, 1, timeout=120)[0] == [
+        "DeepSpeed has offload_param for stage 3 of ZeRO, and this is stage 2: nothing is offloaded by it.",
+        "DeepSpeed has offload_optimizer for stages 1, 2, 3 of ZeRO, and this is stage 0: nothing is offloaded by it.",
+        "`optimizer.step()` did nothing, since DeepSpeed steps with the gradients of `accelerator.backward(loss)` "
+        "alone: call it in place of `loss.backward()`.",
+        "None of the parameters that this AdamW trains needs a gradient, so DeepSpeed has nothing to train: prepare "
+        "the Sequential without an optimizer, or unfreeze some of them.",
+    ]
+
+
 def wrong_disks(folder: str) -> list[str]:
     sentences = []
     for stage, settings in (

@@ -467,12 +467,14 @@ def what_is_in_another_order_is_saved_from_the_device() -> None:
     import tempfile
 
     from accelerate import Accelerator
+    from accelerate.io.blocks import BLOCK, FILES, WRITERS
 
+    most = FILES * WRITERS * BLOCK  # of all threads that write at once: half of a model
     for behind in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             reset()
             accelerator = Accelerator()
-            nets = [torch.nn.Conv2d(513, 512, 3).to(memory_format=torch.channels_last) for _ in range(2)]
+            nets = [torch.nn.Conv2d(2049, 2048, 3).to(memory_format=torch.channels_last) for _ in range(2)]
             for net in nets:
                 net.register_buffer("x", torch.randn(1000, dtype=torch.complex64, device=accelerator.device))
                 net.register_buffer("y", net.x.conj())
@@ -484,7 +486,7 @@ def what_is_in_another_order_is_saved_from_the_device() -> None:
             before = torch.cuda.memory_allocated()
             accelerator.save_state(folder, async_save=behind)
             grown = torch.cuda.max_memory_allocated() - before
-            assert behind or grown < 8 * 2**20, grown  # some blocks, and not a model of 9 MiB
+            assert behind or grown <= most < models[0].weight.nbytes, grown
             accelerator.wait_for_checkpoint()
             with torch.no_grad():
                 for model in models:

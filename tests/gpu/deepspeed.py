@@ -152,6 +152,28 @@ def every_stage_trains_as_plain_pytorch_in_fp16() -> None:
 
 
 @check
+def a_host_that_runs_ahead_trains_the_same() -> None:
+    """Without DeepSpeed's timer nothing makes the host wait: losses are read when all is over."""
+    for stage in STAGES:
+        found = []
+        for timers in ({"throughput": {"enabled": True}}, None):
+            config = _config(stage) if timers is None else {**_config(stage), "timers": timers}
+            accelerator, model, optimizer, scheduler, loader = _prepared("bf16", config)
+            assert model.tput_timer.config.enabled is (timers is not None)
+            losses = []
+            for _ in range(4):
+                for x, y in loader:
+                    losses.append(F.cross_entropy(model(x).float(), y))
+                    accelerator.backward(losses[-1])
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+            found.append(torch.stack(losses).tolist())
+            _end(accelerator)
+        assert found[0] == found[1], f"stage {stage}:\n{found[0]}\n{found[1]}"
+
+
+@check
 def losses_are_those_of_the_released_package() -> None:
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if Path(path).name != "src"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "MASTER_PORT": str(int(os.environ["MASTER_PORT"]) + 1)}

@@ -100,7 +100,7 @@ def the_estimate_of_memory_is_near_the_truth() -> None:
 
     from accelerate import Accelerator
     from accelerate.estimate import batches
-    from accelerate.estimate.usage import Task, measure, usage
+    from accelerate.estimate.usage import Workload, measure, usage
 
     config = transformers.LlamaConfig(
         vocab_size=32000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=16
@@ -111,7 +111,7 @@ def the_estimate_of_memory_is_near_the_truth() -> None:
         empty = step.build()
     count = sum(parameter.numel() for parameter in empty.parameters())
     activations, copies = measure(empty, step.run, "bf16")
-    task = Task(count, count, 0, activations, copies, compute_bytes=2)
+    task = Workload(count, count, 0, activations, copies, compute_bytes=2)
     expected = usage(task, 1)["one process"].device
 
     reset()

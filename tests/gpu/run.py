@@ -13,6 +13,7 @@ from tests.gpu import (  # noqa: F401  (their checks add themselves)
     big_models,
     checks,
     feeding,
+    hanging,
     launchers,
     launching,
     loading,

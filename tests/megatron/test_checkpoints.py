@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerate.checkpoint.load import verify_checkpoint
-from accelerate.checkpoint.parts import FileInFolder
+from accelerate.checkpoint.save import File
 from accelerate.errors import CheckpointError
 from accelerate.utils import MegatronLMDummyScheduler
 from tests.harness import run_world, world_outcomes
@@ -103,12 +103,12 @@ def keeps_what_was_saved(folder: str) -> None:
     run.steps(1)
     run.acc.save_state(path)
     run.steps(1)
-    own = FileInFolder.write
+    own = File.write
     if run.acc.process_index == 1:
-        FileInFolder.write = _fails  # type: ignore[method-assign]
+        File.write = _fails  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="Rank 1 could not write"):
         run.acc.save_state(path)
-    FileInFolder.write = own  # type: ignore[method-assign]
+    File.write = own  # type: ignore[method-assign]
     run.acc.load_state(path)
     assert run.net.iteration == 1
     run.acc.save_state(Path(folder, "behind"), async_save=True)
@@ -127,7 +127,7 @@ def keeps_what_was_saved(folder: str) -> None:
     training.end(weights.acc)
 
 
-def _fails(self: FileInFolder, folder: Path, group: Any = None) -> dict[str, Any]:
+def _fails(self: File, folder: Path, group: Any = None) -> dict[str, Any]:
     raise OSError(28, "No space left on device")
 
 

@@ -11,9 +11,10 @@ import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
-from transformers import GPT2LMHeadModel
+from transformers import GPT2LMHeadModel, GPTNeoXConfig, GPTNeoXForCausalLM
 
 from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import (
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
@@ -30,11 +31,14 @@ def every_way(folder: str) -> None:
     ):
         evaluates(settings)
         trains_and_saves(settings, Path(folder, str(number)))
+    starts_alike()
     groups_parameters()
     takes_megatron_datasets()
     takes_arguments_of_data()
     reads_indexed_datasets_and_logs(Path(folder))
     refuses()
+    refuses_data()
+    takes_batches()
     trains_again_after_the_end()
 
 
@@ -104,6 +108,27 @@ def trains_and_saves(settings: dict[str, Any], folder: Path) -> None:
         wanted = training.mean_loss(again.eval()(rows).logits, rows)
     assert after.item() == pytest.approx(wanted.item(), abs=1e-4)
     training.end(acc)
+
+
+def starts_alike() -> None:
+    """A script that sets no seed has another model on each process: that of the first one is trained."""
+    for settings in ({"tp_degree": 2}, {"pp_degree": 2}, {}):
+        for others_are_empty in (False, True):
+            acc = training.accelerator(**settings)
+            net = training.model(seed=acc.process_index)
+            if others_are_empty and not acc.is_main_process:
+                net = net.to("meta")
+            prepared = acc.prepare(net)
+            every = acc.gather_for_metrics(prepared.eval()(**_batch()).loss)
+            with torch.no_grad():
+                wanted = training.model(seed=0).eval()(**_batch()).loss
+            assert every.tolist() == pytest.approx([wanted.item()] * len(every), abs=1e-4), settings
+            training.end(acc)
+
+
+def _batch() -> dict[str, torch.Tensor]:
+    tokens = training.Tokens(4).tokens
+    return {"input_ids": tokens, "labels": tokens}
 
 
 def groups_parameters() -> None:
@@ -217,8 +242,9 @@ def takes_megatron_datasets() -> None:
     net = training.model()
     optimizer = torch.optim.AdamW(net.parameters(), lr=training.LR)
     scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=20)
-    dummy = MegatronLMDummyDataLoader(micro_batch_size=2, split="90,10,0")
+    dummy = MegatronLMDummyDataLoader(micro_batch_size=2, splits_string="90,10,0")
     net, optimizer, scheduler, train, valid, test = acc.prepare(net, optimizer, scheduler, dummy, dummy, dummy)
+    assert net.args.split == "90,10,0", "by the name that examples of the release have for it"
     copies = acc.num_processes
     assert asked == [[10 * 4 * copies, 2 * 4 * copies, 4 * copies]]
     assert (len(train), len(valid), len(test)) == (10 - 8 // (4 * copies), 2, 0)
@@ -276,6 +302,12 @@ def refuses() -> None:
     net, optimizer, loader = training.objects(acc)
     with pytest.raises(ValueError, match="pass them to one call of `prepare`"):
         acc.prepare(optimizer)
+    with pytest.raises(ValueError, match="pass them to one call of `prepare`"):
+        acc.prepare(net, MegatronLMDummyScheduler(optimizer, total_num_steps=4))
+    small = dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), 2)
+    other = GPTNeoXForCausalLM(GPTNeoXConfig(**small, intermediate_size=2))
+    with pytest.raises(ValueError, match=r"type 'gpt_neox' are not built .* `MegatronLMPlugin\(custom_model_provider"):
+        acc.prepare(other)
     with pytest.raises(ValueError, match="pass a `MegatronLMDummyScheduler`"):
         acc.prepare(net, optimizer, loader, torch.optim.lr_scheduler.ConstantLR(optimizer))
     with pytest.raises(ValueError, match="no optimizer like Adagrad"):
@@ -299,6 +331,71 @@ def refuses() -> None:
     with pytest.raises(ValueError, match="trains one model"):
         acc.prepare(training.model(1))
     training.end(acc)
+
+
+def refuses_data() -> None:
+    """What stands for loaders and schedulers has known names alone, and is good for three loaders, once."""
+
+    def refused(sentence: str, *given: Any, **settings: Any) -> None:
+        acc = training.accelerator(
+            custom_megatron_datasets_provider_function=lambda counts: (Texts(8), None, None), **settings
+        )
+        net, optimizer, _ = training.objects(acc)
+        with pytest.raises(ValueError, match=sentence) as caught:
+            acc.prepare(net, optimizer, *(each(optimizer) if callable(each) else each for each in given))
+        assert "\n" not in str(caught.value)
+        training.end(acc)
+
+    dummy = MegatronLMDummyDataLoader
+    refused(
+        r"`MegatronLMDummyDataLoader` has names that .*: `micro_batch_sise` \(did you mean `micro_batch_size`\?\);",
+        dummy(micro_batch_sise=4),
+    )
+    refused("too late for `tensor_model_parallel_size`: set `tp_degree`", dummy(tensor_model_parallel_size=2))
+    refused(
+        r"`MegatronLMDummyScheduler` has .*: `warmup_num_step` \(did you mean `warmup_num_steps`\?\)",
+        lambda optimizer: MegatronLMDummyScheduler(optimizer, total_num_steps=4, warmup_num_step=2),
+    )
+    four = [dummy(micro_batch_size=4, seq_length=training.LENGTH)] * 4
+    refused("4 of them were given", *four, train_iters=2)
+    refused(
+        "made of one `MegatronLMDummyDataLoader`", dummy(micro_batch_size=4), dummy(micro_batch_size=2), train_iters=2
+    )
+    acc = training.accelerator(
+        custom_megatron_datasets_provider_function=lambda counts: (Texts(8), Texts(8), None),
+        train_iters=2,
+        custom_train_step_class=training.OwnTrainStep,
+    )
+    acc.prepare(*training.objects(acc)[:2], dummy(micro_batch_size=4, mine="of the train step"))
+    with pytest.raises(ValueError, match="in one call of `prepare`"):
+        acc.prepare(dummy(micro_batch_size=4))
+    training.end(acc)
+
+
+def takes_batches() -> None:
+    """What is no tensor of samples is the same for all micro-batches, and what does not fit is said on all stages."""
+    for settings in ({"tp_degree": 2, "num_micro_batches": 2}, {"pp_degree": 2, "num_micro_batches": 2}):
+        acc = training.accelerator(**settings)
+        net, *_ = acc.prepare(*training.objects(acc, 2))
+        batch, places = _batch(), torch.arange(training.LENGTH)[None]
+        net.eval()
+        wanted = net(**batch).loss.item()
+        found = net(**batch, use_cache=False, attention_mask=None, position_ids=places, whole=torch.tensor(1.0)).loss
+        assert found.item() == pytest.approx(wanted)
+        with pytest.raises(TypeError, match="takes a batch as keywords"):
+            net(batch["input_ids"])
+        with pytest.raises(ValueError, match="`labels` has 2 rows, and the batch has 4 samples"):
+            net(input_ids=batch["input_ids"], labels=batch["labels"][:2])
+        with pytest.raises(ValueError, match="have 17 tokens, and the model has positions for 16"):
+            net(input_ids=torch.ones(4, 17, dtype=torch.long))
+        with pytest.raises(ValueError, match=r"have the shape \[12\], .* give the loader a `batch_size`"):
+            net(input_ids=batch["input_ids"][0])
+        if "tp_degree" in settings:  # else a stage waits for the one that has the error
+            with pytest.raises(ValueError, match="needs `input_ids` of a batch, which has labels"):
+                net(labels=batch["labels"])
+        with pytest.raises(NotImplementedError, match="LocalSGD with Megatron, whose processes have parts of a model"):
+            LocalSGD(acc, net, 2)
+        training.end(acc)
 
 
 def trains_again_after_the_end() -> None:

@@ -53,6 +53,9 @@ def test_processes_that_do_not_fit(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert "take a multiple of 2 processes, and there are 3" in result.stderr
     assert "Traceback" not in result.stderr
+    planned = launched(tmp_path, "--num_processes", "3", "--megatron_lm_tp_degree", "2", "--dry_run")
+    assert planned.returncode == 0, planned.stderr
+    assert "take a multiple of 2 processes, and there are 3" in " ".join(planned.stdout.split())
 
 
 ALONE = """

@@ -263,13 +263,13 @@ def test_gathering_without_a_method_of_the_group(monkeypatch: pytest.MonkeyPatch
 
     asked: list[Any] = []
 
-    def gather(*tensors: torch.Tensor, **options: Any) -> None:
+    def gather(*tensors: Any, **options: Any) -> None:
         asked.append((tensors, options))
 
-    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
-    group, out, tensor = Group(), torch.zeros(2), torch.zeros(1)
-    process_groups.all_gather_on(group)(out, tensor)()
-    assert asked == [((out, tensor), {"group": group, "async_op": True})]
+    monkeypatch.setattr(torch.distributed, "all_gather", gather)
+    group, outs, tensor = Group(), [torch.zeros(1), torch.zeros(1)], torch.zeros(1)
+    process_groups.all_gather_on(group)(outs, tensor)()
+    assert asked == [((outs, tensor), {"group": group, "async_op": True})]
 
 
 def test_exchange_of_context() -> None:

@@ -8,6 +8,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -396,3 +397,17 @@ def test_all_ranks_say_the_same_of_a_wrong_folder(tmp_path: Path) -> None:
     first, second = run_world(_wrong_folders, 2, str(tmp_path))
     assert first == second
     assert first[0] == f"There is no folder {tmp_path / 'nowhere'}: give the folder of a checkpoint to load."
+
+
+def _refused_folders(folder: str) -> list[str]:
+    accelerator = Version(folder, automatic=False).accelerator
+    kinds = []
+    for act in (accelerator.save_state, accelerator.load_state, partial(accelerator.load_state, "not there")):
+        with pytest.raises(CheckpointError) as caught:
+            act()
+        kinds.append(type(caught.value).__name__)
+    return kinds
+
+
+def test_a_folder_that_only_the_first_rank_looks_at_is_refused_by_all_in_the_same_way(tmp_path: Path) -> None:
+    assert run_world(_refused_folders, 2, str(tmp_path)) == [["WrongFolder"] * 3] * 2

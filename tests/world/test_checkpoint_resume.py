@@ -445,7 +445,7 @@ def test_new_processes_have_random_states_of_their_own_where_all_had(tmp_path: P
 
 
 def test_where_it_cannot_be_exact_it_says_so() -> None:
-    from accelerate.data_loader.snapshot import change
+    from accelerate.data_loader.epoch import change
 
     def text(loader: Any, **options: Any) -> str:
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))

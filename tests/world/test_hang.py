@@ -18,6 +18,7 @@ from accelerate import Accelerator
 from accelerate.diagnosis import limits, roll, watch
 from accelerate.diagnosis.place import Place
 from accelerate.diagnosis.roll import Note, Notes
+from accelerate.launch.engines.single import WORKER
 from tests.harness import run_world, world_outcomes
 from tests.harness.world import free_port
 from tests.world.test_launch import LAUNCH, TWO, environment, launch, script
@@ -165,7 +166,7 @@ def test_settings_that_cannot_be_read(name: str, value: str) -> None:
         assert outcome.error == "ValueError" and f"{name} is {value!r}" in outcome.message
 
 
-def test_the_text_of_a_roll() -> None:
+def test_the_text_of_a_roll(monkeypatch: pytest.MonkeyPatch) -> None:
     notes = [
         Note("waits", "gather", "train.py:7", 39.0),
         Note("waits", "gather", "train.py:7", 40.0),
@@ -191,6 +192,15 @@ def test_the_text_of_a_roll() -> None:
         "In a training step, rank 0 waits for ranks 1, 2, which have already moved on: look for a loop"
     )
     assert "for others use `accelerator.join_uneven_inputs`" in uneven
+    gone = [notes[0], Note("ended"), Note("ended", line="train.py:9", text="3"), Note("ended")]
+    assert roll.in_one_line(gone, 100.0).endswith("; ranks 1, 3 have ended; rank 2 ended with code 3 (train.py:9)")
+    assert roll.likely_reason(gone) == (
+        "The others wait for rank 2, which ended with code 3 (train.py:9): look there for the reason."
+    )
+    different = [notes[0], Note("waits", "barrier", "train.py:8", 40.0)]
+    assert roll.likely_reason(different).endswith("; `--debug` stops at the first such place.")
+    monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
+    assert "`--debug` does not compare calls of `torch.distributed` itself" in roll.likely_reason(different)
     many = [Note("waits", "gather", "train.py:7", 0.0)] * 4 + [notes[3], notes[0]]
     assert roll.in_one_line(many, 60.0).startswith("ranks 0-3, 5 wait in gather")
 
@@ -219,13 +229,13 @@ def test_a_wait_is_counted_from_the_last_collective_on(monkeypatch: pytest.Monke
     assert [(note.kind, note.since) for note in notes.notes] == [("waits", 995.0)]
 
 
-def by_hand(folder: Path, text: str, **environ: str) -> tuple[list[int], list[str]]:
-    """Two ranks without a launcher: their exit codes, and what they said."""
+def by_hand(folder: Path, text: str, *worker: str, **environ: str) -> tuple[list[int], list[str]]:
+    """Two ranks without a launcher: their exit codes, and what they said. worker: words of a launcher's worker."""
     path = script(folder, START + text)
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environ}
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(path)],
+            [sys.executable, *worker, str(path)],
             cwd=folder,
             env=environment(folder) | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stderr=subprocess.PIPE,
@@ -257,6 +267,21 @@ def test_a_rank_that_is_gone_is_named_on_the_others(tmp_path: Path, text: str, s
     codes, said = by_hand(tmp_path, f"if rank == 1:\n    {text}\naccelerator.gather(torch.ones(1))\n")
     assert codes[0] == 1
     assert re.search(rf"Rank 0 on .* {sentence}", said[0]), said
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("sys.exit(3)", r"which had ended already with code 3 \(train.py:14\): look there for the reason"),
+        ("sys.exit('no data')", r"which had ended already with code 1 \(train.py:14\): look there for the reason"),
+        ("sys.exit()", r"which had ended already with code 0 \(train.py:14\): look for a loop that is shorter"),
+        ("del accelerator", "which had ended already with code 0: look for a loop that is shorter"),
+    ],
+)
+def test_a_rank_that_ended_is_named_with_its_code_and_line(tmp_path: Path, text: str, sentence: str) -> None:
+    text = f"if rank == 1:\n    {text}\nelse:\n    accelerator.gather(torch.ones(1))\n"
+    _, said = by_hand(tmp_path, text, WORKER, str(os.getpid()), "script")
+    assert re.search(f"Rank 0 on .* needed rank 1, {sentence}", said[0]), said
 
 
 def one_fails_while_the_others_wait(rank: int) -> None:

@@ -268,13 +268,63 @@ if rank == 1:
 time.sleep(100)
 """,
     )
-    done = launch(tmp_path, *TWO, "--max_restarts", "1", "--log_dir", str(tmp_path / "logs"), train)
+    done = launch(tmp_path, *TWO, "--max_restarts", "1", "--tee", "1", "--log_dir", str(tmp_path / "logs"), train)
     assert done.returncode == 1
     assert "accelerate: attempt 2 of 2, after rank 1 failed with ValueError: a broken sample\n" in done.stderr
     # All lines of the message are repeated at the end, indented ones as well.
     end = done.stderr.split("as shown above:\n")[-1]
     assert end == "ValueError: a broken sample\n  sample: 7\nskip it\n"
-    assert not [path for path in (tmp_path / "logs").rglob("*") if "said" in path.name]
+    written = [path.name for path in (tmp_path / "logs").rglob("*")]
+    assert "stdout.log" in written and not [name for name in written if "said" in name]
+
+
+def test_a_folder_for_files_of_output_that_nobody_asked_for_is_not_made(tmp_path: Path) -> None:
+    train = script(tmp_path, "print('RESULT', os.environ.get('TORCHELASTIC_RUN_ID'))")
+    for words in (TWO, ["--cpu", "--num_processes", "1"]):
+        done = launch(tmp_path, *words, "--log_dir", str(tmp_path / "logs"), train)
+        assert done.returncode == 0 and "add `--tee 3`" in done.stderr, done.stderr
+        assert not (tmp_path / "logs").exists()
+
+
+def _fails(text: str) -> str:
+    return (
+        "import torch\nfrom accelerate import Accelerator\naccelerator = Accelerator()\n"
+        "class Model(torch.nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.one, self.two, self.kind = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1), 'a'\n"
+        "    def forward(self, batch): return self.one(batch)\n"
+        "class Again(Model):\n"
+        "    def forward(self, batch):\n"
+        "        again = torch.utils.checkpoint.checkpoint\n"
+        "        return sum(again(self.one, batch, use_reentrant=True) for _ in range(2))\n"
+        "model = accelerator.prepare(Model())\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + text
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"),
+    [
+        ("model.kind", "`accelerator.unwrap_model(model)`"),
+        (
+            "for _ in range(2): accelerator.backward(model(torch.ones(1, 2)).sum())",
+            "`Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)])`",
+        ),
+        (
+            "again = accelerator.prepare(Again())\n"
+            "accelerator.backward(again(torch.ones(1, 2, requires_grad=True)).sum())",
+            "`use_reentrant=False`",
+        ),
+    ],
+)
+def test_errors_of_torch_about_ddp_say_what_to_do_with_this_package(tmp_path: Path, text: str, remedy: str) -> None:
+    done = launch(tmp_path, *TWO, script(tmp_path, _fails(text)))
+    assert done.returncode == 1
+    assert remedy in done.stderr.splitlines()[-1], done.stderr
+    # Each rank names itself in the second of them; it is one error nevertheless.
+    assert done.stderr.count("Traceback") == 1, done.stderr
+    assert "Ranks 0, 1 on " in done.stderr
 
 
 @pytest.mark.parametrize(("backend", "asked"), [("static", False), ("c10d", False), ("static", True)])
@@ -472,7 +522,8 @@ signal.signal(signal.SIGTERM, signal.SIG_IGN)
 code = "def refuse(deep):\\n    if deep: refuse(False)\\n    raise CheckpointError('no folder')"
 exec(compile(code, package.__file__, "exec"))
 """
-    disagree = "if rank: raise DistributedOperationException('two')\nraise DistributedOperationException('two')"
+    disagree = "text = 'rank 0: one; rank 1: two'\nif rank: raise DistributedOperationException(text)\n"
+    disagree += "raise DistributedOperationException(text)"
     for way in ("refuse(rank == 0)", disagree):
         done = launch(tmp_path, *TWO, script(tmp_path, text + way))
         assert done.stderr.count("Traceback") == 1, done.stderr

@@ -8,6 +8,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.local_sgd import LocalSGD
+from accelerate.utils import FullyShardedDataParallelPlugin
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net, assert_same_everywhere, data, everywhere, weights
 
@@ -82,3 +83,16 @@ def _error() -> None:
     with pytest.raises(KeyError), LocalSGD(accelerator, model, 2):
         raise KeyError
     assert model.require_backward_grad_sync
+
+
+def refused() -> str:
+    accelerator = Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = accelerator.prepare(Net())
+    with pytest.raises(NotImplementedError) as caught:
+        LocalSGD(accelerator, model, EVERY)
+    LocalSGD(accelerator, model, EVERY, enabled=False)
+    return str(caught.value)
+
+
+def test_shards_are_not_averaged() -> None:
+    assert all("whose processes have parts of a model and not copies" in said for said in run_world(refused, 2))

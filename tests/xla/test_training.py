@@ -223,7 +223,7 @@ def test_parameters_in_bf16() -> None:
 
 
 def refuses() -> None:
-    with pytest.raises(ValueError, match="'fp16' does not run on this xla device"):
+    with pytest.raises(ValueError, match="'fp16' does not run on this xla device: use 'bf16', or 'no'"):
         Accelerator(mixed_precision="fp16")
     with pytest.raises(ValueError, match="'inductor' does not run on an XLA device, where XLA compiles every step"):
         Accelerator(dynamo_backend="inductor")

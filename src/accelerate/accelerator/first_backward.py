@@ -57,7 +57,9 @@ class FirstBackward:
         strategy = self._strategy()
         assert strategy is not None
         accelerator = strategy.accelerator()
-        if self._checks is None:
+        if not hasattr(loss, "backward"):
+            pass  # it is about to be refused
+        elif self._checks is None:
             self._checks = [] if accelerator is None else _look(accelerator, strategy, loss)
         else:
             for check in [check for check in self._checks if check.is_over()]:

@@ -80,7 +80,11 @@ class SaveAndEnd:
         atexit.register(end_workers_at_exit)
         self._stopping = accelerator._stopping
 
-    def __call__(self) -> None:
+    def __call__(self, begins: bool = False) -> None:
+        """begins: a loop that may be a training is about to begin, so that from now on there is something to save."""
+        if begins:
+            self._stopping.begin()
+            return
         if not self._stopping.now() or (accelerator := self._accelerator()) is None:
             return
         folder = accelerator.save_state()  # type: ignore[attr-defined]

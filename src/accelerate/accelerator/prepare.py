@@ -109,6 +109,17 @@ class Preparing(AcceleratorBase):
                 entry.value = getattr(self, _METHODS[kind])(entry.value, device_placement=entry.placement)
 
     def _prepare_bundle(self, bundle: Bundle) -> None:
+        """Prepare the objects of a bundle, in place; if that fails, none of them belongs to this Accelerator."""
+        registers: list[list[Any]] = [self._models, self._optimizers, self._schedulers, self._dataloaders]
+        earlier = list(map(len, registers))
+        try:
+            self._prepare_in_order(bundle)
+        except BaseException:
+            for register, count in zip(registers, earlier, strict=True):
+                del register[count:]
+            raise
+
+    def _prepare_in_order(self, bundle: Bundle) -> None:
         """From what a script made to what this process trains, in place. The order of the kinds matters:
 
         models come first, since memory may run out; an engine may read the batch size off the prepared loaders;

@@ -58,7 +58,7 @@ class Saving(Reporting):
             f: the path of the file.
             safe_serialization: write a dict of tensors as safetensors.
         """
-        from accelerate.io.objects import save
+        from accelerate.checkpoint.model_weights import save
 
         save(
             obj,
@@ -96,9 +96,9 @@ class Saving(Reporting):
                 failure = error
         if isinstance(weights, StreamedWeights):
             weights.finish()
-            agree(failure, self.process_index)
+            agree(failure)
         else:  # nobody is asked: a script may call this on the main process alone
-            agree(failure, self.process_index, gather=lambda own: [own])
+            agree(failure, gather=lambda own: [own])
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

@@ -276,7 +276,7 @@ class Stepping(AcceleratorBase):
         Returns:
             The total norm before clipping, where the strategy knows it.
         """
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        listed = _listed(parameters)
         if self.scaler is not None:
             self._unscale_owners(listed)
         return self._strategy.clip_grad_norm_(listed, max_norm, norm_type)
@@ -288,7 +288,7 @@ class Stepping(AcceleratorBase):
             parameters: the parameters whose gradients are clipped.
             clip_value: the largest absolute value that is allowed.
         """
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        listed = _listed(parameters)
         if self.scaler is not None:
             self._unscale_owners(listed)
         self._strategy.clip_grad_value_(listed, clip_value)
@@ -325,3 +325,14 @@ class Stepping(AcceleratorBase):
         from lomo_optim import AdaLomo, Lomo
 
         return [item.optimizer for item in self._optimizers if isinstance(item.optimizer, (Lomo, AdaLomo))]
+
+
+def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    if isinstance(parameters, torch.Tensor):
+        return [parameters]
+    if isinstance(parameters, torch.nn.Module):
+        raise TypeError(
+            "The gradients of parameters are clipped, and this is a "
+            f"{type(parameters).__name__}: pass `model.parameters()`."
+        )
+    return list(parameters)

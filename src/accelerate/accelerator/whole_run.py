@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from accelerate.accelerator import loader_positions
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.accumulation import ItemWindow
 from accelerate.checkpoint import layout, load
-from accelerate.checkpoint.agreement import PATIENCE, agree, rendezvous
+from accelerate.checkpoint.agreement import PATIENCE, rendezvous, together
 from accelerate.checkpoint.full_state import packed
-from accelerate.checkpoint.run_state import Run, named_parameters
+from accelerate.checkpoint.run_state import Loaded, Run, load_into, named_parameters
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.comm import Communicator, current, set_current
-from accelerate.errors import WrongFolder
+from accelerate.data_loader.epoch import Snapshot, change, other_order
+from accelerate.data_loader.position import can_go_on_by_itself, dataset_to_move
+from accelerate.errors import CheckpointError, WrongFolder
+from accelerate.io.torch_format import refused
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +66,7 @@ def _save(
     if accelerator.scaler is not None:
         accelerator.scaler.state_dict()  # on every process: an update that is due changes the gradients, too
     state, gradients = _captured_window(accelerator, inside)
-    state["loaders"] = loader_positions.capture(accelerator)
+    state["loaders"] = [_captured_position(accelerator, number) for number in range(len(accelerator._dataloaders))]
     save_checkpoint(
         _run(accelerator, state, gradients),
         target,
@@ -83,15 +86,13 @@ def _save(
 def _agreed_target(accelerator: AcceleratorBase, output_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
     """Where to save, as the first process sees it, and whether any process has gradients that wait for a step."""
     config = accelerator.project_configuration
-    failure: Exception | None = None
-    target: str | None = None
-    if current().rank == 0:
-        try:
-            target = str(_free(_target(config, output_dir), config, accelerator._saves_in))
-        except Exception as error:
-            failure = error
-    inside = _has_pending_gradients(accelerator)
-    answers = agree(failure, current().rank, (target, inside))
+
+    def look() -> tuple[str | None, bool]:
+        first = current().rank == 0
+        target = str(_free(_target(config, output_dir), config, accelerator._saves_in)) if first else None
+        return target, _has_pending_gradients(accelerator)
+
+    answers = together(look)
     return Path(answers[0][0]), any(waiting for _, waiting in answers)
 
 
@@ -110,14 +111,14 @@ def load_state(
         folder,
         accelerator._strategy,
         hooks=accelerator._load_model_state_pre_hook.values(),
-        fits=lambda read: loader_positions.check(accelerator, read),
+        fits=lambda read: _check_positions(accelerator, folder, read),
         verified=verified,
         torch_load=load_kwargs,
         **load_model_func_kwargs,
     )
     _restore_window(accelerator, loaded.progress)
     accelerator._accumulation.step = (loaded.random_states or {}).get("step", 0)
-    loader_positions.restore(accelerator, (loaded.progress or {}).get("loaders", []), loaded.loaders)
+    _restore_positions(accelerator, loaded)
     if config.automatic_checkpoint_naming and config.project_dir is not None:
         numbers = [layout.automatic_number(path) or 0 for path in layout.automatic_folders(Path(config.project_dir))]
         config.iteration = max([config.iteration, *(number + 1 for number in numbers)])
@@ -128,14 +129,7 @@ def load_state(
 def _agreed_source(accelerator: AcceleratorBase, input_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
     """What to load, as the first process sees it, and whether it was checked already."""
     config = accelerator.project_configuration
-    failure: Exception | None = None
-    folder: str | None = None
-    if current().rank == 0:
-        try:
-            folder = _source(config, input_dir)
-        except Exception as error:
-            failure = error
-    folder = agree(failure, current().rank, folder)[0]
+    folder = together(lambda: _source(config, input_dir), here=current().rank == 0)[0]
     if folder is not None:
         return Path(folder), False
     found, passed_over = load.newest(Path(config.project_dir or ""), _local(accelerator))
@@ -168,7 +162,6 @@ def _run(
         local=(0, 1) if communicator.size == 1 else _local(accelerator),
         gradients=gradients,
         looked_at=accelerator._files_looked_at,
-        exact_resume=accelerator.dataloader_config.exact_resume,
     )
 
 
@@ -230,6 +223,121 @@ def _restore_window(accelerator: AcceleratorBase, progress: dict[str, Any] | Non
         window = ItemWindow()
         window.items, window.scale, window.closed = values
         items.windows.append(window)
+
+
+# --- loaders ----------------------------------------------------------------------------------------------------
+
+
+def _captured_position(accelerator: AcceleratorBase, number: int) -> dict[str, Any]:
+    """Where a loop over a loader stands, without a state of its dataset that would be refused with all else."""
+    loader = accelerator._dataloaders[number]
+    position: dict[str, Any] = loader.position.snapshot(loader).state_dict()
+    states = {name: position[name] for name in ("dataset", "after", "broken")}
+    kind = None if all(state is None for state in states.values()) else refused(states)
+    if kind is None:
+        return position
+    mark = f"dataset of loader {number}"
+    if mark not in accelerator._files_looked_at:
+        accelerator._files_looked_at.add(mark)
+        logger.warning(
+            f"The state of the {type(loader.dataset).__name__} of loader {number} holds {kind}, which load_state "
+            "would refuse, so it is not saved, and after a load the dataset is read again up to where it was: have "
+            "`state_dict` return tensors and plain values."
+        )
+    return position | dict.fromkeys(states)
+
+
+def _check_positions(accelerator: AcceleratorBase, folder: Path, loaded: Loaded) -> None:
+    """Raise if a loader cannot start where a checkpoint says, before anything is loaded.
+
+    It may have another order now, in which samples would be repeated or lost; which does not matter if no loader
+    resumes there, as in a script that only evaluates. Or its dataset may refuse the state that its next iteration
+    begins with. Datasets of worker processes are not asked: that would take workers.
+    """
+    positions = (loaded.progress or {}).get("loaders", [])
+    for number, (loader, position) in enumerate(zip(accelerator._dataloaders, positions, strict=False)):
+        snapshot = Snapshot.from_state_dict(position)
+        orders = other_order(snapshot, loader)
+        if orders is not None and (accelerator.dataloader_config.exact_resume or loader.use_stateful_dataloader):
+            raise CheckpointError(
+                f"{folder} was saved in the middle of an epoch of loader {number} in the order of its {orders[0]}, and "
+                f"on rank {current().rank} it is now that of a {orders[1]}: prepare it with the `shuffle`, and the "
+                "`shuffle` and `use_seedable_sampler` of the DataLoaderConfiguration, that it had then."
+            )
+        if loader.num_workers or not snapshot.inside:
+            continue
+        by_itself, skips = _way(accelerator, loader, snapshot, loaded.loaders.get(number))
+        if by_itself:
+            dataset, state = loader.dataset, loaded.loaders[number].get("dataset_state")  # as torchdata calls it
+        else:
+            dataset, state = dataset_to_move(loader), snapshot.dataset if skips else None
+        if state is not None and (twin := _twin(dataset)) is not None:
+            load_into(twin, copy.deepcopy(state), f"The state of the dataset of loader {number}")
+
+
+def _twin(dataset: Any) -> Any:
+    """Another dataset with all that this one has, to be tried in its place; None of one that has no such state.
+
+    To give a dataset back what it has told of itself would not do: some begin their next epoch there.
+    """
+    if not hasattr(dataset, "load_state_dict"):
+        return None
+    with suppress(TypeError):  # one that Python alone cannot make
+        twin = object.__new__(type(dataset))
+        twin.__dict__.update(vars(dataset))
+        return twin
+    return None
+
+
+def _way(accelerator: AcceleratorBase, loader: Any, snapshot: Snapshot | None, own_state: Any) -> tuple[bool, bool]:
+    """Whether a stateful loader goes to its place by itself, and whether a loader is taken there."""
+    has_own = own_state is not None and loader.use_stateful_dataloader
+    by_itself = has_own and (snapshot is None or can_go_on_by_itself(snapshot, loader))
+    return by_itself, not by_itself and (has_own or accelerator.dataloader_config.exact_resume)
+
+
+def _restore_positions(accelerator: AcceleratorBase, loaded: Loaded) -> None:
+    """Bring the loaders to where they were, and say what is different now."""
+    positions, own_states = (loaded.progress or {}).get("loaders", []), loaded.loaders
+    # All must take the same way. Of a dispatched loader only the first process has read the dataset, and it is the
+    # last one to run out of batches where processes have unequally many.
+    first: list[Any] = [[{name: state.get(name) for name in ("dataset", "inside", "after")} for state in positions]]
+    current().broadcast_objects(first)
+    saved = [Snapshot.from_state_dict({**state, **common}) for state, common in zip(positions, first[0], strict=True)]
+    if own_states:  # what stateful loaders said of themselves: loaded by code of others, which may object on one rank
+        together(lambda: _restore_loaders(accelerator, saved, own_states))
+    else:
+        _restore_loaders(accelerator, saved, own_states)
+
+
+def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_states: dict[int, Any]) -> None:
+    loaders, changes = accelerator._dataloaders, []
+    lost = [number for number, snapshot in enumerate(saved) if number >= len(loaders) and snapshot.inside]
+    if lost and accelerator.is_main_process:
+        logger.warning(
+            f"The checkpoint holds the positions of {len(saved)} data loaders, but this run has "
+            f"{len(loaders)} prepared, so the position of loader {lost[0]} within its epoch is lost: "
+            "prepare the same loaders in the same order as in the run that saved, before `load_state`."
+        )
+    for number, loader in enumerate(loaders):
+        snapshot = saved[number] if number < len(saved) else None
+        by_itself, skips = _way(accelerator, loader, snapshot, own_states.get(number))
+        if by_itself:
+            loader.load_state_dict(own_states[number])
+        else:
+            loader.forget_state()
+        if snapshot is None:
+            continue
+        if other_order(snapshot, loader) is None and (text := change(snapshot, loader)) is not None:
+            changes.append(f"loader {number}: {text}")
+        loader.position.load(snapshot, loader, skips=skips, by_itself=by_itself)
+    if changes and accelerator.is_main_process:
+        logger.warning(
+            f"The checkpoint is from a run with another number of processes or samples per step; {'; '.join(changes)}."
+        )
+
+
+# --- who saves, and where ---------------------------------------------------------------------------------------
 
 
 @cache

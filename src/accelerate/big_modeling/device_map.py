@@ -69,7 +69,9 @@ def infer_auto_device_map(
         ```
     """
     with without_collecting_garbage():
-        planner = _Planner(model, max_memory, as_classes(no_split_module_classes), dtype, special_dtypes, verbose)
+        planner = _DeviceMapPlanner(
+            model, max_memory, as_classes(no_split_module_classes), dtype, special_dtypes, verbose
+        )
         planner.count_buffers = not offload_buffers
         planner.fallback = fallback_allocation
         planner.run()
@@ -82,7 +84,7 @@ def infer_auto_device_map(
     return device_map
 
 
-class _Planner:
+class _DeviceMapPlanner:
     """Assign the modules of a model to devices, in one pass over both."""
 
     count_buffers = True

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from accelerate.errors import Unfit
+from accelerate.errors import Unfit, warn
+from accelerate.text import some_of
 from accelerate.torch_internals.modules import EXTRA_STATE
 
 
@@ -28,15 +28,14 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torc
     known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(tensors)
     unknown = [name for name in device_map if name not in known]
     if unknown:
-        warnings.warn(
-            f"The device map names {', '.join(unknown)}, which this {type(model).__name__} does not have: correct "
-            "or remove these names.",
-            stacklevel=2,
+        warn(
+            f"The device map names {some_of(unknown)}, which this {type(model).__name__} does not have: correct "
+            "or remove these names."
         )
     gaps = [name for name in tensors if not is_covered(name, device_map)]
     if gaps:
         raise ValueError(
-            f"The device map has no device for {', '.join(gaps)} of this {type(model).__name__}: add them, a module "
+            f"The device map has no device for {some_of(gaps)} of this {type(model).__name__}: add them, a module "
             "that contains them, or '' for all the rest."
         )
 

@@ -22,6 +22,7 @@ from accelerate.hooks.align import watch
 from accelerate.hooks.attach import attach_align_device_hook_on_blocks
 from accelerate.offload.module_tensors import STAND_INS
 from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, keep_on_disk
+from accelerate.text import some_of
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -104,7 +105,7 @@ def _refuse_empty(model: nn.Module, device: DeviceLike) -> None:
     empty = [name for name, tensor in tensors if tensor.is_meta and not isinstance(tensor, STAND_INS)]
     if empty and torch.device(device).type != "meta":
         raise ValueError(
-            f"This {type(model).__name__} has no values (meta device) for {', '.join(empty)}: load its weights first, "
+            f"This {type(model).__name__} has no values (meta device) for {some_of(empty)}: load its weights first, "
             "or use `load_checkpoint_and_dispatch`."
         )
 

@@ -25,13 +25,13 @@ from accelerate.big_modeling.ties import (
     find_tied_parameters,
 )
 from accelerate.big_modeling.weight_files import Contents, open_weights, refuse_shapes, report_names, weight_files
-from accelerate.checkpoint.parts import loads_by_own_code, snapshot_model
+from accelerate.checkpoint.run_state import loads_by_own_code, snapshot_model
 from accelerate.devices.base import DeviceLike
 from accelerate.devices.staging import HostTensor
 from accelerate.errors import CheckpointError, Unfit
 from accelerate.hooks.align import take_over
-from accelerate.io.file_range import FileRange, StoredTensor
 from accelerate.io.read_tensors import Read, read_all
+from accelerate.io.stored_tensors import FileRange, StoredTensor
 from accelerate.modules import model_has_dtensor
 from accelerate.offload.module_tensors import (
     STAND_INS,
@@ -44,6 +44,7 @@ from accelerate.offload.module_tensors import (
 )
 from accelerate.offload.offloaded_weights import offload_weight, save_offload_index
 from accelerate.offload.parameters import is_packed, is_quantized, like
+from accelerate.text import some_of
 from accelerate.torch_internals.modules import buffers_of, parameters_of, set_metadata
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -139,7 +140,7 @@ def load_checkpoint_in_model(
         check_tied_parameters_on_same_device(tied, device_map)
         on_disk = [name or "the whole model" for name, device in device_map.items() if device == "disk"]
         if on_disk and offload_folder is None:
-            raise ValueError(f"The device map puts {', '.join(on_disk)} on disk: give an offload_folder for that.")
+            raise ValueError(f"The device map puts {some_of(on_disk)} on disk: give an offload_folder for that.")
     contents = Contents({}, {}, {})
     for path in weight_files(checkpoint):
         contents.add(open_weights(path))
@@ -299,7 +300,7 @@ class _Loader:
         gaps: list[str] = [name for name in self.found if devices.get(name) is None]
         if gaps:
             raise ValueError(
-                f"The device map has no device for {', '.join(gaps)}: add them, a module that contains them, or ''."
+                f"The device map has no device for {some_of(gaps)}: add them, a module that contains them, or ''."
             )
         return devices
 

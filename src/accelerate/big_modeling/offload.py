@@ -28,6 +28,7 @@ from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, keep_on
 from accelerate.offload.placeholder import OffloadedParameter
 from accelerate.offload.slot import refuse_shapes
 from accelerate.state import PartialState
+from accelerate.text import some_of
 from accelerate.torch_internals.modules import parameters_of
 
 
@@ -168,7 +169,7 @@ def refuse_missing(
     missing = [name for name in names if name not in known]
     if missing:
         raise ValueError(
-            f"There is no value for {', '.join(missing)} of this {type(model).__name__}: load its weights before it is "
+            f"There is no value for {some_of(missing)} of this {type(model).__name__}: load its weights before it is "
             "offloaded, or give a state_dict or an offload_index that has them all."
         )
     if isinstance(held, dict):
@@ -295,7 +296,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     lost = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if lost:
         raise RuntimeError(
-            f"{', '.join(lost)} of this {type(model).__name__} cannot be saved, since nothing says where their values "
+            f"{some_of(lost)} of this {type(model).__name__} cannot be saved, since nothing says where their values "
             "are: load them before saving."
         )
     return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}

@@ -12,7 +12,7 @@ from torch import nn
 
 from accelerate.big_modeling.module_walk import TENSORS, Modules, Table, all_modules, own_tensors
 from accelerate.config.enums import CustomDtype
-from accelerate.io.objects import address_of
+from accelerate.io.stored_tensors import address_of
 from accelerate.offload.module_tensors import resolve_dtype
 from accelerate.torch_internals.modules import buffers_of
 

@@ -15,9 +15,9 @@ from accelerate.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.devices.staging import HostTensor
 from accelerate.errors import CheckpointError, MissingFile, Unfit
 from accelerate.io.disk import is_inside, read_json
-from accelerate.io.file_range import FileRange, StoredTensor
 from accelerate.io.safe_load import read_torch
-from accelerate.io.safetensors_format import SafetensorsFile
+from accelerate.io.stored_tensors import FileRange, SafetensorsFile, StoredTensor
+from accelerate.text import some_of
 from accelerate.torch_internals.modules import metadata_of
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def report_names(model: nn.Module, checkpoint: Any, missing: list[str], unexpect
     if not missing and not unexpected:
         return
     found = " and ".join(
-        [f"lacks {', '.join(missing)}"] * bool(missing) + [f"has {', '.join(unexpected)} besides"] * bool(unexpected)
+        [f"lacks {some_of(missing)}"] * bool(missing) + [f"has {some_of(unexpected)} besides"] * bool(unexpected)
     )
     if strict:
         raise RuntimeError(

@@ -113,24 +113,31 @@ def one_at_a_time() -> Iterator[None]:
 
 def agree(
     failure: Exception | None,
-    rank: int,
     value: Any = None,
     gather: Gather | None = None,
     undo: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Gather a value from every rank. If one has failed, call `undo` and raise on all of them."""
-    sentence = None if failure is None else explained(failure, rank)
-    answers = (current().gather_objects if gather is None else gather)((sentence, value))
-    sentences = [text for text, _ in answers if text is not None]
-    if sentences and undo is not None:
+    refused = None if failure is None else (_kind_for_all(failure), explained(failure, current().rank))
+    answers = (current().gather_objects if gather is None else gather)((refused, value))
+    refusals = [own for own, _ in answers if own is not None]
+    if refusals and undo is not None:
         undo()
     if failure is not None:
-        if isinstance(failure, OSError):
-            raise CheckpointError(sentence) from failure
+        if isinstance(failure, OSError) and refused is not None:
+            raise CheckpointError(refused[1]) from failure
         raise failure
-    if sentences:
-        raise CheckpointError(sentences[0])
+    if refusals:
+        kind, sentence = refusals[0]
+        raise kind(sentence)
     return [own for _, own in answers]
+
+
+def _kind_for_all(failure: Exception) -> type[CheckpointError]:
+    """What the other ranks raise: the same where its sentence says everything, so that they can catch it alike."""
+    if isinstance(failure, CheckpointError) and not isinstance(failure, OSError):
+        return type(failure)
+    return CheckpointError
 
 
 _CURES = {
@@ -174,7 +181,7 @@ def together(
             value = work()
     except Exception as error:
         failure = error
-    return agree(failure, current().rank, value, gather=gather, undo=undo if here else None)
+    return agree(failure, value, gather, undo if here else None)
 
 
 def settle(target: Path, local: tuple[int, int]) -> None:

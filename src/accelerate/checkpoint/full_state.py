@@ -14,22 +14,24 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.parts import (
-    File,
+from accelerate.checkpoint.reader import CPU, CheckpointReader, Destination, FindDestination
+from accelerate.checkpoint.run_state import (
+    Run,
     StagedLoad,
     dense_view,
+    load_into,
     loads_by_own_code,
+    named_parameters,
     overrides_load,
     snapshot_model,
     snapshot_optimizer,
 )
-from accelerate.checkpoint.reader import CPU, CheckpointReader, Destination, FindDestination
-from accelerate.checkpoint.run_state import Run, load_into, named_parameters
+from accelerate.checkpoint.save import File
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
-from accelerate.io.objects import each_once, view_of
 from accelerate.io.safe_load import read_torch
-from accelerate.io.safetensors_format import read_safetensors
+from accelerate.io.stored_tensors import each_once, read_safetensors, view_of
+from accelerate.text import differences
 from accelerate.torch_internals.modules import has_pre_load_hooks, load_state
 from accelerate.torch_internals.optimizers import has_load_hooks
 from accelerate.torch_internals.tensors import sparse_parts
@@ -212,8 +214,9 @@ def check_fit(
     ]
     if missing or extra or shapes:
         raise CheckpointError(
-            f"The weights in {folder} are not those of this {type(model).__name__}: missing {missing[:5]}, "
-            f"unknown {extra[:5]}, other shapes {shapes[:5]}; create the model as it was when the checkpoint was saved."
+            f"The weights in {folder} are not those of this {type(model).__name__} "
+            f"({differences(missing=missing, unknown=extra, other_shapes=shapes)}): create the model as it was when "
+            "the checkpoint was saved."
         )
 
 

@@ -10,16 +10,14 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from accelerate.checkpoint import commit, layout
 from accelerate.checkpoint.agreement import agree, explained, one_at_a_time, settle, together
 from accelerate.checkpoint.layout import Manifest, files_since
-from accelerate.checkpoint.parts import StagedLoad, StateIO
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.run_state import Loaded, Run, apply_objects, apply_random_states, read
+from accelerate.checkpoint.run_state import Loaded, Run, StagedLoad, StateIO, apply_objects, apply_random_states, read
 from accelerate.comm import current
-from accelerate.data_loader.snapshot import Snapshot, other_order
 from accelerate.errors import CheckpointError, MissingFile, in_words
 
 logger = logging.getLogger(__name__)
@@ -44,7 +42,8 @@ def verify_checkpoint(path: str | Any) -> dict[str, Any]:
         CheckpointError: a file is missing or changed.
     """
     folder = Path(path).expanduser()
-    _find(folder)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder: pass the folder of a checkpoint.")
     committed = folder / layout.COMMITTED
     if (new := Manifest.read(committed)) is not None:  # its move into place was broken off; a load finishes it
         for name in new.files:
@@ -56,11 +55,6 @@ def verify_checkpoint(path: str | Any) -> dict[str, Any]:
         return {"files": {p.name: p.stat().st_size for p in sorted(folder.iterdir()) if p.is_file()}}
     manifest.check(folder)
     return _described(manifest)
-
-
-def _find(folder: Path) -> None:
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder} is not a folder: pass the folder of a checkpoint.")
 
 
 def _described(manifest: Manifest) -> dict[str, Any]:
@@ -96,7 +90,7 @@ def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
     first = communicator.rank == 0
     passed_over: list[str] = []
     found = commit.oldest_first(project_dir) if first else []
-    folders = agree(None, communicator.rank, [str(folder) for folder in reversed(found)])[0]
+    folders = communicator.gather_objects([str(folder) for folder in reversed(found)])[0]
     for folder in map(Path, folders):
         wrong = None
         apart = _apart(folder, local)
@@ -105,7 +99,7 @@ def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
                 verify_checkpoint(folder)
         except Exception as error:
             wrong = explained(error, communicator.rank)
-        sentences = [answer for answer in agree(None, communicator.rank, wrong) if answer is not None]
+        sentences = [answer for answer in communicator.gather_objects(wrong) if answer is not None]
         if not sentences:
             return folder, passed_over
         passed_over.append(sentences[0])
@@ -125,7 +119,7 @@ def _apart(folder: Path, local: tuple[int, int]) -> bool:
     communicator = current()
     if communicator.size == local[1]:
         return False
-    marks = agree(None, communicator.rank, commit.mark(folder))
+    marks = communicator.gather_objects(commit.mark(folder))
     return bool(marks[communicator.rank] is None or marks[communicator.rank] != marks[0])
 
 
@@ -155,7 +149,7 @@ def load(
             break
         except _ReplacedMeanwhile as error:
             # By the clock of the first process, so that all go on or none.
-            if agree(None, run.rank, attempt >= _ATTEMPTS and time.monotonic() > end)[0]:
+            if current().gather_objects(attempt >= _ATTEMPTS and time.monotonic() > end)[0]:
                 raise CheckpointError(str(error)) from None
     undo = ExitStack()
 
@@ -198,7 +192,7 @@ def _read(
     settle(folder, run.local)
     began = commit.mark(folder)
     apart = _apart(folder, run.local)
-    (manifest, names), sentence = _list(folder, run.rank, apart)
+    manifest, names, sentence = _list(folder, run.rank, apart)
     reader = CheckpointReader(folder, share=run.local)
     loaded: list[Loaded] = []
     loads: list[StagedLoad] = []
@@ -212,7 +206,6 @@ def _read(
             _check(folder, manifest, run, reader, verified, at_once=bool(hooks), apart=apart)
         _check_custom(run, reader)
         loaded.append(read(run, reader, **torch_load))
-        _check_orders(run, reader, loaded[0])
         fits(loaded[0])
         return None if manifest is None else manifest.save, bool(hooks)
 
@@ -260,47 +253,37 @@ def _together_unless_replaced(
 
     A file that was replaced meanwhile would look damaged, and small files are read after they were checked.
     """
-    failure, value, rank = None, None, current().rank
+    failure, value = None, None
     try:
         value = work()
     except Exception as error:
         failure = error
-    changed = commit.mark(folder) != began or commit.is_being_replaced(folder)
-    if any(agree(None, rank, changed)):
+    # In this order: a move of files that ends between the two questions has left another manifest.
+    changed = commit.is_being_replaced(folder) or commit.mark(folder) != began
+    if any(current().gather_objects(changed)):
         raise kind(f"{folder} was replaced by another run while it was read, and nothing was loaded: load it again.")
-    return agree(failure, rank, value)
+    return agree(failure, value)
 
 
-class _Listed(NamedTuple):
-    """The contents of a checkpoint folder. names: None if every file in it belongs to the checkpoint."""
+def _list(folder: Path, rank: int, apart: bool) -> tuple[Manifest | None, list[str] | None, str | None]:
+    """The manifest of a folder, the names of its files, and one sentence on why they cannot be read.
 
-    manifest: Manifest | None = None
-    names: list[str] | None = None
-
-
-def _list(folder: Path, rank: int, apart: bool) -> tuple[_Listed, str | None]:
-    """The contents of a folder, or one sentence on why they cannot be read.
-
-    The manifest grows with the number of ranks that saved. So rank 0 reads it and broadcasts it, except to machines
-    with their own copy of the folder (apart).
+    The names are None if every file in it belongs to the checkpoint. The manifest grows with the number of ranks that
+    saved. So rank 0 reads it and broadcasts it, except to machines with their own copy of the folder (apart).
     """
-    found: tuple[_Listed, str | None] = _Listed(), None
+    found: tuple[Manifest | None, list[str] | None, str | None] = None, None, None
     if rank == 0 or apart:
         try:
-            found = _listed(folder), None
+            if (manifest := Manifest.read(folder)) is not None:
+                found = manifest, list(manifest.files), None
+            else:
+                _check_without_manifest(folder)
+                found = None, files_since(folder) if (folder / layout.MANIFEST).exists() else None, None
         except Exception as error:
-            found = _Listed(), explained(error, rank)
+            found = None, None, explained(error, rank)
     told = [found]
     current().broadcast_objects(told)
     return found if apart else told[0]
-
-
-def _listed(folder: Path) -> _Listed:
-    manifest = Manifest.read(folder)
-    if manifest is not None:
-        return _Listed(manifest, list(manifest.files))
-    _check_without_manifest(folder)
-    return _Listed(None, files_since(folder) if (folder / layout.MANIFEST).exists() else None)
 
 
 def _check(
@@ -341,22 +324,6 @@ def _check_custom(run: Run, reader: CheckpointReader) -> None:
             f"{len(run.custom)} are registered here: call register_for_checkpointing with the same objects, in the "
             "same order, as when it was saved."
         )
-
-
-def _check_orders(run: Run, reader: CheckpointReader, loaded: Loaded) -> None:
-    """Raise if a position inside an epoch belongs to another order, in which samples would be repeated or lost.
-
-    It does not matter if no loader resumes there, as in a script that only evaluates: its epoch starts over.
-    """
-    places = (loaded.progress or {}).get("loaders", [])
-    for number, (loader, place) in enumerate(zip(run.loaders, places, strict=False)):
-        orders = other_order(Snapshot.from_state_dict(place), loader)
-        if orders is not None and (run.exact_resume or loader.use_stateful_dataloader):
-            raise CheckpointError(
-                f"{reader.folder} was saved in the middle of an epoch of loader {number} in the order of its "
-                f"{orders[0]}, and on rank {run.rank} it is now that of a {orders[1]}: prepare it with the `shuffle`, "
-                "and the `shuffle` and `use_seedable_sampler` of the DataLoaderConfiguration, that it had then."
-            )
 
 
 def _saved_ranks(reader: CheckpointReader, manifest: Manifest | None) -> int:

@@ -1,14 +1,17 @@
-"""Saving the weights of a model alone, in one file or several, each tensor once."""
+"""Saving outside of checkpoints: the weights of a model, in one file or several, or any single object."""
 
 from __future__ import annotations
 
+import collections
 import json
+import logging
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -25,10 +28,14 @@ from accelerate.constants import (
 from accelerate.errors import Unfit
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
-from accelerate.io.objects import address_of, each_once, view_of
-from accelerate.io.safetensors_format import write_safetensors
+from accelerate.io.stored_tensors import address_of, each_once, view_of, write_safetensors
 from accelerate.io.torch_format import write_torch
+from accelerate.state import PartialState
 from accelerate.text import convert_file_size_to_int
+
+logger: logging.Logger = logging.getLogger("accelerate.utils.other")  # where the public knows `save`
+
+_FORMAT = {"format": "pt"}
 
 
 def split(weights: dict[str, Any], limit: int, alone: bool = False) -> list[dict[str, Any]]:
@@ -148,3 +155,66 @@ def tell_manifest(folder: Path, entries: dict[str, FileEntry]) -> None:
     if changed or len(kept) != len(manifest.files):
         with disk.replacing(folder / layout.MANIFEST) as draft:
             replace(manifest, files=kept | changed).write(draft)
+
+
+# --- any object ---------------------------------------------------------------------------------------------------
+
+
+def save(
+    obj: Any,
+    f: str | os.PathLike[str] | IO[bytes],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """Save an object on the main process only. A file appears under its name when it is complete, and not before.
+
+    Args:
+        obj: the object.
+        f: a path, or a file open for writing.
+        save_on_each_node: save on the first process of each machine.
+        safe_serialization: write the safetensors format. The object is then a dict of tensors. If it is a
+            `state_dict()` in which one tensor has several names, the tensor is stored under the first, with a warning.
+    """
+    state = PartialState()
+    if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
+        return
+    from safetensors import torch as safetensors
+
+    obj = state.device_kind.storable(obj)
+    if safe_serialization and isinstance(obj, collections.OrderedDict):  # what `state_dict()` returns
+        obj = clean_state_dict_for_safetensors(obj)
+    if not isinstance(f, (str, os.PathLike)):
+        f.write(safetensors.save(obj, _FORMAT)) if safe_serialization else torch.save(obj, f)
+        return
+    target = os.path.realpath(f)
+    if not os.path.isdir(os.path.dirname(target)):  # else the error would name a draft
+        raise FileNotFoundError(f"There is no folder {os.path.dirname(target)} to save {f} to: make it first.")
+    with disk.replacing(target) as path:
+        if safe_serialization:
+            safetensors.save_file(obj, path, _FORMAT)
+        else:
+            # Through an open file, because torch would write the passing name of the draft into it.
+            with open(path, "wb") as file:
+                torch.save(obj, file)
+
+
+def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Make a state dict storable as safetensors: tensors are contiguous, share no memory, and have one name each.
+
+    Args:
+        state_dict: the state dict, which is not changed.
+
+    Returns:
+        A new dict. Names that are left out are logged in a warning.
+    """
+    cleaned = each_once(state_dict)
+    if dropped := sorted(set(state_dict) - set(cleaned)):
+        logger.warning(f"Stored once, because other names are the same tensors: without {', '.join(dropped)}.")
+    storages: set[Any] = set()
+    for name, value in cleaned.items():
+        if (view := view_of(value)) is not None:
+            # Another part of the same memory is other data: it gets a copy of its own.
+            plain = (value.clone() if view[:2] in storages else value).resolve_conj().resolve_neg()
+            cleaned[name] = plain.contiguous()
+            storages.add(view[:2])
+    return cleaned

@@ -18,9 +18,8 @@ from accelerate.errors import CheckpointError
 from accelerate.io import blocks, disk, host_memory
 from accelerate.io.blocks import FileEntry
 from accelerate.io.disk import check_plain
-from accelerate.io.file_range import FileRange
 from accelerate.io.safe_load import Opened, explaining, missing, read_torch
-from accelerate.io.safetensors_format import SafetensorsFile
+from accelerate.io.stored_tensors import FileRange, SafetensorsFile
 
 CPU = torch.device("cpu")
 

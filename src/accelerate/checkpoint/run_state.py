@@ -1,32 +1,40 @@
-"""Everything in a checkpoint but models and optimizers: schedulers, loaders, custom objects, random states."""
+"""The state of a run: its objects, what a checkpoint gives them, random states, and rollback if a load fails."""
 
 from __future__ import annotations
 
-import logging
 import pickle
 import random
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, MutableMapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.parts import File, snapshot_object
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
+from accelerate.io.host_memory import HostMemory, is_plain
 from accelerate.io.safe_load import read_torch
-from accelerate.io.torch_format import refused
-from accelerate.unwrap import unwrapped
+from accelerate.torch_internals.modules import (
+    buffers_of,
+    has_post_load_hooks,
+    has_pre_load_hooks,
+    loads_by_code_of,
+    parameters_of,
+)
+from accelerate.unwrap import unwrapped, unwrapped_optimizer
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from accelerate.checkpoint.save import Part
 
 # Beside the random states of a process, in a file that the 1.x releases know: they take from it what they know.
-_PROGRESS = "progress"
+PROGRESS = "progress"
 
 
 @dataclass
@@ -52,7 +60,6 @@ class Run:
     # When loading: how many processes wrote the checkpoint, and the models whose weights are not left to a hook.
     saved_ranks: int = 0
     models_to_load: list[torch.nn.Module] = field(default_factory=list)
-    exact_resume: bool = False  # whether loaders start where they were
     optimizers_after_models: list[Any] = field(default_factory=list)  # the optimizers that load after these weights
 
 
@@ -68,67 +75,31 @@ def named_parameters(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
     return named
 
 
-def shared_parts(run: Run, main: bool) -> Iterator[File]:
-    """The parts that are the same on all ranks. main: whether this rank writes them."""
-    # Objects of the script's own are asked on all processes, since they may have to ask each other.
-    for number, item in enumerate(run.custom):
-        file = File(layout.custom(number), item.state_dict())
-        if main:
-            _look_at(file, item, run.looked_at)
-            yield file
-    if not main:
-        return
-    for number, scheduler in enumerate(run.schedulers):
-        file = File(layout.scheduler(number), scheduler.state_dict())
-        _look_at(file, getattr(scheduler, "scheduler", scheduler), run.looked_at)
-        yield file
-    for number, loader in enumerate(run.loaders):
-        if getattr(loader, "use_stateful_dataloader", False):
-            yield File(layout.stateful_loader(number), loader.state_dict())
-    if run.scaler is not None:
-        yield File(layout.scaler(), run.scaler.state_dict())
+class StateIO(Protocol):
+    """How models and optimizers are saved and loaded: what a checkpoint needs of a `Strategy`."""
+
+    can_roll_back: bool
+
+    def save(self, run: Any, weights: list[dict[str, Any]], *, safe: bool, main: bool, **kwargs: Any) -> Iterable[Part]:
+        """The parts of models, optimizers and gradients that this rank writes."""
+
+    def load(self, run: Any, reader: CheckpointReader, *, torch_load: dict[str, Any], **kwargs: Any) -> StagedLoad:
+        """Read and check all of it. Returns what applies it to the run."""
 
 
-def _look_at(file: File, item: Any, looked_at: set[str]) -> None:
-    """Warn once for an object whose state can be saved but not loaded."""
-    if file.name in looked_at:
-        return
-    looked_at.add(file.name)
-    if (kind := refused(file.content)) is not None:
-        logger.warning(
-            f"{file.name}: the state of {type(item).__name__} holds {kind}, which load_state will refuse, since "
-            "it runs no code from files: have `state_dict` return tensors and plain values, call "
-            "`torch.serialization.add_safe_globals` with the class before it is loaded, or load it with "
-            "`load_kwargs={'weights_only': False}`."
-        )
+def _nothing(undo: ExitStack) -> None: ...
 
 
-def own_parts(run: Run, step: int = 0) -> Iterator[File]:
-    """The parts of this rank alone: one file, since there may be thousands of ranks.
+@dataclass
+class StagedLoad:
+    """State that was read for models and optimizers, and not applied yet.
 
-    The progress gets a second file if it contains what 1.x releases refuse, since they would refuse the whole file.
-    step: the accumulation step, as older releases store it.
+    apply_fallible: called first, for objects that load by code of their own, which may fail. It registers with `undo`
+    what restores their present state. apply_in_place: everything else, once nothing has failed on any rank.
     """
-    together = run.progress is not None and _is_known_to_1_x(run.progress)
-    progress = {_PROGRESS: run.progress} if together else {}
-    yield File(layout.random_states(run.rank), {"step": step, **capture_random_states(run.device), **progress})
-    if run.progress is not None and not together:
-        yield File(layout.progress(run.rank), run.progress)
 
-
-_PLAIN = {type(None), bool, int, float, str, bytes, torch.Tensor}
-
-
-def _is_known_to_1_x(value: Any) -> bool:
-    """Whether 1.x releases can read this: tensors, plain values, and arrays as in NumPy's random states."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return True
-    if kind is dict:
-        return all(map(_is_known_to_1_x, value)) and all(map(_is_known_to_1_x, value.values()))
-    if kind in (list, tuple):
-        return all(map(_is_known_to_1_x, value))
-    return kind is np.ndarray and value.dtype == np.uint32
+    apply_in_place: Callable[[], None]
+    apply_fallible: Callable[[ExitStack], None] = _nothing
 
 
 @dataclass
@@ -165,13 +136,14 @@ def read(run: Run, reader: CheckpointReader, **kwargs: Any) -> Loaded:
         states,
         there(saved[-1]) if saved else None,
         # By itself, as the first versions of this format had it, and where it holds what 1.x would refuse.
-        states[_PROGRESS] if states is not None and _PROGRESS in states else there(layout.progress(own)),
+        states[PROGRESS] if states is not None and PROGRESS in states else there(layout.progress(own)),
     )
 
 
 def _random_states(states: Any, path: Path) -> Any:
     try:
-        check_random_states(states or {})
+        # Into others, which changes none of the run. The state of the device is not tried.
+        _restore_into(states or {}, random.Random(), np.random.RandomState(), torch.Generator())
     except Exception as error:
         raise CheckpointError(
             f"{path} holds no random states ({type(error).__name__}: {error}): load another checkpoint."
@@ -216,6 +188,8 @@ def apply_random_states(loaded: Loaded, run: Run) -> None:
             restore_random_states(loaded.random_states, run.device)
 
 
+# --- random states ----------------------------------------------------------------------------------------------
+
 _PYTHON, _NUMPY, _TORCH = "random_state", "numpy_random_seed", "torch_manual_seed"
 
 
@@ -229,11 +203,6 @@ def capture_random_states(device: Device | None = None) -> dict[str, Any]:
     if device is not None and device.name != "cpu":
         states[device.rng_key] = device.stored_rng()
     return states
-
-
-def check_random_states(states: dict[str, Any]) -> None:
-    """Raise if states cannot be restored, without changing any. The state of the device is not tried."""
-    _restore_into(states, random.Random(), np.random.RandomState(), torch.Generator())
 
 
 def _restore_into(states: dict[str, Any], python: Any, numpy: Any, generator: torch.Generator) -> None:
@@ -271,3 +240,89 @@ def derive_random_states(states: dict[str, Any], last: dict[str, Any], rank: int
         if name in states and pickle.dumps(states[name]) == pickle.dumps(last.get(name))
     }
     _restore_into(shared, random, np.random, torch.default_generator)
+
+
+# --- rollback ---------------------------------------------------------------------------------------------------
+
+
+def overrides_load(model: nn.Module) -> bool:
+    """Whether a model overrides `load_state_dict`."""
+    return type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model)
+
+
+def loads_by_own_code(model: nn.Module, names_fit: bool = True, except_for: Callable[..., Any] | None = None) -> bool:
+    """Whether a model runs code of its own when it loads, which may change the state or fail.
+
+    Hooks (but `except_for`), extra state and overridden methods are such code. names_fit: if the names in a checkpoint
+    are those of the model, the code of torch's own modules does not count: it only translates older names.
+    """
+    own = nn.Module.set_extra_state
+    return overrides_load(model) or any(
+        has_post_load_hooks(part)
+        or has_pre_load_hooks(part, except_for)
+        or type(part).set_extra_state is not own
+        or not _loads_as_torch(loads_by_code_of(part), names_fit)
+        for part in model.modules()
+    )
+
+
+def _loads_as_torch(code: str, names_fit: bool) -> bool:
+    return code == nn.Module.__module__ or (names_fit and code.startswith("torch.nn.modules."))
+
+
+def snapshot_object(item: Any, undo: ExitStack) -> None:
+    """Have `undo` restore the present state of an object."""
+    with suppress(Exception):  # one that cannot say now what its state is has none to go back to
+        undo.callback(_give_back, item, HostMemory().copy(item.state_dict()))
+
+
+def _give_back(item: Any, state: Any) -> None:
+    with suppress(Exception):  # what it has objected to is going to be raised
+        item.load_state_dict(state)
+
+
+def snapshot_optimizer(optimizer: Any, undo: ExitStack) -> None:
+    """Have `undo` restore the groups and states of an optimizer: loading replaces them and changes no tensor."""
+    inner = unwrapped_optimizer(optimizer)
+    for values in (*inner.param_groups, *inner.state.values()):
+        undo.callback(values.update, dict(values))
+    for part in (optimizer, inner):
+        undo.callback(part.__dict__.update, dict(part.__dict__))
+
+
+def snapshot_model(model: torch.nn.Module, undo: ExitStack) -> None:
+    """Have `undo` restore the parameters and buffers of a model, from a copy of their values in host memory."""
+    tables: list[MutableMapping[str, Any]] = [
+        table for part in model.modules() for table in (parameters_of(part), buffers_of(part))
+    ]
+    before = [dict(table) for table in tables]
+    tensors = {id(own): own for names in before for own in names.values() if _has_value(own)}
+    values = HostMemory().copy(tensors)
+
+    def put_back() -> None:
+        for table, names in zip(tables, before, strict=True):
+            for name in table.keys() - names.keys():
+                del table[name]
+            for name, own in names.items():
+                table[name] = own
+        for key, own in tensors.items():
+            with torch.no_grad(), suppress(RuntimeError):  # what cannot be written to is as it was
+                target = own.detach()
+                if is_plain(target):
+                    dense_view(target, own).copy_(dense_view(values[key], own))
+                else:
+                    target.copy_(values[key])
+
+    undo.callback(put_back)
+
+
+def _has_value(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and not is_lazy(tensor) and not tensor.is_meta
+
+
+def dense_view(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A view of a tensor without the dimensions that `like` has from `expand`: each memory location once."""
+    for dim, (size, stride) in enumerate(zip(like.shape, like.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

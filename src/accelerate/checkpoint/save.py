@@ -1,23 +1,32 @@
-"""Saving a run: all ranks write their files, then one rank commits the checkpoint."""
+"""Saving a run: all ranks write their parts of it, then one rank commits the checkpoint."""
 
 from __future__ import annotations
 
+import logging
 import os
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+import torch
 
 from accelerate.checkpoint import commit, layout
 from accelerate.checkpoint.agreement import Background, Gather, one_at_a_time, settle, settle_alone, together
 from accelerate.checkpoint.layout import Manifest
-from accelerate.checkpoint.parts import Part, StateIO, snapshot, write_parts
-from accelerate.checkpoint.run_state import Run, own_parts, shared_parts
+from accelerate.checkpoint.run_state import PROGRESS, Run, StateIO, capture_random_states
 from accelerate.comm import current
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
+from accelerate.io.disk import threads
+from accelerate.io.host_memory import HostMemory
+from accelerate.io.stored_tensors import write_safetensors
+from accelerate.io.torch_format import naming, refused, write_torch
+
+logger = logging.getLogger(__name__)
 
 Hook = Callable[[list[Any], list[dict[str, Any]], str], Any]
 
@@ -87,13 +96,12 @@ def save(
                 return {} if leads else own
 
             known = {name: entry for others in together(write, gather) for name, entry in others.items()} | own
-            manifest = Manifest({}, run.ranks, distributed_type, number, saved)
-            together(
-                lambda: _publish(staging, target, manifest, known),
-                gather,
-                here=leads,
-                undo=lambda: commit.withdraw(target, number),
-            )
+
+            def publish() -> None:
+                manifest = Manifest(_all_files(staging, known), run.ranks, distributed_type, number, saved)
+                commit.publish(staging, target, manifest)
+
+            together(publish, gather, here=leads, undo=lambda: commit.withdraw(target, number))
             # It is there on all machines: now it may replace what was there before, and old ones may go.
             together(lambda: _replace(target, keep), gather, here=leads)
         finally:
@@ -103,10 +111,6 @@ def save(
         finish()
     else:
         background.start(finish)
-
-
-def _publish(staging: Path, target: Path, manifest: Manifest, known: dict[str, FileEntry]) -> None:
-    commit.publish(staging, target, replace(manifest, files=_all_files(staging, known)))
 
 
 def _replace(target: Path, keep: int | None) -> None:
@@ -154,3 +158,126 @@ def _all_files(folder: Path, known: dict[str, FileEntry]) -> dict[str, FileEntry
                     disk.sync(file.fileno())
             found[name] = known[name] if name in known else blocks.summed_up(path)
     return found
+
+
+# --- parts ------------------------------------------------------------------------------------------------------
+
+
+class Part(Protocol):
+    """One rank's file, or its share of a folder that all ranks write together."""
+
+    def copied(self, memory: HostMemory) -> Part:
+        """A copy in host memory that training does not touch, for a save in the background."""
+
+    def write(self, folder: Path, group: Any) -> dict[str, FileEntry]:
+        """Write it into the folder and flush it. Returns an entry for each file that this rank has written.
+
+        group: the process group for communication between ranks; None for that of the training.
+        """
+
+
+@dataclass
+class File:
+    """One file, written by one rank. name: its path in the checkpoint."""
+
+    name: str
+    content: Any
+    safe: bool = False
+    # Of an optimizer: many small tensors (see `together`).
+    together: bool = False
+
+    def copied(self, memory: HostMemory) -> File:
+        with naming(self.name):
+            return replace(self, content=memory.copy(self.content))
+
+    def write(self, folder: Path, group: Any = None) -> dict[str, FileEntry]:
+        path = folder / self.name
+        if "/" in self.name:
+            disk.make_folder(path.parent)
+        if self.safe:
+            return {self.name: write_safetensors(self.content, path)}
+        return {self.name: write_torch(self.content, path, together=self.together)}
+
+
+def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, FileEntry]:
+    """Write parts: files in parallel, since a file system allows one writer per file; other parts in order."""
+    entries: dict[str, FileEntry] = {}
+    with threads(blocks.FILES) as pool:
+        files = []
+        for part in parts:
+            if isinstance(part, File):
+                files.append(pool.submit(part.write, folder))
+            else:
+                entries |= part.write(folder, group)
+        for file in files:
+            entries |= file.result()
+    return entries
+
+
+def snapshot(parts: Iterable[Part], memory: HostMemory) -> list[Part]:
+    """Copies of the parts in host memory that training does not touch."""
+    with memory.one_save():
+        return [part.copied(memory) for part in parts]
+
+
+def shared_parts(run: Run, main: bool) -> Iterator[File]:
+    """The parts that are the same on all ranks. main: whether this rank writes them."""
+    # Objects of the script's own are asked on all processes, since they may have to ask each other.
+    for number, item in enumerate(run.custom):
+        file = File(layout.custom(number), item.state_dict())
+        if main:
+            _look_at(file, item, run.looked_at)
+            yield file
+    if not main:
+        return
+    for number, scheduler in enumerate(run.schedulers):
+        file = File(layout.scheduler(number), scheduler.state_dict())
+        _look_at(file, getattr(scheduler, "scheduler", scheduler), run.looked_at)
+        yield file
+    for number, loader in enumerate(run.loaders):
+        if getattr(loader, "use_stateful_dataloader", False):
+            yield File(layout.stateful_loader(number), loader.state_dict())
+    if run.scaler is not None:
+        yield File(layout.scaler(), run.scaler.state_dict())
+
+
+def _look_at(file: File, item: Any, looked_at: set[str]) -> None:
+    """Warn once for an object whose state can be saved but not loaded."""
+    if file.name in looked_at:
+        return
+    looked_at.add(file.name)
+    if (kind := refused(file.content)) is not None:
+        logger.warning(
+            f"{file.name}: the state of {type(item).__name__} holds {kind}, which load_state will refuse, since "
+            "it runs no code from files: have `state_dict` return tensors and plain values, call "
+            "`torch.serialization.add_safe_globals` with the class before it is loaded, or load it with "
+            "`load_kwargs={'weights_only': False}`."
+        )
+
+
+def own_parts(run: Run, step: int = 0) -> Iterator[File]:
+    """The parts of this rank alone: one file, since there may be thousands of ranks.
+
+    The progress gets a second file if it contains what 1.x releases refuse, since they would refuse the whole file.
+    step: the accumulation step, as older releases store it.
+    """
+    together = run.progress is not None and _is_known_to_1_x(run.progress)
+    progress = {PROGRESS: run.progress} if together else {}
+    yield File(layout.random_states(run.rank), {"step": step, **capture_random_states(run.device), **progress})
+    if run.progress is not None and not together:
+        yield File(layout.progress(run.rank), run.progress)
+
+
+_PLAIN = {type(None), bool, int, float, str, bytes, torch.Tensor}
+
+
+def _is_known_to_1_x(value: Any) -> bool:
+    """Whether 1.x releases can read this: tensors, plain values, and arrays as in NumPy's random states."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return True
+    if kind is dict:
+        return all(map(_is_known_to_1_x, value)) and all(map(_is_known_to_1_x, value.values()))
+    if kind in (list, tuple):
+        return all(map(_is_known_to_1_x, value))
+    return kind is np.ndarray and value.dtype == np.uint32

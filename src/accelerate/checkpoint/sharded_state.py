@@ -9,7 +9,7 @@ import os
 import pickle
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.agreement import explained
+from accelerate.checkpoint.model_weights import split
 from accelerate.comm.tree import recursively_apply
 from accelerate.constants import FSDP_MODEL_NAME
 from accelerate.errors import CheckpointError, WrongFolder
@@ -32,7 +33,7 @@ from accelerate.io.blocks import FileEntry, flat, summed_up
 from accelerate.io.disk import open_plain
 from accelerate.io.host_memory import HostMemory
 from accelerate.io.safe_load import explaining, load
-from accelerate.io.safetensors_format import header_of
+from accelerate.io.stored_tensors import header_of
 from accelerate.io.torch_format import write_torch
 from accelerate.state import PartialState
 
@@ -119,7 +120,7 @@ def fill(flat: dict[str, Any], reader: FolderReader) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no process group is used, which is the point
         try:
-            _load_alone(flat, storage_reader=reader, planner=_Planner(folder), no_dist=True)
+            _load_alone(flat, storage_reader=reader, planner=_FolderPlanner(folder), no_dist=True)
         except CheckpointException as error:
             failure, _ = next(iter(error.failures.values()))
             if isinstance(failure, CheckpointError):
@@ -149,7 +150,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-class _Planner(DefaultLoadPlanner):
+class _FolderPlanner(DefaultLoadPlanner):
     def __init__(self, folder: Path) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._folder = folder
@@ -265,7 +266,8 @@ def _folder_of_shards(folder: Path) -> Path:
     if inside:
         names = ", ".join(path.name for path in inside)
         raise CheckpointError(f"{folder} holds the shards of several models: name one of its folders {names}.")
-    if whole := sorted(path.name for path in folder.glob("model*.safetensors")):
+    kinds = ("model*.safetensors", "pytorch_model*.bin")
+    if whole := sorted(path.name for kind in kinds for path in folder.glob(kind)):
         raise WrongFolder(f"{folder} needs no merging: the weights are there as a whole, in {', '.join(whole)}.")
     raise WrongFolder(
         f"{folder} holds no shards of a model (there is no file `.metadata` in it): name the folder that was written "
@@ -292,7 +294,7 @@ def _write_safetensors(reader: FolderReader, path: Path) -> None:
     order, header = header_of(empty)
     with path.open("wb") as file:
         file.write(header)
-        for group in _groups(order, empty):
+        for group in split({name: empty[name] for name in order}, GROUP_BYTES, alone=True):
             part = {tensors[name]: _empty(metadata, tensors[name], "cpu") for name in group}
             fill(part, reader)
             for name in group:
@@ -315,17 +317,3 @@ def _write_torch(reader: FolderReader, path: Path) -> None:
 def _empty(metadata: Metadata, key: str, device: str) -> torch.Tensor:
     kind: Any = metadata.state_dict_metadata[key]
     return torch.empty(kind.size, dtype=kind.properties.dtype, device=device)
-
-
-def _groups(order: list[str], tensors: dict[str, torch.Tensor]) -> Iterator[list[str]]:
-    group: list[str] = []
-    filled = 0
-    for name in order:
-        size = tensors[name].nbytes
-        if group and filled + size > GROUP_BYTES:
-            yield group
-            group, filled = [], 0
-        group.append(name)
-        filled += size
-    if group:
-        yield group

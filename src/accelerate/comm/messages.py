@@ -25,20 +25,19 @@ _MOST_FOLLOWED = 1024
 class Message:
     """Room for what this rank tells, and for what it is told by all, this rank included.
 
-    sent, received: for the collective. address, places: where the tensors begin in each, behind the headers.
+    sent, received: for the collective, received by rank. address, places: where the tensors begin in each, behind the
+    headers.
     """
 
     def __init__(self, room: int, ranks: int) -> None:
         self.room = room
         length = _HEADER_BYTES + room
         self.sent: torch.Tensor = torch.zeros(length, dtype=torch.uint8)
-        self.received: torch.Tensor = torch.empty(ranks * length, dtype=torch.uint8)
+        self.received: list[torch.Tensor] = list(torch.empty(ranks, length, dtype=torch.uint8))
         self.head: int = self.sent.data_ptr()
         self.address: int = self.head + _HEADER_BYTES
-        start = self.received.data_ptr() + _HEADER_BYTES
-        self.places: list[int] = [start + rank * length for rank in range(ranks)]
-        told = memoryview(self.received.numpy())  # type: ignore[arg-type]
-        self.headers: list[memoryview] = [told[at : at + _HEADER_BYTES] for at in range(0, len(told), length)]
+        self.places: list[int] = [part.data_ptr() + _HEADER_BYTES for part in self.received]
+        self.headers: list[memoryview] = [memoryview(part.numpy())[:_HEADER_BYTES] for part in self.received]  # type: ignore[arg-type]
 
 
 class Messages:

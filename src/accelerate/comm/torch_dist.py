@@ -221,12 +221,12 @@ class TorchDistributed(Communicator):
                 memmove(address, tensor.data_ptr(), size)
                 address += size
         wait = self._exchange(message.received, message.sent)
-        # Nearly always all ranks bring the same: the memory for it is taken while this one waits for the others.
-        outs = [_rows(tensor.shape[0] * self.size, tensor) for tensor in tensors] if small else []
+        # Nearly always all ranks bring the same: what is done with it is prepared while this one waits for the others.
+        lengths = [[tensor.shape[0]] * self.size for tensor in tensors]
+        outs, moves = _unpacking(tensors, lengths, message.places) if small else ([], [])
         wait()
         if _all_say(told.header, message.headers):
             self._messages.gathered(told.what)
-            lengths = [[tensor.shape[0]] * self.size for tensor in tensors]
         else:
             headers = [np.frombuffer(header, np.int64).tolist() for header in message.headers]
             first, sizes = headers[0], [header[1] for header in headers]
@@ -236,9 +236,10 @@ class TorchDistributed(Communicator):
                 self._raise_mismatch(tensors, total - len(tensors), keys)
             lengths = [[header[i] for header in headers] for i in range(3, 3 + len(tensors))]
             small = min(sizes) >= 0 and max(sizes) <= message.room
-            outs = [_rows(sum(n), tensor) for tensor, n in zip(tensors, lengths, strict=True)] if small else []
+            outs, moves = _unpacking(tensors, lengths, message.places) if small else ([], [])
         if small:
-            _unpack(outs, lengths, message.places)
+            for move in moves:
+                memmove(*move)
             return outs, lengths
         return [self._gather_large(tensor, sizes) for tensor, sizes in zip(tensors, lengths, strict=True)], lengths
 
@@ -328,21 +329,27 @@ def _all_say(header: bytes, headers: list[memoryview]) -> bool:
     return True
 
 
-def _rows(count: int, like: torch.Tensor) -> torch.Tensor:
-    return torch.empty((count, *like.shape[1:]), dtype=like.dtype)
+def _unpacking(
+    tensors: list[torch.Tensor], lengths: list[list[int]], places: list[int]
+) -> tuple[list[torch.Tensor], list[tuple[int, int, int]]]:
+    """Memory for the gathered tensors, and what fills it: to which address, from which, how many bytes.
 
-
-def _unpack(outs: list[torch.Tensor], lengths: list[list[int]], places: list[int]) -> None:
-    """Fill these with the parts of all ranks. lengths: of the parts. places: where those of each rank begin."""
+    lengths: of the parts of all ranks. places: where the parts of each rank begin.
+    """
     places = list(places)
-    for out, sizes in zip(outs, lengths, strict=True):
-        row = out.dtype.itemsize * out.shape[1:].numel()
+    outs, moves = [], []
+    for tensor, sizes in zip(tensors, lengths, strict=True):
+        rest = tensor.shape[1:]
+        out = torch.empty((sum(sizes), *rest), dtype=tensor.dtype)
+        row = out.itemsize * rest.numel()
         address = out.data_ptr()
         for rank, length in enumerate(sizes):
             size = length * row
-            memmove(address, places[rank], size)
+            moves.append((address, places[rank], size))
             places[rank] += size
             address += size
+        outs.append(out)
+    return outs, moves
 
 
 def _differing(keys: list[tuple[str | int, ...]]) -> list[str]:

@@ -223,7 +223,7 @@ def _task(args: argparse.Namespace) -> tuple[Any, str]:
     from accelerate.big_modeling import init_empty_weights
     from accelerate.big_modeling.sizes import calculate_maximum_sizes
     from accelerate.estimate import batches
-    from accelerate.estimate.usage import OPTIMIZERS, Task, measure
+    from accelerate.estimate.usage import OPTIMIZERS, Workload, measure
 
     if library_of(args.model_name, args.library_name) == "timm":
         step = batches.of_timm(lambda: timm_model(args.model_name), args.batch_size)
@@ -235,7 +235,7 @@ def _task(args: argparse.Namespace) -> tuple[Any, str]:
     parameters = list(model.parameters())
     largest = calculate_maximum_sizes(model)[1][0]
     activations, copies = measure(model, step.run, args.mixed_precision)
-    task = Task(
+    task = Workload(
         parameters=sum(parameter.numel() for parameter in parameters),
         trained=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         largest_layer=int(largest) // 4,

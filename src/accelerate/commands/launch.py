@@ -215,10 +215,11 @@ def _planned(args: argparse.Namespace) -> LaunchPlan | None:
     if settings.dry_run:
         from accelerate.launch.show import show
 
-        try:
-            _check_script(settings)
-        except OSError as problem:
-            settings.notes.append(str(problem))
+        for check in (_check_megatron, _check_script):
+            try:
+                check(settings)
+            except (OSError, ValueError, NotInstalled) as problem:
+                settings.notes.append(str(problem))
         show(planned, settings)
         return None
     _ready(planned, settings)
@@ -233,8 +234,7 @@ def _ready(planned: LaunchPlan, settings: Settings) -> None:
         raise NotInstalled(planned.missing)
     if settings.mixed_precision == "fp8" and (missing := lacks_fp8_package(settings.fp8_backend)):
         raise NotInstalled(missing)
-    if settings.use_megatron_lm:
-        _check_megatron(settings)
+    _check_megatron(settings)
     _check_script(settings)
     if not settings.quiet:
         for line in [*settings.notes, *planned.notes]:
@@ -243,6 +243,8 @@ def _ready(planned: LaunchPlan, settings: Settings) -> None:
 
 def _check_megatron(settings: Settings) -> None:
     """Refuses Megatron-LM where it is not installed, and parts of a model that the processes do not fit."""
+    if not settings.use_megatron_lm:
+        return
     if not has_package("megatron.core"):
         raise NotInstalled("`--use_megatron_lm` needs Megatron-LM: pip install megatron-core")
     tensors, stages = int(settings.megatron_lm_tp_degree or 1), int(settings.megatron_lm_pp_degree or 1)

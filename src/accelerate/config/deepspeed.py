@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accelerate.config.deepspeed_file import HfDeepSpeedConfig
 from accelerate.config.environment import str_to_bool
+from accelerate.errors import warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 _OPT_LEVELS = ("O1", "O2")
 
 
-class _Setting(NamedTuple):
+class _PluginSetting(NamedTuple):
     """Where a field of the plugin comes from, and where it stands in a DeepSpeed config."""
 
     variable: str
@@ -32,32 +33,44 @@ def _number_or_auto(read: Callable[[str], Any]) -> Callable[[str], Any]:
     return lambda text: text if text == "auto" else read(text)
 
 
+_PLACES = ("none", "cpu", "nvme")
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "zero_stage": (0, 1, 2, 3),
+    "offload_optimizer_device": _PLACES,
+    "offload_param_device": _PLACES,
+}
+# Arguments that say what a config says by leaving them out.
+_NOTHING = ("none", "auto", "False")
 _PREFIX = "ACCELERATE_DEEPSPEED_"
 _ZERO = "zero_optimization."
 PLUGIN_SETTINGS = {
-    "gradient_accumulation_steps": _Setting(
+    "gradient_accumulation_steps": _PluginSetting(
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto", _number_or_auto(int), "gradient_accumulation_steps"
     ),
-    "gradient_clipping": _Setting("ACCELERATE_GRADIENT_CLIPPING", "auto", _number_or_auto(float), "gradient_clipping"),
-    "zero_stage": _Setting(_PREFIX + "ZERO_STAGE", "2", int, _ZERO + "stage"),
-    "offload_optimizer_device": _Setting(
+    "gradient_clipping": _PluginSetting(
+        "ACCELERATE_GRADIENT_CLIPPING", "auto", _number_or_auto(float), "gradient_clipping"
+    ),
+    "zero_stage": _PluginSetting(_PREFIX + "ZERO_STAGE", "2", int, _ZERO + "stage"),
+    "offload_optimizer_device": _PluginSetting(
         _PREFIX + "OFFLOAD_OPTIMIZER_DEVICE", "none", str, _ZERO + "offload_optimizer.device"
     ),
-    "offload_param_device": _Setting(_PREFIX + "OFFLOAD_PARAM_DEVICE", "none", str, _ZERO + "offload_param.device"),
-    "offload_optimizer_nvme_path": _Setting(
+    "offload_param_device": _PluginSetting(
+        _PREFIX + "OFFLOAD_PARAM_DEVICE", "none", str, _ZERO + "offload_param.device"
+    ),
+    "offload_optimizer_nvme_path": _PluginSetting(
         _PREFIX + "OFFLOAD_OPTIMIZER_NVME_PATH", "none", str, _ZERO + "offload_optimizer.nvme_path"
     ),
-    "offload_param_nvme_path": _Setting(
+    "offload_param_nvme_path": _PluginSetting(
         _PREFIX + "OFFLOAD_PARAM_NVME_PATH", "none", str, _ZERO + "offload_param.nvme_path"
     ),
-    "zero3_save_16bit_model": _Setting(
+    "zero3_save_16bit_model": _PluginSetting(
         _PREFIX + "ZERO3_SAVE_16BIT_MODEL",
         "false",
         lambda text: bool(str_to_bool(text)),
         _ZERO + "stage3_gather_16bit_weights_on_model_save",
     ),
-    "enable_msamp": _Setting("ACCELERATE_FP8_BACKEND", "", lambda text: text.upper() == "MSAMP"),
-    "msamp_opt_level": _Setting("ACCELERATE_FP8_OPT_LEVEL", "O1", str),
+    "enable_msamp": _PluginSetting("ACCELERATE_FP8_BACKEND", "", lambda text: text.upper() == "MSAMP"),
+    "msamp_opt_level": _PluginSetting("ACCELERATE_FP8_OPT_LEVEL", "O1", str),
 }
 
 
@@ -98,6 +111,7 @@ class DeepSpeedPlugin:
         self._selected = False
         # What an engine has put in place of "auto" in the config, by key: the next one begins with "auto" again.
         self.filled: dict[str, Any] = {}
+        given = {name: value for name in PLUGIN_SETTINGS if (value := getattr(self, name)) is not None}
         for name, setting in PLUGIN_SETTINGS.items():
             if getattr(self, name) is None:
                 setattr(self, name, _from_variable(setting))
@@ -106,7 +120,8 @@ class DeepSpeedPlugin:
         if isinstance(self.hf_ds_config, str) and self.hf_ds_config == "none":
             self.hf_ds_config = HfDeepSpeedConfig(self._own_config())
         else:
-            self._take_config()
+            self._take_config(given)
+        self._check_choices()
         self.deepspeed_config: dict[str, Any] = self.hf_ds_config.config
         self.deepspeed_config["steps_per_print"] = float("inf")  # the script logs
         self._set_zero3_init()
@@ -130,8 +145,8 @@ class DeepSpeedPlugin:
             "gradient_clipping": self.gradient_clipping,
         }
 
-    def _take_config(self) -> None:
-        """Replace "auto" in the config by the fields, and take all other values from it."""
+    def _take_config(self, given: dict[str, Any]) -> None:
+        """Replace "auto" in the config by the fields, and take all other values from it. given: by the script."""
         if not isinstance(self.hf_ds_config, HfDeepSpeedConfig):
             self.hf_ds_config = HfDeepSpeedConfig(self.hf_ds_config)
         config = self.hf_ds_config.config
@@ -141,12 +156,29 @@ class DeepSpeedPlugin:
         _check_asked_once()
         keys = {name: setting.key for name, setting in PLUGIN_SETTINGS.items() if setting.key is not None}
         values = {key: getattr(self, name) for name, key in keys.items()}
+        ignored = []
         for name, key in keys.items():
             self.fill_match(key, must_match=False, **values)
             value = self.hf_ds_config.get_value(key)
+            if given.get(name, value) != value and (value is not None or str(given[name]) not in _NOTHING):
+                said = "is not there" if value is None else f"is {value!r} there"
+                ignored.append(f"{name}={given[name]!r} ({key} {said})")
             if value is not None and value != "auto":
                 setattr(self, name, value)
+        if ignored:
+            warn(
+                "The DeepSpeed config counts, and these arguments of the DeepSpeedPlugin do not: "
+                f"{', '.join(ignored)}: write 'auto' into the config, or leave them out."
+            )
         self.hf_ds_config.set_stage_and_offload()
+
+    def _check_choices(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = self.hf_ds_config.get_value(str(PLUGIN_SETTINGS[name].key))
+            if value is not None and value not in choices:
+                raise ValueError(
+                    f"{name} is {value!r} for DeepSpeed: choose one of {', '.join(str(choice) for choice in choices)}."
+                )
 
     def _set_zero3_init(self) -> None:
         zero3 = self.hf_ds_config.is_zero3()
@@ -369,7 +401,7 @@ class DeepSpeedPlugin:
         set_z3_leaf_modules(model, [classes[name] for name in names])
 
 
-def _from_variable(setting: _Setting) -> Any:
+def _from_variable(setting: _PluginSetting) -> Any:
     text = os.environ.get(setting.variable, setting.default)
     try:
         return setting.read(text)

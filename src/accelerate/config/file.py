@@ -335,7 +335,8 @@ def read(path: Path) -> dict[str, Any]:
     except Exception as error:
         if type(error).__module__.partition(".")[0] != "yaml":
             raise
-        raise ValueError(f"The config file {path} is not YAML: {' '.join(str(error).split())}.") from None
+        why = " ".join(str(error).replace('in "<unicode string>"', "in it").split())
+        raise ValueError(f"The config file {path} is not YAML: {why}.") from None
     if content is None:
         raise ValueError(
             f"The config file {path} is empty: make one with `accelerate config`, or give another one with "

@@ -14,7 +14,7 @@ Parser = Callable[..., Any]
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Parser] = {}
 
 
-class _Setting(NamedTuple):
+class _MegatronSetting(NamedTuple):
     """What a field is without being given, how its variable is read, and what Megatron-LM calls it."""
 
     default: Any
@@ -28,33 +28,35 @@ def _flag(text: str) -> bool:
 
 _PREFIX = "MEGATRON_LM_"
 _SETTINGS = {
-    "tp_degree": _Setting(1, int, "tensor_model_parallel_size"),
-    "pp_degree": _Setting(1, int, "pipeline_model_parallel_size"),
-    "use_custom_fsdp": _Setting(False, _flag),
-    "overlap_cpu_optimizer_d2h_h2d": _Setting(False, _flag),
-    "no_load_optim": _Setting(False, _flag),
-    "eod_mask_loss": _Setting(False, _flag),
-    "no_save_optim": _Setting(False, _flag),
-    "optimizer_cpu_offload": _Setting(False, _flag),
-    "use_precision_aware_optimizer": _Setting(False, _flag),
-    "decoder_last_pipeline_num_layers": _Setting(None, int),
-    "recompute_granularity": _Setting("full", str),
-    "recompute_method": _Setting("uniform", str),
-    "recompute_num_layers": _Setting(1, int),
-    "attention_backend": _Setting(True, _flag),
-    "expert_model_parallel_size": _Setting(1, int),
-    "context_parallel_size": _Setting(1, int),
-    "attention_dropout": _Setting(0.0, float),
-    "hidden_dropout": _Setting(0.0, float),
-    "attention_softmax_in_fp32": _Setting(True, _flag),
-    "expert_tensor_parallel_size": _Setting(1, int),
-    "calculate_per_token_loss": _Setting(True, _flag),
-    "use_rotary_position_embeddings": _Setting(True, _flag),
-    "num_micro_batches": _Setting(1, int),
-    "gradient_clipping": _Setting(1.0, float, "clip_grad"),
-    "sequence_parallelism": _Setting(False, _flag, "sequence_parallel"),
-    "recompute_activations": _Setting(False, _flag, None),  # another name for one value of `recompute_granularity`
-    "use_distributed_optimizer": _Setting(False, _flag),
+    "tp_degree": _MegatronSetting(1, int, "tensor_model_parallel_size"),
+    "pp_degree": _MegatronSetting(1, int, "pipeline_model_parallel_size"),
+    "use_custom_fsdp": _MegatronSetting(False, _flag),
+    "overlap_cpu_optimizer_d2h_h2d": _MegatronSetting(False, _flag),
+    "no_load_optim": _MegatronSetting(False, _flag),
+    "eod_mask_loss": _MegatronSetting(False, _flag),
+    "no_save_optim": _MegatronSetting(False, _flag),
+    "optimizer_cpu_offload": _MegatronSetting(False, _flag),
+    "use_precision_aware_optimizer": _MegatronSetting(False, _flag),
+    "decoder_last_pipeline_num_layers": _MegatronSetting(None, int),
+    "recompute_granularity": _MegatronSetting("full", str),
+    "recompute_method": _MegatronSetting("uniform", str),
+    "recompute_num_layers": _MegatronSetting(1, int),
+    "attention_backend": _MegatronSetting(True, _flag),
+    "expert_model_parallel_size": _MegatronSetting(1, int),
+    "context_parallel_size": _MegatronSetting(1, int),
+    "attention_dropout": _MegatronSetting(0.0, float),
+    "hidden_dropout": _MegatronSetting(0.0, float),
+    "attention_softmax_in_fp32": _MegatronSetting(True, _flag),
+    "expert_tensor_parallel_size": _MegatronSetting(1, int),
+    "calculate_per_token_loss": _MegatronSetting(True, _flag),
+    "use_rotary_position_embeddings": _MegatronSetting(True, _flag),
+    "num_micro_batches": _MegatronSetting(1, int),
+    "gradient_clipping": _MegatronSetting(1.0, float, "clip_grad"),
+    "sequence_parallelism": _MegatronSetting(False, _flag, "sequence_parallel"),
+    "recompute_activations": _MegatronSetting(
+        False, _flag, None
+    ),  # another name for one value of `recompute_granularity`
+    "use_distributed_optimizer": _MegatronSetting(False, _flag),
 }
 # Fields that Megatron-LM gets as they are.
 _PASSED_ON = (
@@ -276,7 +278,7 @@ def _same(optimizer: Any, name: str) -> Any:
     return values[0]
 
 
-def _from_variable(variable: str, setting: _Setting) -> Any:
+def _from_variable(variable: str, setting: _MegatronSetting) -> Any:
     text = os.environ.get(variable)
     if text is None:
         return setting.default

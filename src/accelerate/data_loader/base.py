@@ -10,10 +10,9 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.comm.tree import ignorant_find_batch_size
-from accelerate.data_loader.dataset_rng import TrackedSampler
-from accelerate.data_loader.epoch_part import EpochPart, Iteration
-from accelerate.data_loader.order_rng import undisturbed
+from accelerate.data_loader.epoch import EpochPart, Iteration
 from accelerate.data_loader.position import Position
+from accelerate.data_loader.rng import TrackedSampler, undisturbed
 from accelerate.data_loader.samplers import get_sampler, sampler_owner
 from accelerate.data_loader.torch_loaders import stateful_loader
 from accelerate.state import GradientState
@@ -252,8 +251,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     iteration: the epoch that is read, or comes next. synchronized_generator: it follows that of rank 0.
     """
 
-    # Called when a loop that trains comes back for another batch, if not for the first one of all.
-    between_batches: Callable[[], None] | None = None
+    # Called when a loop that trains comes back for another batch; with begins=True before the first one of all.
+    between_batches: Callable[..., None] | None = None
     # Told when this process has run out of batches before others: the accelerator stands in for it.
     on_uneven_end: Any = None
     # Whether to note which samples each batch has; see `samples_at_hand`.
@@ -284,8 +283,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # --- an epoch -----------------------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:
-        if self.between_batches is not None and self.position.trains and self._may_be_saved(loops=0):
-            self.between_batches()
+        if self.between_batches is not None and self._may_be_saved(loops=0):
+            self.between_batches(begins=not self.position.trains)
         iteration = self.position.begin(self)
         backwards = self.gradient_state.backwards
         try:
@@ -363,6 +362,18 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """The epoch that this loader reads, or reads the rest of."""
         whole: EpochPart = self.part if self._rest_of is None else self._rest_of.part
         return whole
+
+    @property
+    def num_shards(self) -> int:
+        """How many processes, or groups of them, get samples of their own."""
+        return getattr(self.part.shard, "num_processes", 1)
+
+    @property
+    def total_batch_size(self) -> int:
+        """The batch size over all processes."""
+        shard = self.part.shard
+        size = getattr(shard, "batch_size", None) or 1
+        return size if getattr(shard, "split_batches", False) else size * self.num_shards
 
     @property
     def batches_per_step(self) -> int:

@@ -12,9 +12,8 @@ from accelerate.comm import current
 from accelerate.comm.tree import slice_tensors
 from accelerate.data_loader.base import PreparedLoader
 from accelerate.data_loader.batch_split import batch_length, cut, join
-from accelerate.data_loader.dataset_rng import Reader
-from accelerate.data_loader.epoch_part import Iteration
-from accelerate.data_loader.order_rng import undisturbed
+from accelerate.data_loader.epoch import Iteration
+from accelerate.data_loader.rng import Reader, undisturbed
 from accelerate.data_loader.scatter_protocol import Handout, RankBatch
 from accelerate.data_loader.skip_samplers import innermost_skip
 from accelerate.devices import Transfer, transfer_to

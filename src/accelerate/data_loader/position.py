@@ -22,12 +22,21 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from accelerate.data_loader import dataset_rng, order_rng
-from accelerate.data_loader.dataset_rng import Reader, Replay
-from accelerate.data_loader.epoch_part import DrawnStates, EpochPart, Iteration, PositionedLoader, RngStates
+from accelerate.data_loader import rng
+from accelerate.data_loader.epoch import (
+    DrawnStates,
+    EpochPart,
+    Iteration,
+    PositionedLoader,
+    RngStates,
+    Snapshot,
+    innermost_sampler,
+    order_of,
+    other_order,
+)
 from accelerate.data_loader.iterable import IterableDatasetShard
+from accelerate.data_loader.rng import Reader, Replay
 from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler, sampler_owner
-from accelerate.data_loader.snapshot import Snapshot, innermost_sampler, order_of, other_order
 from accelerate.state import ending
 
 
@@ -65,7 +74,7 @@ class Position:
         # stay and the reader that is to ask for them, and whether torch's loader draws a seed, as in the saved run.
         self._drawn_from: set[str] = set()
         self._workers: dict[int, RngStates] = {}
-        self._reader: dataset_rng.Reader | None = None
+        self._reader: Reader | None = None
         self._seed_next: bool | None = None
 
     @property
@@ -90,8 +99,8 @@ class Position:
             seed, self._seed_next = (self._seed_next if seed is None else seed), None
         # Where a script skips without a checkpoint, the rest of an epoch has workers of its own.
         stay = loader.persistent_workers and (part.whole or part.rng is not None)
-        start = order_rng.random_states(loader)
-        start["draws"] = order_rng.makes_iterator(loader, part) if seed is None else seed
+        start = rng.random_states(loader)
+        start["draws"] = rng.makes_iterator(loader, part) if seed is None else seed
         start["workers"] = self._states_of_workers() if stay else {}
         iteration = Iteration(
             part,
@@ -113,28 +122,28 @@ class Position:
 
     def _go_on(self, iteration: Iteration, resume: Resume, loader: PositionedLoader) -> None:
         """Tell an iteration what the interrupted one knew."""
-        rng = iteration.part.rng
+        drawn = iteration.part.rng
         if resume.by_itself and iteration.part.whole:
-            goal, rng = resume.goal, resume.rng
+            goal, drawn = resume.goal, resume.rng
             iteration.samples, iteration.batches = goal.samples, goal.batches
             iteration.earlier, iteration.partial = goal.steps - goal.batches, goal.partial
-        if rng is not None:
-            iteration.first_rng, iteration.workers = rng["before"], dict(rng["workers"])
+        if drawn is not None:
+            iteration.first_rng, iteration.workers = drawn["before"], dict(drawn["workers"])
             iteration.turn = iteration.part.batches * loader.batches_per_step
 
-    def read(self, loader: PositionedLoader, iteration: Iteration) -> dataset_rng.Reader:
+    def read(self, loader: PositionedLoader, iteration: Iteration) -> Reader:
         """Have torch's loader begin the iteration."""
         resume, known = iteration.resume, self._drawn_from
-        if loader.num_workers and order_rng.makes_iterator(loader, iteration.part):
+        if loader.num_workers and rng.makes_iterator(loader, iteration.part):
             ending.let_threads_finish(naps=5)  # workers are forked
-        reader = dataset_rng.read(loader, iteration, known, seed=iteration.start["draws"])
+        reader = rng.read(loader, iteration, known, seed=iteration.start["draws"])
         if iteration.workers_stay:
             self._reader = reader
         if resume is None:
             return reader
         if resume.ended is not None:
             reader.batches = resume.ended.next_epoch(
-                reader.batches, lambda: dataset_rng.read(loader, iteration, known, seed=False).batches
+                reader.batches, lambda: rng.read(loader, iteration, known, seed=False).batches
             )
         return resume.replaying(reader, loader, iteration.part)
 
@@ -172,15 +181,15 @@ class Position:
 
     def snapshot(self, loader: PositionedLoader) -> Snapshot:
         """Where the loop stands."""
-        generators = order_rng.generator_states(loader)
+        generators = rng.generator_states(loader)
         if self._resume is not None:  # nothing was read since
             saved = self._resume.saved
             alike = len(generators) == len(saved.generators)
             return dataclasses.replace(saved, generators=generators) if alike else saved
         sampler, iteration = innermost_sampler(loader), self.current()
         if iteration is None:
-            rng: DrawnStates = {"before": {}, "workers": dict(self._states_of_workers())}
-            progress: dict[str, Any] = {"epoch": loader.iteration, "drawn": rng}
+            drawn: DrawnStates = {"before": {}, "workers": dict(self._states_of_workers())}
+            progress: dict[str, Any] = {"epoch": loader.iteration, "drawn": drawn}
         else:
             progress = iteration.progress()
         over = iteration is None or iteration.finished
@@ -190,7 +199,7 @@ class Position:
             **progress,
             broken=self._left if iteration is None else None,
             after=state_of(self._ended_dataset(loader)) if over and not left else None,
-            draws_next=order_rng.makes_iterator(loader, loader.part) if self._seed_next is None else self._seed_next,
+            draws_next=rng.makes_iterator(loader, loader.part) if self._seed_next is None else self._seed_next,
             generators=generators,
             seed=sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
             batch=loader.total_batch_size,
@@ -296,19 +305,19 @@ class Resume:
     def rewind(self, loader: PositionedLoader) -> None:
         """Put the random states back to where the interrupted epoch began, until its first batch is there."""
         if self.start is not None:
-            self._loaded = order_rng.random_states(loader)
-            order_rng.set_generators(loader, self.start["generators"])
-            order_rng.set_global_states(self.start)
+            self._loaded = rng.random_states(loader)
+            rng.set_generators(loader, self.start["generators"])
+            rng.set_global_states(self.start)
 
     def caught_up(self, loader: PositionedLoader, part: EpochPart) -> None:
         """The first batch is there, or an error: random states are again those that the checkpoint has brought."""
         if self._loaded is None:
             return
-        order_rng.set_global_states(self._loaded)
+        rng.set_global_states(self._loaded)
         # A generator may be shared with another loader. It stays where it is if the order is still being drawn, and not
         # from the place where it was when the checkpoint was saved.
-        if order_rng.draws_at_once(innermost_sampler(loader)) or (self.same_batches and part.steps):
-            order_rng.set_generators(loader, self._loaded["generators"])
+        if rng.draws_at_once(innermost_sampler(loader)) or (self.same_batches and part.steps):
+            rng.set_generators(loader, self._loaded["generators"])
         self._loaded = None
 
     def replaying(self, reader: Reader, loader: PositionedLoader, part: EpochPart) -> Reader:
@@ -316,10 +325,25 @@ class Resume:
         steps = self.goal.steps - part.steps if self.same_batches and self.start is not None else 0
         before = {} if self.rng is None else self.rng["before"]
         # Beside workers only a sampler draws in this process, and it is not known from what.
-        names = order_rng.NAMES if loader.num_workers else tuple(before)
+        names = rng.NAMES if loader.num_workers else tuple(before)
         if steps <= 0 or not names or loader.use_stateful_dataloader:
             return reader
         return Replay(reader, steps, names, before)
+
+
+def can_go_on_by_itself(saved: Snapshot, loader: Any) -> bool:
+    """Whether a stateful loader comes to its place when it loads its own state."""
+    return not saved.partial and saved.has_readers_of(loader) and not _minds_iterating_twice(loader)
+
+
+def _minds_iterating_twice(loader: Any) -> bool:
+    """torchdata has a sampler iterate twice when it goes on from a state: one that shuffles at once gives out the
+    second order."""
+    if isinstance(loader.dataset, IterableDataset):
+        return False
+    with suppress(Exception):  # one that cannot be iterated yet, before it is told the epoch, say
+        return rng.makes_all_at_once(loader, loader.part.indices)
+    return False
 
 
 def _follow_order(goal: Snapshot, loader: PositionedLoader) -> dict[str, Any] | None:
@@ -328,13 +352,13 @@ def _follow_order(goal: Snapshot, loader: PositionedLoader) -> dict[str, Any] | 
     sampler, start = innermost_sampler(loader), goal.start
     if isinstance(sampler, SeedableRandomSampler) and goal.seed is not None:
         sampler.initial_seed = goal.seed
-    if goal.generators and not order_rng.generators(loader) and isinstance(sampler, RANDOM_SAMPLERS):
+    if goal.generators and not rng.generators(loader) and isinstance(sampler, RANDOM_SAMPLERS):
         sampler.generator = torch.Generator()  # several processes shuffled by one; a single one has none
     elif start is not None and not goal.generators and isinstance(sampler, RANDOM_SAMPLERS):
         batches = sampler_owner(loader)
-        at_once = batches is not None and order_rng.makes_all_at_once(loader, batches)
-        start = {**start, "generators": [order_rng.state_of_one(start, sampler, at_once)]}
-    order_rng.set_generators(loader, goal.generators)
+        at_once = batches is not None and rng.makes_all_at_once(loader, batches)
+        start = {**start, "generators": [rng.state_of_one(start, sampler, at_once)]}
+    rng.set_generators(loader, goal.generators)
     return start
 
 

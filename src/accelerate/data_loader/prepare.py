@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +29,7 @@ from accelerate.data_loader.samplers import (
 )
 from accelerate.data_loader.shard import DataLoaderShard
 from accelerate.data_loader.torch_loaders import kept_arguments, same_batches
+from accelerate.errors import warn
 from accelerate.parallel.mesh import shares_of_ranks
 from accelerate.state import PartialState
 
@@ -84,10 +84,9 @@ def prepare_data_loader(
             dispatched but not put on the device.
     """
     if isinstance(dataloader, PreparedLoader):
-        warnings.warn(
+        warn(
             "This loader was prepared before: it is kept as it is, since sharding it again would leave data out; "
-            "prepare each loader once.",
-            stacklevel=2,
+            "prepare each loader once."
         )
         return dataloader
     state = PartialState()
@@ -227,9 +226,8 @@ def _own_distributed_sampler(loader: Any, processes: int) -> DistributedSampler[
     sampler = loader.sampler if sampler is None else sampler
     if not isinstance(sampler, DistributedSampler) or sampler.num_replicas != processes:
         return None
-    warnings.warn(
+    warn(
         f"This loader's DistributedSampler already gives each of the {processes} processes its share: it is kept as it "
-        "is; pass a loader with a plain sampler to have accelerate shard it.",
-        stacklevel=5,
+        "is; pass a loader with a plain sampler to have accelerate shard it."
     )
     return sampler

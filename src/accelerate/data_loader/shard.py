@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accelerate.data_loader.base import PreparedLoader
-from accelerate.data_loader.epoch_part import EpochPart, Iteration
+from accelerate.data_loader.epoch import EpochPart, Iteration
 from accelerate.data_loader.iterable import PartlyRepeated
 from accelerate.devices import transfer_to
 from accelerate.random import synchronize_rng_states
@@ -118,24 +118,12 @@ class DataLoaderShard(PreparedLoader):
         self.ends_everywhere = getattr(part.shard, "missed_steps", 0) == 0
         self._note_state(part)
 
-    @property
-    def total_batch_size(self) -> int:
-        """The batch size over all processes."""
-        shard = self.part.shard
-        size = getattr(shard, "batch_size", None) or 1
-        return size if getattr(shard, "split_batches", False) else size * self.num_shards
-
     def _counts_if_short(self, batch: Any) -> tuple[int, int] | None:
         if getattr(self.part.shard, "even_batches", False) or (self.num_shards == 1 and self.remainder == 0):
             return None  # all batches are full
         if self.num_shards == 1 and self.remainder > 0:
             return self.remainder, self.remainder
         return super()._counts_if_short(batch)
-
-    @property
-    def num_shards(self) -> int:
-        """How many processes, or groups of them, get samples of their own."""
-        return getattr(self.part.shard, "num_processes", 1)
 
     @property
     def _shard(self) -> Any:

@@ -52,6 +52,11 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     """
     if hasattr(dataloader, "without_first"):  # a prepared one, or one around it
         return dataloader.without_first(num_batches)
+    if not hasattr(dataloader, "dataset"):
+        raise AttributeError(  # as the release does, with other words
+            f"Batches of a DataLoader can be skipped, and this is a {type(dataloader).__name__}: pass the loader "
+            "itself, or leave batches out with `itertools.islice`."
+        )
     arguments = kept_arguments(dataloader)
     batches = skipped_batches(dataloader, num_batches)
     if batches is not None:

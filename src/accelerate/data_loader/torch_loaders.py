@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils.data import BatchSampler, IterableDataset
@@ -51,13 +52,26 @@ def same_batches(loader: Any) -> dict[str, Any]:
 
 def skipped_batches(loader: Any, count: int) -> dict[str, Any] | None:
     """The arguments for a new loader whose sampler leaves `count` batches out; None where no sampler decides."""
-    if isinstance(loader.dataset, IterableDataset):
-        return None
-    if isinstance(loader.sampler, (SamplerShard, BatchSampler)):
-        return {"sampler": without_batches(loader.sampler, count), "batch_size": None}
-    if loader.batch_sampler is not None:
-        return {"batch_sampler": without_batches(loader.batch_sampler, count)}
-    return {"sampler": SkipSampler(loader.sampler, count), "batch_size": None}
+    return None if isinstance(loader.dataset, IterableDataset) else _without(loader, count, without_batches)
+
+
+def skipped_samples(loader: Any, count: int) -> dict[str, Any]:
+    """The arguments for a new loader whose sampler leaves `count` samples out."""
+    return _without(loader, count, without_samples)
+
+
+def _without(loader: Any, count: int, without: Callable[[Any, int], Any]) -> dict[str, Any]:
+    """The arguments for a new loader, changed by `without` where they make batches."""
+
+    def left(argument: str, value: Any) -> Any:
+        if value is None:  # batch_size=None
+            return None
+        # A batch sampler need not be of torch's class.
+        if argument == "batch_sampler" or isinstance(value, (BatchSampler, SamplerShard)):
+            return without(value, count)
+        return SkipSampler(value, count)
+
+    return {argument: left(argument, value) for argument, value in same_batches(loader).items()}
 
 
 def stateful_loader(dataset: Any, **kwargs: Any) -> Any:
@@ -70,17 +84,3 @@ def stateful_loader(dataset: Any, **kwargs: Any) -> Any:
         # torchdata calls what torch is about to drop; nothing that a script could change.
         warnings.filterwarnings("ignore", "'set_vital' is deprecated")
         return StatefulDataLoader(dataset, **kwargs)
-
-
-def skipped_samples(loader: Any, count: int) -> dict[str, Any]:
-    """The arguments for a new loader whose sampler leaves `count` samples out."""
-    return {name: _without_samples(name, value, count) for name, value in same_batches(loader).items()}
-
-
-def _without_samples(argument: str, batches: Any, count: int) -> Any:
-    if batches is None:  # batch_size=None
-        return None
-    # A batch sampler need not be of torch's class.
-    if argument == "batch_sampler" or isinstance(batches, (BatchSampler, SamplerShard)):
-        return without_samples(batches, count)
-    return SkipSampler(batches, count)

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
@@ -26,6 +26,9 @@ from accelerate.devices.packing import MANY, SMALL, Pack, pack_
 
 # Small enough that all readers have work while two blocks are on their way: one alone is far slower than the bus.
 PART = 4 * 1024 * 1024
+# So many parts' worth of small tensors is read by one thread at once. If several shared it, each would wait for the GIL
+# many times, and so would the loop, which needs it for every single tensor.
+_PARTS_OF_A_PACK = 4
 # A few even where there are fewer cores: a reader may wait for the disk.
 READERS = max(4, min(16, os.cpu_count() or 1))
 _BUFFERS = 2  # of each reader
@@ -195,10 +198,10 @@ class Task(Protocol):
     def job(self) -> Job: ...
 
     def bring(self, lane: Lane, free: Free) -> None:
-        """Read it, and send it. free: returns a buffer of this thread, as soon as it can be filled."""
+        """Read it, and send it."""
 
 
-class _Piece(NamedTuple):
+class _TensorPart(NamedTuple):
     """A part of a tensor that fits into a buffer. out: its bytes on the device."""
 
     job: Job
@@ -214,7 +217,7 @@ class _Piece(NamedTuple):
 
 
 class _Bundle(NamedTuple):
-    """As many small tensors of one dtype as fit into a buffer. If each were a piece, the threads would spend their time
+    """Many small tensors of one dtype, which share a buffer. If each were a piece, the threads would spend their time
     waiting for the GIL."""
 
     job: Job
@@ -224,7 +227,7 @@ class _Bundle(NamedTuple):
     alike: bool | None = None
 
     def bring(self, lane: Lane, free: Free) -> None:
-        buffer = free()
+        buffer = free(self.size)
         content = buffer.bytes[: self.size].view(self.sources[0].dtype)
         pack_(content, self.sources, self.alike)
         lane.send(self.outs, content, buffer.left)
@@ -251,16 +254,23 @@ class Buffers:
         self._count = count
         self._made: deque[Buffer] = deque()
 
-    def free(self) -> Buffer:
-        """The buffer that was sent first, as soon as it can be filled."""
+    def free(self, size: int = 0) -> Buffer:
+        """The buffer that was sent first, as soon as it can be filled. size: that it must have at least."""
         if len(self._made) < self._count:
-            self._made.append(Buffer(self._lane, self.size))
+            self._made.append(Buffer(self._lane, max(size, self.size)))
         self._made.rotate()
         self._made[0].left.synchronize()
+        if len(self._made[0].view) < size:
+            self._made[0] = Buffer(self._lane, size)
         return self._made[0]
 
 
-Free = Callable[[], Buffer]
+class Free(Protocol):
+    """Returns a buffer of the calling thread that has this size at least, as soon as it can be filled."""
+
+    def __call__(self, size: int = 0) -> Buffer: ...
+
+
 _Pair = tuple[torch.Tensor | Stored | Pack, torch.Tensor]
 
 
@@ -314,14 +324,16 @@ class Stager:
             parts += self._pieces(job, source, out)
         return parts
 
-    def _pieces(self, job: Job, source: torch.Tensor | Stored, out: torch.Tensor) -> list[_Piece]:
+    def _pieces(self, job: Job, source: torch.Tensor | Stored, out: torch.Tensor) -> list[_TensorPart]:
         if not source.nbytes:
             return []
         stored = HostTensor(source) if isinstance(source, torch.Tensor) else source
-        return [_Piece(job, stored, self._size * i, piece) for i, piece in enumerate(bytes_of(out).split(self._size))]
+        return [
+            _TensorPart(job, stored, self._size * i, piece) for i, piece in enumerate(bytes_of(out).split(self._size))
+        ]
 
     def _packed(self, job: Job, pack: Pack, out: torch.Tensor) -> list[_Bundle]:
-        spans = self._spans(pack.sizes)
+        spans = _spans(pack.sizes, _PARTS_OF_A_PACK * self._size)
         pieces = out.split([size // pack.dtype.itemsize for _, _, size in spans])
         return [
             _Bundle(job, pack.tensors[begin:end], [piece], size, pack.alike)
@@ -335,20 +347,9 @@ class Stager:
             by_dtype.setdefault(item[0].dtype, []).append(item)
         for items in by_dtype.values():
             sources, outs, sizes = map(list, zip(*items, strict=True))
-            spans = self._spans(sizes)
+            spans = _spans(sizes, self._size)
             bundles += [_Bundle(job, sources[begin:end], outs[begin:end], size) for begin, end, size in spans]
         return bundles
-
-    def _spans(self, sizes: list[int]) -> list[tuple[int, int, int]]:
-        """Runs of tensors that fit into a buffer together: the first, the last, and their size."""
-        spans = []
-        begin = filled = 0
-        for end, size in enumerate(sizes):
-            if filled + size > self._size:
-                spans.append((begin, end, filled))
-                begin, filled = end, 0
-            filled += size
-        return [*spans, (begin, len(sizes), filled)]
 
     def _start_threads(self) -> None:
         for _ in range(self._count):
@@ -402,6 +403,18 @@ class Stager:
         except Exception as error:
             job.error = error
         job.end()
+
+
+def _spans(sizes: list[int], most: int) -> list[tuple[int, int, int]]:
+    """Runs of tensors that have at most so many bytes together: the first, the one behind the last, and their size."""
+    spans = []
+    begin = filled = 0
+    for end, size in enumerate(sizes):
+        if filled + size > most:
+            spans.append((begin, end, filled))
+            begin, filled = end, 0
+        filled += size
+    return [*spans, (begin, len(sizes), filled)]
 
 
 def run_tasks(job: Job, tasks: Sequence[Task], lane: Lane, size: int, most: int, name: str) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from accelerate.config.environment import parse_flag_from_env
+
 ROOT = "accelerate/hang"
 # Where the notes of the present attempt are, and of how many ranks: for a launcher, which is no rank.
 NOW = f"{ROOT}/now"
@@ -23,7 +25,8 @@ class Note:
 
     kind: "waits", "runs", "moves" (it goes on with collectives), "ended", "failed", "left" (the group); "silent" if it
     says nothing.
-    call, line: where it is, or where it failed. since: the time at which it came there. text: the error, or the code.
+    call, line: where it is, or where it failed or ended. since: the time at which it came there. text: the error, or
+    the code, if it is known.
     """
 
     kind: str
@@ -36,6 +39,7 @@ class Note:
 
 
 SILENT = Note("silent")
+_GOOD_CODES = ("", "0")
 
 
 class Notes:
@@ -128,8 +132,21 @@ def _named(ranks: list[int]) -> str:
 
 
 def _predicate(note: Note, many: bool, waited: float) -> str:
+    if note.kind == "ended" and note.text:
+        return f"ended{how_it_ended(note)}"
     one, several = _PREDICATES.get(note.kind, _PREDICATES["silent"])
     return (several if many else one).format(note=note, waited=waited)
+
+
+def how_it_ended(note: Note) -> str:
+    """` with code 3 (train.py:9)`, as far as that is known."""
+    code = f" with code {note.text}" if note.text else ""
+    return f"{code} ({note.line})" if note.line else code
+
+
+def was_intended(note: Note) -> bool:
+    """Whether a rank that has ended did so without a code that says otherwise."""
+    return note.text in _GOOD_CODES
 
 
 # What is said of one rank, and of several, by the kind of their notes.
@@ -139,7 +156,7 @@ _PREDICATES = {
         "wait in {note.call} ({note.line}) since {waited:.0f} s",
     ),
     "runs": ("runs {note.line} ({note.call})", "run {note.line} ({note.call})"),
-    "ended": ("ended with code {note.text}",) * 2,
+    "ended": ("has ended", "have ended"),
     "failed": ("failed at {note.line} ({note.text})",) * 2,
     "left": ("has left the group", "have left the group"),
     "moves": ("goes on with other collectives", "go on with other collectives"),
@@ -159,6 +176,9 @@ def likely_reason(notes: Sequence[Note]) -> str:
         by_kind.setdefault(note.kind, []).append(rank)
     if failed := by_kind.get("failed"):
         return f"The others wait for {_named(failed)}, which failed: look at that error first."
+    if unintended := [rank for rank in by_kind.get("ended", []) if not was_intended(notes[rank])]:
+        how = how_it_ended(notes[unintended[0]])
+        return f"The others wait for rank {unintended[0]}, which ended{how}: look there for the reason."
     if ended := sorted(by_kind.get("ended", []) + by_kind.get("left", [])):
         return (
             f"The others wait for {_named(ended)}, which ended before: look for a loop that is shorter there "
@@ -174,9 +194,12 @@ def likely_reason(notes: Sequence[Note]) -> str:
             f"({_EVEN}), or for a collective under a condition."
         )
     if len({(note.call, note.line) for note in waiting}) > 1:
+        stops = "stops at the first such place"
+        if parse_flag_from_env("ACCELERATE_DEBUG_MODE"):
+            stops = "does not compare calls of `torch.distributed` itself, nor training steps"
         return (
             "Ranks wait in different calls, which the others never make: look for a collective under a "
-            "condition such as `if accelerator.is_main_process:`; `--debug` stops at the first such place."
+            f"condition such as `if accelerator.is_main_process:`; `--debug` {stops}."
         )
     if silent := by_kind.get("silent"):
         return (

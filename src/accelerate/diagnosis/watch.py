@@ -55,7 +55,7 @@ class HangWatch:
         self._watched = threading.get_ident()
         self._process = os.getpid()
         self._over = False
-        self._exit_code: Any = 0
+        self._end = Note("ended", host=self._host)
         self._pipe = _Pipe()
         self._written: Note | None = None
         self._written_at = -self._pause
@@ -85,9 +85,10 @@ class HangWatch:
             if not self._ends():
                 self._write(note or Note("left", host=self._host), time.monotonic())
 
-    def exits(self, code: Any) -> None:
-        """The program ends with this code."""
-        self._exit_code = code
+    def exits(self, code: object, trace: TracebackType | None = None) -> None:
+        """The program ends with this code, as given to `sys.exit`. Python tells it only to who runs the program."""
+        number = code if isinstance(code, int) else 0 if code is None else 1
+        self._end = Note("ended", line=place.at_line(trace).strip(" ()"), text=str(int(number)), host=self._host)
 
     def failed(self, error: BaseException, trace: TracebackType | None) -> None:
         """The rank ends with an error: what others are told of it."""
@@ -104,7 +105,7 @@ class HangWatch:
 
     def leave(self) -> None:
         """The program ends: those who wait for this rank can read so."""
-        self.stop(self._failure or Note("ended", text=str(self._exit_code), host=self._host))
+        self.stop(self._failure or self._end)
 
     def _run(self) -> None:
         pause = min(_LOOK, self._limit / 4)

@@ -92,7 +92,7 @@ class EngineStepper(Stepper):
             getattr(engine, "torch_autocast_z0_gradscaler", None),
         )
         self.scales_losses = engine.fp16_enabled() or any(scaler is not None for scaler in scalers)
-        self._warned = False
+        self._warned = self._said_nothing_was_done = False
         # Whether the next step clips at another norm than the usual one.
         self._clips_otherwise = False
         engine.set_gradient_accumulation_boundary(is_boundary=True)
@@ -140,6 +140,8 @@ class EngineStepper(Stepper):
         if closure is not None:
             raise ValueError("DeepSpeed's optimizers take no closure: compute the loss before `step()`.")
         if not self.waiting:
+            if not self.backwards:
+                self._say_that_nothing_was_done()
             return None
         if not self.complete:
             raise RuntimeError(
@@ -159,6 +161,14 @@ class EngineStepper(Stepper):
                 self._clips_otherwise = False
             self._begin()
         return None
+
+    def _say_that_nothing_was_done(self) -> None:
+        if not self._said_nothing_was_done:
+            self._said_nothing_was_done = True
+            warn(
+                "`optimizer.step()` did nothing, since DeepSpeed steps with the gradients of "
+                "`accelerator.backward(loss)` alone: call it in place of `loss.backward()`."
+            )
 
     def zero_grad(self, set_to_none: bool | None = None, *, last: bool = True) -> None:
         # After a step there is nothing to clear; what was not stepped with is dropped, wherever the engine keeps it.

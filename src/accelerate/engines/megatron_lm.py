@@ -49,7 +49,14 @@ class MegatronLMDummyDataLoader:
 
     def set_megatron_data_args(self) -> None:
         """Put the data arguments beside the others of the plugin."""
-        _plugin().megatron_lm_default_args.update(self.dataset_args)
+        from accelerate.engines.megatron.arguments import check_names
+
+        given = dict(self.dataset_args)
+        if "splits_string" in given:  # as examples of the release call it, which reads `split`
+            given.setdefault("split", given.pop("splits_string"))
+        plugin = _plugin()
+        check_names(plugin, given, type(self).__name__)
+        plugin.megatron_lm_default_args.update(given)
 
     def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Callable[..., Any]:
         """The function that makes the three datasets, from how many samples each of them is asked for."""
@@ -75,6 +82,7 @@ class MegatronLMDummyScheduler:
         optimizer: the optimizer that is prepared with it.
         total_num_steps: how many steps all processes with other data take together.
         warmup_num_steps: in how many of them the learning rate grows.
+        **kwargs: refused in `prepare`: all else about the schedule is said by the plugin.
     """
 
     _accelerate_kind = "schedulers"

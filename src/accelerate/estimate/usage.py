@@ -20,7 +20,7 @@ MASTER = 4
 
 
 @dataclass(frozen=True)
-class Task:
+class Workload:
     """One training step: numbers of parameters (in all, that are trained, in the largest layer) and activations."""
 
     parameters: int
@@ -48,7 +48,7 @@ class Usage:
         return self.parameters + self.gradients + self.optimizer + self.at_work + self.activations
 
 
-def usage(task: Task, processes: int) -> dict[str, Usage]:
+def usage(task: Workload, processes: int) -> dict[str, Usage]:
     """What one rank of `processes` needs, by the way the model is spread."""
     weights, gradients = task.parameters * MASTER, task.trained * MASTER
     states = task.trained * task.state_bytes

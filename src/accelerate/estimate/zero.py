@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from accelerate.estimate.usage import MASTER, Task, Usage
+from accelerate.estimate.usage import MASTER, Usage, Workload
 
 # Numbers that are sent at once: DeepSpeed's `reduce_bucket_size`, unless a config says otherwise.
 BUCKET = 500_000_000
 
 
-def zero_usage(task: Task, processes: int, bucket: int = BUCKET) -> dict[str, Usage]:
+def zero_usage(task: Workload, processes: int, bucket: int = BUCKET) -> dict[str, Usage]:
     """What one rank of `processes` needs under ZeRO, stage by stage, without and with offloading to the CPU.
 
     task: weights and gradients have `compute_bytes` each; beside them DeepSpeed keeps weights in float32 to step with.

@@ -8,10 +8,10 @@ it is written. Data that is only verified, or that stays in host memory, is read
 
 from __future__ import annotations
 
+import bisect
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from ctypes import string_at
 from dataclasses import dataclass
@@ -23,12 +23,11 @@ import numpy as np
 import torch
 
 from accelerate.constants import MANIFEST_NAME
-from accelerate.devices import copies_behind
-from accelerate.devices.block_copies import BlockCopies, settle
+from accelerate.devices.block_copies import BlockCopies, Scattered
 from accelerate.devices.staging import Free, Job, Lane, lane_of_caller, run_tasks
 from accelerate.errors import CheckpointError
 from accelerate.io import disk
-from accelerate.io.file_range import Scattered, filled_up, in_steps, overlapping, within
+from accelerate.io.disk import threads
 
 
 def combine_by_zlib(first: int, second: int, length: int) -> int:
@@ -119,18 +118,18 @@ def write_file(path: Path, pieces: Sequence[Piece | Late]) -> FileEntry:
     """Write pieces to a new file and flush it to disk. Returns its size and checksums."""
     ends = list(accumulate(len(piece) for piece in pieces))
     size = ends[-1] if ends else 0
-    settle(piece.device for piece in pieces if not isinstance(piece, (bytes, Late)))
-    copies = BlockCopies()
+    devices = {piece.device for piece in pieces if not isinstance(piece, (bytes, Late))}
+    copies = BlockCopies([device for device in devices if device.type != "cpu"])
     with _named(path):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
 
     def move(start: int) -> list[_Sum]:
         end = min(start + BLOCK, size)
-        parts = list(within(ends, start, end))
+        parts = list(_within(ends, start, end))
         sums, at = [_Sum(number, first, last - first) for number, first, last in parts], start
         current, left = 0, sums[0].length
         content = _on_host([pieces[number][first:last] for number, first, last in parts], copies)
-        for step in in_steps(content, STEP):
+        for step in _in_steps(content, STEP):
             for view in step:
                 sums[current].value = crc32(view, sums[current].value)
                 left -= len(view)
@@ -224,36 +223,34 @@ def _is_away(tensor: torch.Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
+@dataclass
 class _Reading:
     """One file on its way into tensors in host memory and on one device."""
 
-    def __init__(
-        self,
-        path: Path,
-        descriptor: int,
-        size: int,
-        places: Sequence[tuple[int, torch.Tensor]],
-        entry: FileEntry | None,
-        share: tuple[int, int],
-        content: torch.Tensor,
-    ) -> None:
-        self._path, self._descriptor, self._size, self._content = path, descriptor, size, content
-        self._places, self._starts = places, [offset for offset, _ in places]
-        self._entry, self._share = entry, share
+    path: Path
+    descriptor: int
+    size: int
+    places: Sequence[tuple[int, torch.Tensor]]
+    entry: FileEntry | None
+    share: tuple[int, int]
+    content: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.starts = [offset for offset, _ in self.places]
 
     def by_buffers(self, device: torch.device, most: int) -> None:
         """Read all blocks, those for the device through pinned buffers, on the caller's stream."""
         job = Job()
-        tasks = [_Block(job, self, start) for start in range(0, self._size, BLOCK)]
+        tasks = [_Block(job, self, start) for start in range(0, self.size, BLOCK)]
         run_tasks(job, tasks, lane_of_caller(device), BLOCK, most, "checkpoint-reader")
 
     def block(self, start: int, lane: Lane | None = None, free: Free | None = None) -> None:
         """Read one block, and verify its checksum before any of it is sent to a device."""
-        end = min(start + BLOCK, self._size)
+        end = min(start + BLOCK, self.size)
         expected = None
-        if self._entry is not None and start // BLOCK % self._share[1] == self._share[0]:
-            expected = self._entry.crc32[start // BLOCK]
-        wanted = list(overlapping(self._places, self._starts, start, end))
+        if self.entry is not None and start // BLOCK % self.share[1] == self.share[0]:
+            expected = self.entry.crc32[start // BLOCK]
+        wanted = list(_overlapping(self.places, self.starts, start, end))
         if not wanted and expected is None:
             return
         # What stays on the host is read to its place, the rest of the block to a buffer.
@@ -261,17 +258,17 @@ class _Reading:
         here = [(at, tensor) for at, tensor in wanted if not _is_away(tensor)]
         checked, total = expected is not None, None
         if not away:
-            total = _from_map(self._content[start:end], [(at - start, tensor) for at, tensor in here], checked)
+            total = _from_map(self.content[start:end], [(at - start, tensor) for at, tensor in here], checked)
         if total is None:
             # All of what is to be copied to a device has to be there at once, and is read so: between two steps the
             # threads, as many as there are processors, wait for each other. What is only summed up has not.
             buffer = free() if away and free is not None else None
             step = STEP if buffer is None else BLOCK
             view = _view(torch.empty(step, dtype=torch.uint8, device="cpu")) if buffer is None else buffer.view
-            memory = in_steps(filled_up(here, view, start, end), step)
-            total = _read_into(self._descriptor, memory, start, self._path, checked)
+            memory = _in_steps(_filled_up(here, view, start, end), step)
+            total = _read_into(self.descriptor, memory, start, self.path, checked)
         if checked and total != expected:
-            raise damaged(self._path)
+            raise damaged(self.path)
         if away and lane is not None and buffer is not None:
             for at, tensor in away:
                 lane.send([tensor], buffer.bytes[at - start : at - start + len(tensor)], buffer.left)
@@ -302,10 +299,10 @@ def summed_up(path: Path) -> FileEntry:
     descriptor = os.open(path, os.O_RDONLY)
 
     def move(start: int) -> int:
-        content = filled_up(
+        content = _filled_up(
             [], _view(torch.empty(STEP, dtype=torch.uint8, device="cpu")), start, min(start + BLOCK, size)
         )
-        return _read_into(descriptor, in_steps(content, STEP), start, path, True)
+        return _read_into(descriptor, _in_steps(content, STEP), start, path, True)
 
     try:
         return FileEntry(size, _each_block(size, move, READERS))
@@ -326,7 +323,6 @@ def damaged(path: Path) -> CheckpointError:
 
 def _on_host(pieces: list[Piece], copies: BlockCopies) -> list[Any]:
     """Views of the pieces of one block in host memory."""
-    pinned = any(copies_behind(piece.device) for piece in pieces if not isinstance(piece, bytes))
     filled, views = 0, list[Any]()
     moved: list[tuple[torch.Tensor, torch.Tensor]] = []
     for piece in pieces:
@@ -335,7 +331,7 @@ def _on_host(pieces: list[Piece], copies: BlockCopies) -> list[Any]:
         elif isinstance(piece, torch.Tensor) and piece.device.type == "cpu":
             views.append(_view(piece))
         else:
-            place = copies.buffer(BLOCK, pinned=pinned)[filled : filled + len(piece)]
+            place = copies.buffer(BLOCK)[filled : filled + len(piece)]
             moved += piece.onto(place) if isinstance(piece, Scattered) else [(place, piece)]
             views.append(_view(place))
             filled += len(piece)
@@ -355,25 +351,6 @@ def _each_block(size: int, move: Callable[[int], _T], most: int) -> list[_T]:
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def threads(count: int) -> Executor:
-    """A pool of `count` threads. It runs everything in this thread if no thread can be started."""
-    pool = ThreadPoolExecutor(count)
-    try:
-        pool.submit(int)  # it starts the first one
-    except RuntimeError:
-        return _ThisThread()
-    return pool
-
-
-class _ThisThread(Executor):
-    """Runs everything immediately."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
 
 
 def _sum(content: Sequence[Any], total: int = 0) -> int:
@@ -411,6 +388,70 @@ def _read_into(descriptor: int, steps: Iterable[list[memoryview]], offset: int, 
         if checked:
             total = _sum(step, total)
     return total
+
+
+def _within(ends: list[int], start: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """The pieces between two offsets of a file: the number of each, and the start and end of the range within it."""
+    number = bisect.bisect_right(ends, start)
+    while number < len(ends):
+        first = ends[number - 1] if number else 0
+        if first >= end:
+            return
+        if ends[number] > first:
+            yield number, max(start - first, 0), min(end, ends[number]) - first
+        number += 1
+
+
+def _overlapping(
+    places: Sequence[tuple[int, torch.Tensor]], starts: list[int], start: int, end: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The slices of tensors that lie between two offsets of a file."""
+    number = max(bisect.bisect_right(starts, start) - 1, 0)
+    while number < len(places) and places[number][0] < end:
+        offset, tensor = places[number]
+        first, last = max(start, offset), min(end, offset + len(tensor))
+        if first < last:
+            yield first, tensor[first - offset : last - offset]
+        number += 1
+
+
+def _filled_up(
+    places: list[tuple[int, torch.Tensor]], buffer: memoryview, start: int, end: int
+) -> Iterator[memoryview]:
+    """Memory to read a range of a file into: tensors where they have an offset in it, a buffer for the gaps.
+
+    The buffer holds the whole range, or one step of it and is then reused in each step.
+    """
+
+    def rest(at: int, until: int) -> Iterator[memoryview]:
+        while at < until:
+            place = (at - start) % len(buffer)
+            yield (piece := buffer[place : place + until - at])
+            at += len(piece)
+
+    at = start
+    for offset, tensor in places:
+        yield from rest(at, offset)
+        yield _view(tensor)
+        at = offset + len(tensor)
+    yield from rest(at, end)
+
+
+def _in_steps(content: Iterable[Any], size: int) -> Iterator[list[memoryview]]:
+    """Buffers in groups of `size` bytes each; the last group has the rest."""
+    group: list[memoryview] = []
+    room = size
+    for piece in content:
+        view = memoryview(piece).cast("B")
+        while len(view):
+            group.append(view[:room])
+            room -= len(group[-1])
+            view = view[len(group[-1]) :]
+            if not room:
+                yield group
+                group, room = [], size
+    if group:
+        yield group
 
 
 @contextmanager

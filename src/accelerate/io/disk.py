@@ -17,6 +17,7 @@ import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path, PurePath
@@ -208,6 +209,25 @@ def started(thread: threading.Thread) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def threads(count: int) -> Executor:
+    """A pool of `count` threads. It runs everything in this thread if none can be started."""
+    pool = ThreadPoolExecutor(count)
+    try:
+        pool.submit(int)  # it starts the first one
+    except RuntimeError:
+        return _ThisThread()
+    return pool
+
+
+class _ThisThread(Executor):
+    """Runs everything immediately."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(fn(*args, **kwargs))
+        return future
 
 
 # Far more than the index or the manifest of any model needs.

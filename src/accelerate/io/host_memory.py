@@ -17,8 +17,9 @@ import torch
 
 from accelerate.devices import copies_behind, page_lock
 from accelerate.devices.page_lock import Locker, whole_pages
-from accelerate.io.blocks import flat, threads
-from accelerate.io.objects import view_of
+from accelerate.io.blocks import flat
+from accelerate.io.disk import threads
+from accelerate.io.stored_tensors import view_of
 
 _ALIGNMENT = 64
 

@@ -21,7 +21,7 @@ import torch
 from accelerate.devices import kind_of
 from accelerate.devices.staging import Free, Job, Lane, bytes_of, lane_of_caller, run_tasks
 from accelerate.errors import CheckpointError
-from accelerate.io.file_range import StoredTensor
+from accelerate.io.stored_tensors import StoredTensor
 
 # Small enough for little locked memory, big enough for a disk and a bus to be at full speed.
 PIECE = 8 * 2**20
@@ -55,12 +55,12 @@ class Read:
         count = 0 if self.into is not None else math.prod(self.source.shape) * self.dtype.itemsize
         return count + -count % 512 if count > 2**20 else 0
 
-    def pieces(self, job: Job) -> list[_Piece]:
+    def pieces(self, job: Job) -> list[_FilePart]:
         """The pieces to read, with their memory unless it is only needed for a while."""
         size = self.source.nbytes
         parts = [None] * len(self._left) if self._is_for_a_while() else self._in_parts()
         return [
-            _Piece(job, self, part, number, start, min(PIECE, size - start))
+            _FilePart(job, self, part, number, start, min(PIECE, size - start))
             for part, (number, start) in zip(parts, enumerate(range(0, size, PIECE)), strict=True)
         ]
 
@@ -112,7 +112,7 @@ class Read:
                 self.result = memory.to(self.dtype)
 
 
-class _Piece(NamedTuple):
+class _FilePart(NamedTuple):
     """A part of a tensor to be read, and its memory, if it is there already."""
 
     job: Job

@@ -36,7 +36,7 @@ class LaunchPlan:
 
 
 @dataclass(frozen=True)
-class Engine:
+class LaunchEngine:
     """Something that runs processes: when it is the one, and its plan."""
 
     matches: Callable[[Settings], bool]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 
 from accelerate import environments
+from accelerate.config.options import FAMILIES
 from accelerate.environments.base import DEFAULT_PORT
 from accelerate.launch import machine
 from accelerate.launch.settings import Settings, read_file, read_flags
@@ -40,6 +41,17 @@ def _engine(settings: Settings, environ: Mapping[str, str]) -> None:
             "`--use_parallelism_config` spreads a model with FSDP, or sequences with DeepSpeed: add `--use_fsdp "
             "--fsdp_version 2`, or `--use_deepspeed`."
         )
+
+
+def _without_effect(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Flags of an engine that was not asked for: a person may take them for what asks for it."""
+    for family in FAMILIES:
+        if not family.switch or settings.of[family.switch].value:
+            continue
+        given = [f"`--{option.name}`" for option in family.options if settings.of[option.name].source == "flag"]
+        if given:
+            verb = "have" if len(given) > 1 else "has"
+            settings.notes.append(f"{', '.join(given)} {verb} no effect without `--{family.switch}`.")
 
 
 def _tpu(settings: Settings, environ: Mapping[str, str]) -> None:
@@ -270,6 +282,7 @@ def _port(settings: Settings, port_in_use: Callable[[int], bool] | None) -> None
 # In this order: what comes later builds on what came before.
 _DETECTED = (
     _engine,
+    _without_effect,
     _precision,
     _range,
     _tpu,

@@ -94,7 +94,7 @@ class Settings:
             return False
         engine = not self.tpu and (self.multi_gpu or self.use_fsdp or self.use_megatron_lm or self.use_deepspeed)
         # What nobody else can do, for one process either.
-        service = self.max_restarts or self.tee != "0" or self.log_dir is not None
+        service = self.max_restarts or self.tee != "0"
         return bool(engine or service or self.num_processes > 1)
 
     def namespace(self) -> argparse.Namespace:

@@ -132,6 +132,8 @@ def _what_is_alike(error: BaseException, traceback: TracebackType | None) -> str
 
     Inside of it, only one rank may have met the problem that all of them raise.
     """
+    import re
+
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     places = []
     while traceback is not None and not getattr(error, "is_of_all_ranks", False):
@@ -139,7 +141,8 @@ def _what_is_alike(error: BaseException, traceback: TracebackType | None) -> str
         if not file.startswith(package + os.sep):
             places.append((file, traceback.tb_lineno))
         traceback = traceback.tb_next
-    return repr((type(error).__name__, str(error), places))
+    text = re.sub(r"for rank \d+", "for this rank", str(error))  # as DDP says which parameters had no gradient
+    return repr((type(error).__name__, text, places))
 
 
 def _first_to_say(text: str) -> str:
@@ -234,6 +237,13 @@ def tell_recorders(code: object) -> None:
         overheard.exits(code)
 
 
+def tell_others(code: object, traceback: TracebackType | None = None) -> None:
+    """Lets processes that wait for this one know how it ends, and where."""
+    watch = sys.modules.get("accelerate.diagnosis.watch")
+    if watch is not None and (watching := watch.current()) is not None:
+        watching.exits(code, traceback)
+
+
 def say_attempt() -> None:
     """When all processes were started again: how often, and why."""
     attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
@@ -320,10 +330,9 @@ def run(kind: str, target: str) -> None:
     try:
         run_module(target) if kind == "module" else run_script(target)
     except SystemExit as end:
+        tell_others(end.code, end.__traceback__)
         if end.code:
             record(end, None)
-            if (watch := sys.modules.get("accelerate.diagnosis.watch")) is not None and watch.current() is not None:
-                watch.current().exits(end.code)  # those who wait for this process are told
             tell_recorders(end.code)
         raise
     except KeyboardInterrupt:
@@ -340,6 +349,7 @@ def run(kind: str, target: str) -> None:
         record(error, traceback, _line_of(error, traceback) in said.getvalue(), said_by)
         failed = True
     else:
+        tell_others(0)
         failed = False
     if failed:
         sys.exit(1)

@@ -13,7 +13,7 @@ import torch
 from accelerate.devices import page_lock
 from accelerate.devices.cuda_lane import CudaLane
 from accelerate.devices.staging import Job, Stager, bytes_of
-from accelerate.io.file_range import FileRange
+from accelerate.io.stored_tensors import FileRange
 from accelerate.offload.locked_files import LockedFiles
 from accelerate.offload.locked_memory import SMALL, LockedCopies, PageLocks
 from accelerate.offload.module_tensors import has_plain_memory

@@ -24,7 +24,7 @@ import torch
 
 from accelerate.devices.free_memory import free_host_memory
 from accelerate.devices.page_lock import Lock, Locker, Unlock
-from accelerate.io.file_range import FileRange
+from accelerate.io.stored_tensors import FileRange
 
 # A process can have 65,530 mappings, and offloaded_weights.py keeps some as well.
 _MOST = 16_384

@@ -15,8 +15,7 @@ import torch
 from accelerate.devices.staging import bytes_of
 from accelerate.errors import CheckpointError
 from accelerate.io.disk import read_json, replacing
-from accelerate.io.file_range import FileRange
-from accelerate.io.safetensors_format import SafetensorsFile
+from accelerate.io.stored_tensors import FileRange, SafetensorsFile
 
 INDEX = "index.json"
 _WRITERS = 8

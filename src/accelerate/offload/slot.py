@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.devices.base import DeviceLike
-from accelerate.io.file_range import FileRange
+from accelerate.io.stored_tensors import FileRange
 from accelerate.offload.offloaded_weights import find_source, full_name
 from accelerate.offload.parameters import has_parts, is_packed, of_kind
 from accelerate.offload.placeholder import Offloaded, stand_in_for, traits_of

@@ -24,7 +24,8 @@ class Autocast(Precision):
 
     def check(self, device: Device) -> None:
         if not device.supports(self.mode):
-            raise ValueError(f"mixed_precision={self.mode!r} does not run on this {device.name} device: use 'no'.")
+            others = "'bf16', or 'no'" if device.supports(Autocast.mode) else "'no'"
+            raise ValueError(f"mixed_precision={self.mode!r} does not run on this {device.name} device: use {others}.")
 
     @property
     def casts(self) -> bool:

@@ -56,6 +56,10 @@ class Stepper:
         """The same for another optimizer, that comes in place of this one."""
         return type(self)(optimizer)
 
+    def with_scaler(self, scaler: torch.amp.GradScaler | None) -> Stepper:
+        """The same through another scaler, or none. Engines that step in their own way keep to it."""
+        return stepper_for(self.optimizer, scaler) if type(self) is Stepper else self
+
 
 class SkippingStepper(Stepper):
     """Leaves a step out when a gradient is not finite."""
@@ -104,6 +108,9 @@ class ScaledStepper(SkippingStepper):
     def for_other(self, optimizer: Any) -> ScaledStepper:
         return type(self)(optimizer, self.scaler, self.skipped)
 
+    def with_scaler(self, scaler: torch.amp.GradScaler | None) -> Stepper:
+        return stepper_for(self.optimizer, scaler)
+
     def __reduce__(self) -> tuple[Any, ...]:
         # The optimizer's `step`, which notes that it was called, does not travel with it.
         return type(self), (self.optimizer, self.scaler, self.skipped)
@@ -149,6 +156,10 @@ class FiniteStepper(SkippingStepper):
 
     def for_other(self, optimizer: Any) -> FiniteStepper:
         return type(self)(optimizer, self._look, self.skipped)
+
+    def with_scaler(self, scaler: torch.amp.GradScaler | None) -> Stepper:
+        # A scaler looks at the gradients, too.
+        return self if scaler is None else ScaledStepper(self.optimizer, scaler)
 
 
 def stepper_for(optimizer: Any, scaler: torch.amp.GradScaler | None) -> Stepper:

@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any
 
 from accelerate.runs.curves import Curves, bucketed
-from accelerate.runs.read import Event, Project, RecordedRun, flat
+from accelerate.runs.read import Project, RecordedEvent, RecordedRun, flat
 
 # The files of the page, and what each is.
 FILES = {
@@ -122,7 +122,7 @@ def _as_json(run: RecordedRun) -> dict[str, Any]:
     }
 
 
-def _shown(events: list[Event]) -> list[Event]:
+def _shown(events: list[RecordedEvent]) -> list[RecordedEvent]:
     """All checkpoints, and the latest of the rest."""
     rest = [event for event in events if event.kind not in ("saved", "loaded")]
     left_out = set(map(id, rest[:-MOST_EVENTS]))

@@ -33,7 +33,7 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Event:
+class RecordedEvent:
     rank: int
     time: float
     kind: str
@@ -71,7 +71,7 @@ class RecordedRun:
     facts: dict[str, Any]
     config: dict[str, Any]
     processes: list[Process]
-    events: list[Event]
+    events: list[RecordedEvent]
     resumed: int | None = None
     summaries: list[Summary] = field(default_factory=list)
 
@@ -153,9 +153,9 @@ class Project:
             processes: dict[int, list[Process]] = {}
             for run, *row in connection.execute("SELECT * FROM processes ORDER BY run, attempt, rank"):
                 processes.setdefault(run, []).append(_process(here, *row))
-            events: dict[int, list[Event]] = {}
+            events: dict[int, list[RecordedEvent]] = {}
             for run, *row in connection.execute("SELECT run, rank, time, kind, text FROM events ORDER BY time, id"):
-                events.setdefault(run, []).append(Event(*row))
+                events.setdefault(run, []).append(RecordedEvent(*row))
             summaries: dict[int, list[Summary]] = {}
             series = connection.execute("SELECT run, id, kind, rank, name FROM series ORDER BY id").fetchall()
             for run, *row in series:
@@ -247,7 +247,7 @@ def _process(
     return Process(attempt, rank, host, started, seen, state, reason)
 
 
-def _resumed(events: dict[int, list[Event]]) -> dict[int, int]:
+def _resumed(events: dict[int, list[RecordedEvent]]) -> dict[int, int]:
     """By run, the one that has saved what it has loaded."""
     saves: dict[str, list[tuple[float, int]]] = {}
     for run, list_of in events.items():

@@ -162,6 +162,8 @@ class AcceleratorState(PartialState):
         """
         if self.deepspeed_plugins is None:
             raise ValueError("DeepSpeed is not the engine of this process, so there are no plugins of it.")
+        if name not in self.deepspeed_plugins:
+            raise KeyError(f"no DeepSpeed plugin is named {name!r}: there are {', '.join(self.deepspeed_plugins)}.")
         plugin: DeepSpeedPlugin = self.deepspeed_plugins[name]
         return plugin
 
@@ -227,7 +229,7 @@ def _mesh_config(config: Any, tensor_parallel: Any) -> ParallelismConfig | None:
     return mesh_config(config, tensor_parallel, launched=launched)
 
 
-def _mesh(config: ParallelismConfig, engine: engines.Engine, partial: PartialState) -> Any:
+def _mesh(config: ParallelismConfig, engine: engines.EngineSetup, partial: PartialState) -> Any:
     from accelerate.state.mesh import make_mesh
 
     return make_mesh(config, engine, partial)

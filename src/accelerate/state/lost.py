@@ -20,6 +20,8 @@ from typing import Any
 from accelerate.comm import Communicator
 from accelerate.diagnosis import watch as hang
 from accelerate.diagnosis.place import at_line
+from accelerate.diagnosis.remedies import remedy
+from accelerate.diagnosis.roll import Note, how_it_ended, was_intended
 from accelerate.environments import World
 from accelerate.torch_internals.process_groups import default_store
 
@@ -46,7 +48,7 @@ class Watch:
     machines: list[str]  # of each rank
     store: Any
     notes: dict[int, str] = field(default_factory=dict)
-    ended: list[int] = field(default_factory=list)  # ranks whose program has come to its end
+    ended: dict[int, Note] = field(default_factory=dict)  # ranks whose program has come to its end
     asking: bool = False  # a question to the store is under way, or has failed
 
     def leave_note(self, text: str) -> None:
@@ -79,7 +81,7 @@ class Watch:
             return True
         watching = hang.current()
         notes = [] if watching is None else watching.everybody()
-        self.ended = [rank for rank, note in enumerate(notes) if note.kind in ("ended", "left")]
+        self.ended = {rank: note for rank, note in enumerate(notes) if note.kind in ("ended", "left")}
         return any(json.loads(note)[1] for note in self.notes.values()) or bool(self.ended)
 
 
@@ -112,10 +114,12 @@ def _chain(previous: Any) -> None:
 
 
 def told(error: BaseException, trace: TracebackType | None) -> str | None:
-    """Tell the others of an error that ends this process; if they have caused it, the line that is added to it."""
+    """Tell the others of an error that ends this process. Returns the line that is added to it: about those who have
+    caused it, or what to do.
+    """
     if _watch is None:
         return None
-    line = explain(_watch, error, trace)
+    line = explain(_watch, error, trace) or remedy(error)
     if line and sys.version_info >= (3, 11):
         error.add_note(line)  # wherever the traceback is shown or written, the line is its last
     return line
@@ -162,9 +166,13 @@ def _sentence(watch: Watch) -> str | None:
         return f"{here} was stopped by an error of rank {rank} on {watch.machines[rank]}, which reads: {text}"
     if ended := watch.ended:
         several = len(ended) > 1
+        ways = {how_it_ended(note) for note in ended.values()}
+        how = ways.pop() if len(ways) == 1 else ""
+        reason = "look there for the reason"
+        if all(map(was_intended, ended.values())):
+            reason = "look for a loop that is shorter there, or a call that only some ranks make"
         return (
-            f"{here} needed rank{'s' * several} {', '.join(map(str, ended))}, which had ended already: look "
-            "for a loop that is shorter there, or a call that only some ranks make."
+            f"{here} needed rank{'s' * several} {', '.join(map(str, ended))}, which had ended already{how}: {reason}."
         )
     missing = [rank for rank in range(len(watch.machines)) if rank != watch.rank and rank not in notes]
     if watch.asking:

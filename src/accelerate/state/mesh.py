@@ -8,7 +8,7 @@ from accelerate.config.parallel import TorchTensorParallelPlugin
 from accelerate.parallelism_config import ParallelismConfig
 
 if TYPE_CHECKING:
-    from accelerate.state.engines import Engine
+    from accelerate.state.engines import EngineSetup
     from accelerate.state.partial import PartialState
 
 
@@ -32,7 +32,7 @@ def mesh_config(
     return config
 
 
-def make_mesh(config: ParallelismConfig, engine: Engine, state: PartialState) -> Any:
+def make_mesh(config: ParallelismConfig, engine: EngineSetup, state: PartialState) -> Any:
     """The device mesh, as large as the run."""
     if config.total_size == 1:
         # Only that there is a mesh was asked for: the axis is that of the engine.

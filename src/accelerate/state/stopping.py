@@ -53,12 +53,17 @@ class Stopping:
         self._rank = rank
         self._store = store
         self._passed = 0
+        self._begun = False
         self._told = False
         self._decided = threading.Event()
         self._before = self._listen()
         self._threads: list[threading.Thread] = []
         if store is not None:
             self._start(self._wait_for_word, store)
+
+    def begin(self) -> None:
+        """Somebody is about to ask, after a step: a signal waits for that."""
+        self._begun = True
 
     def now(self) -> bool:
         """Whether this is the step to stop at, or one after it."""
@@ -133,7 +138,7 @@ class Stopping:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         handler = self._before.get(number)
-        if not self.is_here() or not self._passed:  # a fork; or no step yet, and so nothing to save
+        if not self.is_here() or not (self._passed or self._begun):  # a fork; or no step yet, so nothing to save
             signal.signal(number, handler if callable(handler) else signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return

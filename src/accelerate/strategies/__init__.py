@@ -15,10 +15,10 @@ from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Outputs, Strategy
 from accelerate.unwrap import add_wrappers
 
-__all__ = ["STRATEGIES", "Outputs", "Row", "Strategy", "create", "sync_in_backward"]
+__all__ = ["STRATEGIES", "Outputs", "Strategy", "StrategyRow", "create", "sync_in_backward"]
 
 
-class Row(NamedTuple):
+class StrategyRow(NamedTuple):
     """One engine of the table. It is imported when it is chosen."""
 
     module: str
@@ -45,16 +45,18 @@ def _tensor_parallel(state: AcceleratorState) -> bool:
 
 
 # The first that matches is taken: what was asked for, else DDP where a process group exists, else nothing at all.
-STRATEGIES: list[Row] = [
-    Row("accelerate.strategies.xla_fsdp", "XLAFSDP", lambda state: _on_xla(state) and hasattr(state, "fsdp_plugin")),
-    Row("accelerate.strategies.xla", "XLA", _on_xla),
-    Row("accelerate.strategies.deepspeed", "DeepSpeed", lambda state: state.deepspeed_plugins is not None),
-    Row("accelerate.strategies.megatron", "Megatron", lambda state: state.megatron_lm_plugin is not None),
-    Row("accelerate.strategies.fsdp1", "FSDP1", _fsdp(1)),
-    Row("accelerate.strategies.fsdp2", "FSDP2", _fsdp(2)),
-    Row("accelerate.strategies.tensor", "TensorParallel", _tensor_parallel),
-    Row("accelerate.strategies.ddp", "DDP", lambda state: state.backend is not None),
-    Row("accelerate.strategies.base", "Strategy", lambda state: True),
+STRATEGIES: list[StrategyRow] = [
+    StrategyRow(
+        "accelerate.strategies.xla_fsdp", "XLAFSDP", lambda state: _on_xla(state) and hasattr(state, "fsdp_plugin")
+    ),
+    StrategyRow("accelerate.strategies.xla", "XLAReplicated", _on_xla),
+    StrategyRow("accelerate.strategies.deepspeed", "DeepSpeed", lambda state: state.deepspeed_plugins is not None),
+    StrategyRow("accelerate.strategies.megatron", "Megatron", lambda state: state.megatron_lm_plugin is not None),
+    StrategyRow("accelerate.strategies.fsdp1", "FSDP1", _fsdp(1)),
+    StrategyRow("accelerate.strategies.fsdp2", "FSDP2", _fsdp(2)),
+    StrategyRow("accelerate.strategies.tensor", "TensorParallel", _tensor_parallel),
+    StrategyRow("accelerate.strategies.ddp", "DDP", lambda state: state.backend is not None),
+    StrategyRow("accelerate.strategies.base", "Strategy", lambda state: True),
 ]
 
 

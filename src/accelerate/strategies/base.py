@@ -24,9 +24,9 @@ from accelerate.unwrap import extract_model_from_parallel
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.model_weights import Fetch
-    from accelerate.checkpoint.parts import Part, StagedLoad
     from accelerate.checkpoint.reader import CheckpointReader
-    from accelerate.checkpoint.run_state import Run
+    from accelerate.checkpoint.run_state import Run, StagedLoad
+    from accelerate.checkpoint.save import Part
 
 
 class Outputs(NamedTuple):
@@ -42,7 +42,8 @@ class Outputs(NamedTuple):
 class Strategy:
     """One engine. What an engine does in its own way is overridden in that engine's file.
 
-    An engine that takes over the whole step overrides `prepare`, `backward`, `stepper`, and says below what it owns.
+    An engine that takes over the whole step overrides `prepare`, `backward`, `stepper`, and says below what it owns;
+    `WholeStepStrategy` has the usual answers of those that make model and optimizer anew.
     """
 
     # Whether the engine puts models on the device itself, shard by shard.

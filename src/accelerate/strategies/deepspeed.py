@@ -19,10 +19,10 @@ from torch import nn
 
 from accelerate.bundle import Bundle, Entry
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.model_weights import Fetch
-from accelerate.checkpoint.parts import File, Part, StagedLoad
+from accelerate.checkpoint.model_weights import Fetch, clean_state_dict_for_safetensors
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.run_state import Run
+from accelerate.checkpoint.run_state import Run, StagedLoad
+from accelerate.checkpoint.save import File, Part
 from accelerate.compilation import compile_regions_deepspeed
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.deepspeed import DeepSpeedPlugin
@@ -35,15 +35,14 @@ from accelerate.engines.deepspeed import (
     undo_first_step,
 )
 from accelerate.errors import NotYetSupported, warn
-from accelerate.io.objects import clean_state_dict_for_safetensors
 from accelerate.precision.stepping import Stepper
 from accelerate.state import AcceleratorState
 from accelerate.strategies import deepspeed_checkpoint
 from accelerate.strategies import deepspeed_checks as checks
 from accelerate.strategies import deepspeed_pieces as pieces
-from accelerate.strategies.base import Strategy
 from accelerate.strategies.deepspeed_plan import Plan, plans, settle
 from accelerate.strategies.deepspeed_settings import open_again
+from accelerate.strategies.whole_step import WholeStepStrategy
 from accelerate.torch_internals.optimizers import call_stepped
 
 logger = logging.getLogger(__name__)
@@ -55,15 +54,7 @@ for _name in lr_schedules.VALID_LR_SCHEDULES:
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class DeepSpeed(Strategy):
-    places_models = True
-    owns_precision = True
-    divides_loss = True
-    needs_even_batches = True
-    saves_alone = False
-    can_roll_back = False
-    keeps_parameters = False
-    can_leave_steps_out = False
+class DeepSpeed(WholeStepStrategy):
     optimizer_wrapper = DeepSpeedOptimizerWrapper
     wrappers = (deepspeed.DeepSpeedEngine,)
 
@@ -366,9 +357,6 @@ class DeepSpeed(Strategy):
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 
-    def weights(self, models: list[nn.Module]) -> list[dict[str, Any]]:
-        return []  # the engines write them themselves
-
     def save(self, run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool, **kwargs: Any) -> Iterator[Part]:
         if run.gradients is not None and run.progress is not None:
             _say_what_is_lost()
@@ -439,8 +427,10 @@ def _casting(dtype: torch.dtype) -> Callable[..., Any]:
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if len(args) == 1 and not kwargs:
+            if type(args[0]) is torch.Tensor and args[0].dtype is dtype:
+                return None
             return (recursively_apply(cast, args[0]),), kwargs
         return recursively_apply(cast, args), recursively_apply(cast, kwargs)
 

@@ -19,8 +19,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.parts import FileInFolder, Part
 from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.checkpoint.save import File, Part
 from accelerate.errors import CheckpointError
 from accelerate.io import blocks
 from accelerate.io.blocks import FileEntry
@@ -107,7 +107,7 @@ def parts(engine: Any, number: int, **kwargs: Any) -> Iterator[Part]:
     with _instead(engine, collected), deepspeed_disk.left_out(engine):
         engine.save_checkpoint(folder.name, tag=tag, **kwargs)
     for path, content in collected.files.items():
-        yield FileInFolder(os.path.relpath(path, folder.name), content)
+        yield File(os.path.relpath(path, folder.name), content)
     for left in sorted(Path(folder.name).rglob("*")):
         if left.is_file():
             yield _Lying(left, str(left.relative_to(folder.name)), folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -14,6 +16,8 @@ from accelerate.errors import warn
 
 # The optimizers of a config that ZeRO takes without being told to.
 _TESTED = ("adam", "adamw", "adagrad", "lion", "muon")
+# The stages of ZeRO that keep a part off the device.
+_OFFLOADED_IN = {"optimizer": (1, 2, 3), "param": (3,)}
 # What DeepSpeed compiles for optimizers of a config: those on the host, and the others.
 _ON_HOST = {"adam": "CPUAdam", "adamw": "CPUAdam", "adagrad": "CPUAdagrad", "lion": "CPULion"}
 _ON_DEVICE = {"adam": "FusedAdam", "adamw": "FusedAdam", "lamb": "FusedLamb", "lion": "FusedLion"}
@@ -56,9 +60,32 @@ def check_exchange() -> None:
         need_operation("ShareMemCommBuilder", "Training on a CPU")
 
 
-def is_offloaded(plugin: DeepSpeedPlugin) -> bool:
-    """Whether an optimizer steps on the host."""
-    return plugin.get_value("zero_optimization.offload_optimizer.device") not in (None, "none")
+def is_offloaded(plugin: DeepSpeedPlugin, part: str = "optimizer") -> bool:
+    """Whether the optimizer, and its steps, or the parameters ("param") are off the device."""
+    asked = plugin.get_value(f"zero_optimization.offload_{part}.device") not in (None, "none")
+    return asked and plugin.get_value("zero_optimization.stage") in _OFFLOADED_IN[part]
+
+
+def drop_what_stays(config: dict[str, Any]) -> None:
+    """Take out of a config what is to be offloaded and is not in its stage of ZeRO, where DeepSpeed says no word."""
+    zero = config["zero_optimization"]
+    stage = zero.get("stage", 0)
+    for part, stages in _OFFLOADED_IN.items():
+        asked = (zero.get(f"offload_{part}") or {}).get("device") not in (None, "none")
+        if asked and stage not in stages:
+            del zero[f"offload_{part}"]
+            warn(
+                f"DeepSpeed has offload_{part} for stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))} of "
+                f"ZeRO, and this is stage {stage}: nothing is offloaded by it."
+            )
+
+
+def check_trainable(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    if not any(p.requires_grad for group in optimizer.param_groups for p in group["params"]):
+        raise ValueError(
+            f"None of the parameters that this {type(optimizer).__name__} trains needs a gradient, so DeepSpeed has "
+            f"nothing to train: prepare the {type(model).__name__} without an optimizer, or unfreeze some of them."
+        )
 
 
 def check_optimizer(plugin: DeepSpeedPlugin) -> None:

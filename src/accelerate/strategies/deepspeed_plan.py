@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -74,11 +75,12 @@ def settle(plan: Plan, plugin: DeepSpeedPlugin, **run: Any) -> None:
     plan.fixed_clip = None if plugin.is_auto("gradient_clipping") else plugin.get_value("gradient_clipping") or None
     fill(plugin, Objects(model, given, schedule, **run))
     plugin.set_moe_leaf_modules(model)
-    plan.arguments = {"model": model, "config": copy.deepcopy(plugin.deepspeed_config)}
+    plan.arguments = {"model": model, "config": _for_engine(plugin)}
     if isinstance(given, DummyOptim):
         checks.check_optimizer(plugin)
         plan.arguments["model_parameters"] = given.params
     elif given is not None:
+        checks.check_trainable(given, model)
         on_host = checks.is_offloaded(plugin) and plugin.get_value("zero_force_ds_cpu_optimizer", True)
         plan.arguments["optimizer"] = map_pytorch_optim_to_deepspeed(given) if on_host else given
     if isinstance(schedule, DummyScheduler):
@@ -86,6 +88,18 @@ def settle(plan: Plan, plugin: DeepSpeedPlugin, **run: Any) -> None:
             plan.arguments["lr_scheduler"] = schedule.lr_scheduler_callable
     elif type(schedule).__name__ in lr_schedules.VALID_LR_SCHEDULES:
         plan.arguments["lr_scheduler"] = schedule
+
+
+def _for_engine(plugin: DeepSpeedPlugin) -> dict[str, Any]:
+    """The config that an engine gets, which may change it."""
+    config = copy.deepcopy(plugin.deepspeed_config)
+    checks.drop_what_stays(config)
+    # To measure how fast it trains, DeepSpeed has the host wait for the device twice in each step: not where nothing
+    # would ever be printed of it. With offload the host waits for the device anyway.
+    printed = config.get("steps_per_print") not in (None, math.inf)
+    if not printed and not checks.is_offloaded(plugin) and not checks.is_offloaded(plugin, "param"):
+        config.setdefault("timers", {"throughput": {"enabled": False}})
+    return config
 
 
 def _scheduler_of(optimizer: Entry, bundle: Bundle) -> Entry | None:

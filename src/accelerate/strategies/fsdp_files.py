@@ -12,13 +12,14 @@ import torch
 
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.agreement import together
-from accelerate.checkpoint.parts import Part, write_parts
 from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.checkpoint.save import Part, write_parts
 from accelerate.comm.tree import recursively_apply
 from accelerate.errors import CheckpointError
 from accelerate.modules import is_peft_model
 from accelerate.parallel.shards import local
 from accelerate.strategies.sharded import Sharded, gathers
+from accelerate.text import differences
 from accelerate.torch_internals.fsdp1 import name_before
 from accelerate.unwrap import unwrapped, unwrapped_optimizer
 
@@ -215,8 +216,8 @@ def _check_names(path: Path, found: dict[str, Any], expected: dict[str, str]) ->
     missing, extra = sorted(expected.keys() - found.keys()), sorted(found.keys() - expected.keys())
     if missing or extra:
         raise CheckpointError(
-            f"The weights in {path} are not those of this model: missing {missing[:5]}, unknown {extra[:5]}; create "
-            "the model as it was when they were saved, and give the same adapter_only."
+            f"The weights in {path} are not those of this model ({differences(missing=missing, unknown=extra)}): "
+            "create the model as it was when they were saved, and give the same adapter_only."
         )
 
 

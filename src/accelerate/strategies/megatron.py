@@ -11,18 +11,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from accelerate.bundle import Bundle, Entry
-from accelerate.checkpoint.parts import Part, StagedLoad
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.run_state import Run
+from accelerate.checkpoint.run_state import Run, StagedLoad
+from accelerate.checkpoint.save import Part
 from accelerate.comm import current
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.config.megatron import MODEL_CONFIGS_TO_MEGATRON_PARSERS, MegatronLMPlugin
 from accelerate.engines.megatron import building, checkpoint, parallel
-from accelerate.engines.megatron.arguments import arguments
+from accelerate.engines.megatron.arguments import arguments, refuse_unknown
 from accelerate.engines.megatron.data import DatasetLoader, enlarged
 from accelerate.engines.megatron.engine import MegatronEngine
+from accelerate.engines.megatron.families import family_of
 from accelerate.engines.megatron_lm import (
     MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler,
@@ -31,18 +32,11 @@ from accelerate.engines.megatron_lm import (
 )
 from accelerate.errors import NotYetSupported, warn
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Outputs, Strategy
+from accelerate.strategies.base import Outputs
+from accelerate.strategies.whole_step import WholeStepStrategy
 
 
-class Megatron(Strategy):
-    places_models = True
-    owns_precision = True
-    divides_loss = True
-    needs_even_batches = True
-    saves_alone = False
-    can_roll_back = False
-    keeps_parameters = False
-    can_leave_steps_out = False
+class Megatron(WholeStepStrategy):
     optimizer_wrapper = MegatronLMOptimizerWrapper
 
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
@@ -55,6 +49,8 @@ class Megatron(Strategy):
         self.engine: MegatronEngine | None = None
         # The batch sizes of the script's loaders, which are those of micro-batches.
         self.batch_sizes: list[int] = []
+        # Whether the loaders of indexed datasets were handed out.
+        self._has_datasets = False
         self._warned = False
 
     def accumulation(self, plugin: GradientAccumulationPlugin) -> GradientAccumulationPlugin:
@@ -92,7 +88,7 @@ class Megatron(Strategy):
                 "Megatron-LM trains one model in a process: prepare one, or make another `Accelerator()` after "
                 "`accelerator.free_memory()`."
             )
-        if not models and (bundle.optimizers or bundle.schedulers):
+        if (not models and (bundle.optimizers or bundle.schedulers)) or (bundle.schedulers and not bundle.optimizers):
             raise ValueError(
                 "Megatron-LM makes one engine of a model, its optimizer and its scheduler: pass them to one call of "
                 "`prepare`."
@@ -100,6 +96,7 @@ class Megatron(Strategy):
         if len(bundle.optimizers) > 1 or len(bundle.schedulers) > 1:
             raise ValueError("Megatron-LM steps one optimizer with one scheduler: give it groups of parameters.")
         datasets = [entry.value for entry in bundle.loaders if isinstance(entry.value, DatasetLoader)]
+        self._check_datasets(datasets)
         self._set_batch_sizes(datasets)
         if models:
             optimizer = bundle.optimizers[0] if bundle.optimizers else None
@@ -108,6 +105,25 @@ class Megatron(Strategy):
         if datasets:
             for dataset, loader in zip(datasets, datasets[0].build(self.accelerator()), strict=False):
                 dataset.fill(loader)
+            self._has_datasets = True
+
+    def _check_datasets(self, datasets: list[DatasetLoader]) -> None:
+        """They are made together, and told apart by their order."""
+        if datasets and self._has_datasets:
+            raise ValueError(
+                "Loaders of Megatron-LM's datasets were prepared before: pass those for training, validation and test, "
+                "in this order, in one call of `prepare`."
+            )
+        if len(datasets) > 3:
+            raise ValueError(
+                "A MegatronLMDummyDataLoader stands for loaders for training, validation and test, and "
+                f"{len(datasets)} of them were given to `prepare`: leave out the others."
+            )
+        if any(dataset.dummy.dataset_args != datasets[0].dummy.dataset_args for dataset in datasets[1:]):
+            raise ValueError(
+                "Loaders for training, validation and test are made of one `MegatronLMDummyDataLoader`, and those "
+                "that were given to `prepare` have other arguments: pass the same one for each."
+            )
 
     def _set_batch_sizes(self, datasets: list[DatasetLoader]) -> None:
         sizes = self.batch_sizes or [size for each in datasets if (size := each.micro_batch_size) is not None]
@@ -130,6 +146,8 @@ class Megatron(Strategy):
                     f"{type(given).__name__} is none of them: give the MegatronLMPlugin a "
                     "`custom_model_provider_function`."
                 )
+            if own is None:
+                family_of(config)  # which says what can be built, before the sizes of anything are looked for
             if optimizer is not None and own is None:
                 building.check_trains_all(given, optimizer.value)
             plugin.set_network_size_args(given)
@@ -143,6 +161,9 @@ class Megatron(Strategy):
                     f"Megatron-LM makes its own scheduler, and cannot step a {type(scheduler.value).__name__}: pass a "
                     "`MegatronLMDummyScheduler`."
                 )
+            refuse_unknown(
+                scheduler.value.kwargs, {"total_num_steps", "warmup_num_steps"}, MegatronLMDummyScheduler.__name__
+            )
             plugin.set_scheduler_args(scheduler.value)
         plugin.model_config = None if own is not None else config
         args = arguments(plugin)
@@ -177,6 +198,7 @@ class Megatron(Strategy):
     def free_memory(self) -> None:
         self.engine = None
         self.batch_sizes.clear()
+        self._has_datasets = False
 
     # --- one step: the engine has taken it when its forward returns ----------------------------------------------
 
@@ -212,9 +234,6 @@ class Megatron(Strategy):
         if not isinstance(model, MegatronEngine):
             return super().state_dict(model, unwrap=unwrap)
         return checkpoint.whole_weights(model)
-
-    def weights(self, models: list[nn.Module]) -> list[dict[str, Any]]:
-        return []  # the engine writes them itself
 
     def save(self, run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool, **kwargs: Any) -> Iterator[Part]:
         if self.engine is not None:

@@ -21,9 +21,9 @@ from accelerate.checkpoint.full_state import (
     to_names,
 )
 from accelerate.checkpoint.model_weights import Fetch
-from accelerate.checkpoint.parts import File, Part, StagedLoad
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.run_state import Run, named_parameters
+from accelerate.checkpoint.run_state import Run, StagedLoad, named_parameters
+from accelerate.checkpoint.save import File, Part
 from accelerate.checkpoint.sharded_state import Shards, read
 from accelerate.comm import current
 from accelerate.comm.tree import recursively_apply

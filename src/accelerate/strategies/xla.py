@@ -23,7 +23,7 @@ from accelerate.strategies.base import Strategy
 _LEAVE_IT_TO_XLA = (DynamoBackend.NO, DynamoBackend.EAGER, DynamoBackend.AOT_EAGER)
 
 
-class XLA(Strategy):
+class XLAReplicated(Strategy):
     # Whether a gradient is finite is known only when the graph has run, and the step with it.
     can_leave_steps_out = False
 
@@ -111,7 +111,7 @@ def _downcast(model: torch.nn.Module) -> None:
 
 
 class ClosingStepper(Stepper):
-    def __init__(self, optimizer: Any, strategy: XLA) -> None:
+    def __init__(self, optimizer: Any, strategy: XLAReplicated) -> None:
         super().__init__(optimizer)
         self._strategy = strategy
 

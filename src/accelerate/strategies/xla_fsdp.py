@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.checkpoint.parts import StagedLoad
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.run_state import Run
+from accelerate.checkpoint.run_state import Run, StagedLoad
 from accelerate.comm.tree import recursively_apply
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.devices import spmd
@@ -25,10 +24,10 @@ from accelerate.devices.spmd import Sharding
 from accelerate.errors import Unfit
 from accelerate.state import AcceleratorState
 from accelerate.strategies.wrapping import ignored_modules, parts
-from accelerate.strategies.xla import XLA
+from accelerate.strategies.xla import XLAReplicated
 
 
-class XLAFSDP(XLA):
+class XLAFSDP(XLAReplicated):
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
         super().__init__(state, ddp)
         self.plugin = state.fsdp_plugin

@@ -85,7 +85,7 @@ class Point(NamedTuple):
     value: float | None
 
 
-class Event(NamedTuple):
+class LoggedEvent(NamedTuple):
     """Something that happened once."""
 
     time: float
@@ -103,8 +103,8 @@ class Recorder:
         self.state: str | None = None
         self.reason: str | None = None
         self._gauges = gauges
-        self._queue: deque[Logged | Event] = deque()
-        self._pending: list[Point | Event] = []
+        self._queue: deque[Logged | LoggedEvent] = deque()
+        self._pending: list[Point | LoggedEvent] = []
         self._rows: list[tuple[float, int, int, float, float]] = []
         self._config: str | None = None
         self._durations: list[float] = []
@@ -139,7 +139,7 @@ class Recorder:
         self._logs += 1
 
     def event(self, kind: str, text: str) -> None:
-        self._put(Event(time.time(), kind, text))
+        self._put(LoggedEvent(time.time(), kind, text))
 
     def warning(self, text: str) -> None:
         """A warning that was shown: the first ones of a process."""
@@ -192,7 +192,7 @@ class Recorder:
             self.end("ended")
         self.close()
 
-    def _put(self, record: Logged | Event) -> None:
+    def _put(self, record: Logged | LoggedEvent) -> None:
         if self._forked():
             return
         if len(self._queue) < CAPACITY:
@@ -291,11 +291,11 @@ class Recorder:
         """Take what waits, and what is due of step times and samples."""
         while self._queue and len(self._pending) < CAPACITY:
             record = self._queue.popleft()
-            self._pending += [record] if isinstance(record, Event) else self._points(record)
+            self._pending += [record] if isinstance(record, LoggedEvent) else self._points(record)
         if self._lost:
             lost, self._lost = self._lost, 0
             text = f"{lost} calls of log are left out: the file could not be written as fast as they came."
-            self._pending.append(Event(now, "warning", text))
+            self._pending.append(LoggedEvent(now, "warning", text))
         least, most = SUMMARY
         due = min(max(least, (now - self._began) * SHARE_OF_RUN), most)
         if now - self._summed < due and self.state is None:
@@ -307,7 +307,7 @@ class Recorder:
             self._rows.append((now, self._steps, len(durations), statistics.median(durations), max(durations)))
         self._pending += self._points(Logged(now, self._steps, self._gauges(), kind="system"))
 
-    def _points(self, record: Logged) -> Iterator[Point | Event]:
+    def _points(self, record: Logged) -> Iterator[Point | LoggedEvent]:
         try:
             if record.ready is not None:
                 record.ready()
@@ -318,9 +318,9 @@ class Recorder:
             if isinstance(value, str):
                 self._texts += 1
                 if self._texts <= MOST_TEXTS:
-                    yield Event(record.time, "text", f"{name}: {value}")
+                    yield LoggedEvent(record.time, "text", f"{name}: {value}")
                 elif self._texts == MOST_TEXTS + 1:
-                    yield Event(record.time, "warning", f"Of logged texts only the first {MOST_TEXTS} are kept.")
+                    yield LoggedEvent(record.time, "warning", f"Of logged texts only the first {MOST_TEXTS} are kept.")
                 continue
             number = as_number(value)
             if number is not None:
@@ -378,7 +378,7 @@ class Recorder:
             (
                 (run, rank, event.time, event.kind, clean(event.text, LONGEST_TEXT))
                 for event in self._pending
-                if isinstance(event, Event)
+                if isinstance(event, LoggedEvent)
             ),
         )
         connection.executemany(

@@ -1,4 +1,6 @@
 from accelerate.barrier import wait_for_everyone as wait_for_everyone
+from accelerate.checkpoint.model_weights import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
+from accelerate.checkpoint.model_weights import save as save
 from accelerate.compilation import compile_regions as compile_regions
 from accelerate.compilation import compile_regions_deepspeed as compile_regions_deepspeed
 from accelerate.compilation import compile_regions_fsdp2 as compile_regions_fsdp2
@@ -7,8 +9,6 @@ from accelerate.compilation import has_repeated_blocks as has_repeated_blocks
 from accelerate.compilation import is_compiled_module as is_compiled_module
 from accelerate.compilation import is_repeated_blocks as is_repeated_blocks
 from accelerate.constants import FSDP_PYTORCH_VERSION as FSDP_PYTORCH_VERSION
-from accelerate.io.objects import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
-from accelerate.io.objects import save as save
 from accelerate.io.safe_load import TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS
 from accelerate.io.safe_load import load as load
 from accelerate.machine import check_os_kernel as check_os_kernel

@@ -123,7 +123,7 @@ def test_a_loader_prepared_twice_is_said_once_and_kept() -> None:
     batches = accelerator.prepare(loader())
     with pytest.warns(UserWarning, match="prepared before") as caught:
         assert accelerator.prepare(batches) is batches
-    assert len(caught) == 1
+    assert len(caught) == 1 and caught[0].filename == __file__
     assert len(accelerator._dataloaders) == 1
 
 

@@ -13,6 +13,7 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate.engines.wrappers import DoneByEngine
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import GradScalerKwargs
@@ -154,6 +155,25 @@ def test_a_scaler_that_is_taken_away() -> None:
     assert not all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
 
 
+def test_a_scaler_that_is_assigned_leaves_the_other_ways_of_stepping_alone() -> None:
+    accelerator = Accelerator(cpu=True, nonfinite="skip")
+    model, optimizer, _ = made()
+    model, prepared = accelerator.prepare(model, optimizer)
+    for scaler in (None, torch.amp.GradScaler("cpu", enabled=False), torch.amp.GradScaler("cpu")):
+        prepared.scaler = scaler
+        loss = model(torch.ones(1, 4)).sum() * float("nan")
+        accelerator.backward(loss if prepared.scaler is None else prepared.scaler.scale(loss))
+        prepared.step()
+        prepared.zero_grad()
+        assert prepared.step_was_skipped and all(p.isfinite().all() for p in model.parameters())
+    own = AcceleratedOptimizer(optimizer, stepper=DoneByEngine(optimizer, "skipped"))
+    own.scaler = None
+    before = [p.detach().clone() for p in model.parameters()]
+    model(torch.ones(1, 4)).sum().backward()
+    own.step()  # of which the engine has taken care
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+
+
 def test_copies_know_that_a_step_was_skipped() -> None:
     accelerator, model, optimizer = fp16()
     accelerator.backward(model(torch.ones(1, 4)).sum() * 1e30)
@@ -172,3 +192,21 @@ def test_a_model_that_cannot_be_placed_leaves_no_loader_behind() -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         accelerator.prepare(Refusing(), loader())
     assert accelerator._dataloaders == []
+
+
+def test_an_engine_that_fails_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True)
+    earlier = accelerator.prepare(loader())
+
+    def fail(model: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(accelerator, "_compile", fail)
+    model, optimizer, scheduler = made()
+    with pytest.raises(RuntimeError, match="no compiler"):
+        accelerator.prepare(loader(), optimizer, scheduler, model)
+    assert accelerator._dataloaders == [earlier]
+    assert (accelerator._models, accelerator._optimizers, accelerator._schedulers) == ([], [], [])
+    monkeypatch.undo()
+    accelerator.prepare(loader(), optimizer, scheduler, model)
+    assert len(accelerator._dataloaders) == 2 and len(accelerator._models) == 1

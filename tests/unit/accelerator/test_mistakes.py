@@ -33,6 +33,25 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.1)
 
 
+def test_a_model_where_its_parameters_are_clipped() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(Net())
+    for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+        with pytest.raises(TypeError, match=r"this is a Net: pass `model\.parameters\(\)`"):
+            clip(model, 1.0)
+
+
+def _a_number() -> None:
+    accelerator = Accelerator()
+    accelerator.prepare(Net())
+    with silent(), pytest.raises(TypeError, match="needs the loss as a tensor, and was given a float"):
+        accelerator.backward(0.5)  # type: ignore[arg-type]
+
+
+def test_a_number_instead_of_a_loss_is_all_that_is_said() -> None:
+    run_world(_a_number, 2)
+
+
 # --- the prepared model is not the one that is trained ------------------------------------------------------------
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from accelerate.io.objects import clean_state_dict_for_safetensors
+from accelerate.checkpoint.model_weights import clean_state_dict_for_safetensors
 
 
 class Block(nn.Module):

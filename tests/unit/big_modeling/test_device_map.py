@@ -270,3 +270,12 @@ def test_modules_and_tensors_with_two_names_in_one_parent() -> None:
         "average": "disk",
     }
     modeling.check_device_map(Twice(), found)
+
+
+def test_of_very_many_names_some_are_shown() -> None:
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(100)))
+    with pytest.raises(ValueError, match=r"no device for 1\.weight, .*, 16\.weight and 83 more of this Sequential:"):
+        modeling.check_device_map(model, {"0": "cpu"})
+    with pytest.warns(UserWarning, match="names nobody, which this Sequential does not have") as caught:
+        modeling.check_device_map(model, {"": "cpu", "nobody": "cpu"})
+    assert caught[0].filename == __file__

@@ -22,7 +22,7 @@ from accelerate.checkpointing import verify_checkpoint
 from accelerate.errors import CheckpointError
 from accelerate.io import blocks, disk, safe_load, torch_format
 from accelerate.io.safe_load import name_of, read_torch
-from accelerate.io.safetensors_format import write_safetensors
+from accelerate.io.stored_tensors import write_safetensors
 from accelerate.io.torch_format import write_torch
 
 RECONSTRUCT, SCALAR = np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0]

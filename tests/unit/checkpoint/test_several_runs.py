@@ -69,6 +69,36 @@ def test_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert weights(model).unique().tolist() == [2]
 
 
+def test_a_replacement_that_ends_while_the_reader_asks_about_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader looks at the manifest, and whether files are being moved: the move must not end between the two."""
+    _saved(tmp_path / "new", 2)
+    accelerator, model = _saved(tmp_path / "x", 1)
+    other, plain = _AnotherRun(tmp_path / "new", tmp_path / "x", break_off=True), commit.mark
+    committed, looks = tmp_path / "x" / layout.COMMITTED, list[Path]()
+
+    def move_all_but_the_manifest() -> None:
+        other()
+        for path in committed.iterdir():
+            if path.name != layout.MANIFEST:
+                path.rename(tmp_path / "x" / path.name)
+
+    def look(folder: Path) -> Any:
+        found = plain(folder)
+        looks.append(folder)
+        if len(looks) == 1:
+            move_all_but_the_manifest()
+        elif committed.exists():
+            commit.settle(folder, everywhere=True)
+        return found
+
+    monkeypatch.setattr(commit, "mark", look)
+    _fill(model, 0)
+    accelerator.load_state(tmp_path / "x")
+    assert weights(model).unique().tolist() == [2]
+
+
 def test_replaced_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _saved(tmp_path / "new", 2)
     accelerator, model = _saved(tmp_path / "x", 1)

@@ -126,6 +126,8 @@ def test_what_is_written_elsewhere_has_to_be_named(tmp_path: Path) -> None:
         terminal.send(ENTER)
     terminal.wait_for(f"`accelerate launch --config_file {other}` uses it")
     assert terminal.end() == 0
+    # A line for each command, which a terminal need not break in the middle of it.
+    assert f"\n`accelerate test --config_file {other}` tries it out.\n" in terminal.shown
 
 
 def test_fsdp(tmp_path: Path) -> None:

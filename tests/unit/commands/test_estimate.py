@@ -13,7 +13,7 @@ from torch import nn
 from accelerate.available import has_package
 from accelerate.commands import estimate
 from accelerate.estimate import models
-from accelerate.estimate.usage import Task, measure, usage
+from accelerate.estimate.usage import Workload, measure, usage
 from accelerate.estimate.zero import zero_usage
 from accelerate.utils import convert_bytes
 
@@ -52,7 +52,7 @@ def test_a_table() -> None:
 
 
 def test_what_each_rank_keeps() -> None:
-    task = Task(parameters=1000, trained=800, largest_layer=100, activations=50, weight_copies=7, compute_bytes=2)
+    task = Workload(parameters=1000, trained=800, largest_layer=100, activations=50, weight_copies=7, compute_bytes=2)
     ranks = usage(task, 4)
     ddp, fsdp, offloaded = ranks["DDP"], ranks["FSDP"], ranks["FSDP with CPU offload"]
     assert (ddp.parameters, ddp.gradients, ddp.optimizer, ddp.at_work) == (4000, 2 * 3200, 6400, 7)
@@ -63,7 +63,7 @@ def test_what_each_rank_keeps() -> None:
 
 
 def test_what_each_stage_of_zero_keeps() -> None:
-    task = Task(parameters=1000, trained=800, largest_layer=100, activations=50, compute_bytes=2)
+    task = Workload(parameters=1000, trained=800, largest_layer=100, activations=50, compute_bytes=2)
     stages = zero_usage(task, 4, bucket=10)
     parts = {name: (used.parameters, used.gradients, used.optimizer) for name, used in stages.items()}
     assert parts["ZeRO 0"] == (2000, 1600 + 3200, 3200 + 6400)
@@ -91,14 +91,14 @@ def rows_of(document: str, start: str) -> list[list[str]]:
 
 def test_the_documents_show_what_is_printed() -> None:
     parameters, processes = 8_000_000, 8
-    stages = zero_usage(Task(parameters, parameters, 0, 0, compute_bytes=2), processes, bucket=0)
+    stages = zero_usage(Workload(parameters, parameters, 0, 0, compute_bytes=2), processes, bucket=0)
     formulas = rows_of("deepspeed.md", r"[0-3]\b")
     assert len(formulas) == 4
     for stage, *cells in formulas:
         used = stages[f"ZeRO {stage[0]}"]
         found = [eval(cell.strip("`"), {"P": parameters, "N": processes}) for cell in cells]
         assert found == [used.parameters, used.gradients, used.optimizer, used.device], stage
-    seven = Task(7_000_000_000, 7_000_000_000, largest_layer=200_000_000, activations=0, compute_bytes=2)
+    seven = Workload(7_000_000_000, 7_000_000_000, largest_layer=200_000_000, activations=0, compute_bytes=2)
     shown = {name: cells for name, *cells in rows_of("deepspeed-launch.md", "ZeRO")}
     for name, used in zero_usage(seven, 8).items():
         sizes = (used.parameters, used.gradients, used.optimizer, used.at_work, used.device, used.host)

@@ -178,3 +178,7 @@ def test_merge_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert not (tmp_path / "shards").exists() and str(tmp_path / "out") in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"needs no merging: .* in model\.safetensors\."):
         merge_command(merge_command_parser().parse_args([str(tmp_path / "out"), str(tmp_path / "again")]))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "pytorch_model_fsdp.bin").touch()  # written with FULL_STATE_DICT
+    with pytest.raises(ValueError, match=r"needs no merging: .* in pytorch_model_fsdp\.bin\."):
+        merge_command(merge_command_parser().parse_args([str(tmp_path / "full"), str(tmp_path / "again")]))

@@ -194,8 +194,9 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_says_so(tmp_path: Path, name: str, text: str) -> None:
     path = tmp_path / name
     path.write_text(text)
-    with pytest.raises(ValueError, match=name):
+    with pytest.raises(ValueError, match=name) as caught:
         load_config_from_file(path)
+    assert "<unicode" not in str(caught.value)  # the name that PyYAML has for it
 
 
 @pytest.mark.parametrize("text", ["", "# nothing yet\n"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,51 @@ def test_a_file_wins_but_for_what_it_leaves_open(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(config))
     for source in (str(path), config, base64.urlsafe_b64encode(path.read_bytes()).decode()):
-        plugin = DeepSpeedPlugin(hf_ds_config=source, zero_stage=2, gradient_clipping=2.0)
+        with pytest.warns(UserWarning, match=r"zero_stage=2 \(zero_optimization.stage is 3 there\): write 'auto'"):
+            plugin = DeepSpeedPlugin(hf_ds_config=source, zero_stage=2, gradient_clipping=2.0)
         assert (plugin.zero_stage, plugin.gradient_clipping, plugin.offload_optimizer_device) == (3, 2.0, "cpu")
         assert plugin.gradient_accumulation_steps == 1
     assert "gradient_accumulation_steps" not in config, "a dict of the script is not written to"
+
+
+def test_arguments_beside_a_file_that_do_not_count_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"zero_optimization": {"stage": 2}, "gradient_clipping": 1}
+    with pytest.warns(UserWarning) as caught:
+        DeepSpeedPlugin(
+            hf_ds_config=config,
+            zero_stage=2,
+            gradient_accumulation_steps=4,
+            gradient_clipping=1.0,
+            offload_optimizer_device="cpu",
+            offload_param_device="none",
+            zero3_save_16bit_model=False,
+        )
+    assert [str(each.message) for each in caught] == [
+        "The DeepSpeed config counts, and these arguments of the DeepSpeedPlugin do not: gradient_accumulation_steps=4 "
+        "(gradient_accumulation_steps is 1 there), offload_optimizer_device='cpu' "
+        "(zero_optimization.offload_optimizer.device is not there): write 'auto' into the config, or leave them out."
+    ]
+    with pytest.warns(UserWarning, match=r"gradient_clipping=0.0 \(gradient_clipping is not there\)"):
+        DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 2}}, gradient_clipping=0.0)
+    # What a launch says is compared by the launcher, or stands in for what the script does not say.
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_ZERO_STAGE", "3")
+    assert DeepSpeedPlugin(hf_ds_config=config).zero_stage == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"zero_stage": 9}, "zero_stage is 9 for DeepSpeed: choose one of 0, 1, 2, 3."),
+        (
+            {"offload_param_device": "disk"},
+            "offload_param_device is 'disk' for DeepSpeed: choose one of none, ",
+        ),
+        ({"hf_ds_config": {"zero_optimization": {"stage": "2"}}}, "zero_stage is '2' for DeepSpeed: choose one of"),
+    ],
+)
+def test_a_stage_or_a_place_that_does_not_exist(settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        DeepSpeedPlugin(**settings)
 
 
 @pytest.mark.parametrize("source", ["/no/such/file.json", 3, "[1]"])
@@ -129,6 +171,8 @@ def test_a_plugin_is_selected_by_the_state() -> None:
         get_active_deepspeed_plugin(state)
     state.distributed_type, state.deepspeed_plugins = DistributedType.DEEPSPEED, {"one": plugin}
     plugin._selected = True
+    with pytest.raises(KeyError, match="no DeepSpeed plugin is named 'two': there are one"):
+        state.select_deepspeed_plugin("two")
     assert state.deepspeed_plugin is state.get_deepspeed_plugin("one") is plugin
 
 

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.data_loader.epoch import Snapshot
 from accelerate.data_loader.position import Phase
-from accelerate.data_loader.snapshot import Snapshot
 
 SAMPLES, BREAK = 14, 3
 

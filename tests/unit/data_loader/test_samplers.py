@@ -316,3 +316,8 @@ def test_items_of_a_list_that_generators_hand_on_are_left_out() -> None:
     assert list(iterator) == [-1]
     leave_out(iterator, 4)
     assert list(iterator) == []
+
+
+def test_batches_of_something_that_is_no_loader_are_not_skipped() -> None:
+    with pytest.raises(AttributeError, match="this is a list: pass the loader itself"):
+        skip_first_batches([1, 2, 3], 1)

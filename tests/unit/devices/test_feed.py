@@ -235,8 +235,12 @@ def test_small_tensors_travel_together(way: FakeWay, feeder: Feeder, monkeypatch
     monkeypatch.setattr(way, "send", noted)
     transfer = OverlappedTransfer(feeder, False)
     assert_same(transfer.finish(transfer.start(many_small(1))), many_small(1))
-    assert sum(sent) == sum(tensor.nbytes for tensor in many_small(1).values())
-    assert len(sent) == (1 if feeder.buffers.size else 3)  # in buffers of 10 kB
+    assert sent == [sum(tensor.nbytes for tensor in many_small(1).values())]  # three times a buffer of 10 kB
+    more = [tensor for number in range(2) for tensor in many_small(number).values()]
+    sent.clear()
+    assert_same(transfer.finish(transfer.start(more)), more)
+    assert sum(sent) == sum(tensor.nbytes for tensor in more)
+    assert len(sent) == (1 if feeder.buffers.size else 2)  # of at most four buffers each
 
 
 class Reusing(Dataset[Any]):

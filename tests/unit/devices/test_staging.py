@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accelerate.devices.staging import Job, Stager
-from accelerate.io.file_range import FileRange
+from accelerate.io.stored_tensors import FileRange
 from tests.unit.devices.lanes import FakeLane
 
 ROOT = Path(__file__).parents[3]

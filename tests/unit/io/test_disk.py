@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.checkpoint.model_weights import save
 from accelerate.io.disk import DRAFT, replacing
-from accelerate.io.objects import save
 
 
 def test_a_file_appears_when_it_is_whole(tmp_path: Path) -> None:
@@ -46,3 +46,8 @@ def test_drafts_of_a_killed_save_go_with_the_next_one(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
     Accelerator(cpu=True).save_model(torch.nn.Linear(2, 2), tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*others, "model.safetensors"])
+
+
+def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"There is no folder .*missing to save .*x\.pt to: make it first"):
+        save({"x": 1}, tmp_path / "missing" / "x.pt")

@@ -84,6 +84,15 @@ def test_a_namespace_made_by_hand_counts_as_flags() -> None:
     assert resolve(bare, {"HF_HOME": "/nowhere"}, NONE, lambda port: False).cpu is True
 
 
+def test_flags_of_an_engine_that_was_not_asked_for_are_mentioned() -> None:
+    flags = ["--gradient_accumulation_steps", "4", "--fsdp_version", "2", "--fsdp_offload_params", "true"]
+    assert settings(*flags).notes == [
+        "`--gradient_accumulation_steps` has no effect without `--use_deepspeed`.",
+        "`--fsdp_version`, `--fsdp_offload_params` have no effect without `--use_fsdp`.",
+    ]
+    assert not any("--fsdp" in note for note in settings("--use_fsdp", *flags[2:]).notes)
+
+
 def test_old_and_unknown_keys_are_mentioned(tmp_path: Path) -> None:
     section = {"typo": 1, "fsdp_versoin": 2, "offload_parms": True}
     file = {"distributed_type": "FSDP", "num_processes": 2, "fp16": True, "fsdp_config": section}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accelerate.devices.free_memory import _room_in_control_groups
-from accelerate.io.file_range import FileRange
+from accelerate.io.stored_tensors import FileRange
 from accelerate.offload.locked_files import _TAKEN, LockedFiles
 
 SIZE = 65536

@@ -14,7 +14,7 @@ from torch import nn
 from accelerate import cpu_offload
 from accelerate.hooks import align
 from accelerate.hooks.align import align_hooks
-from accelerate.io.file_range import FileRange
+from accelerate.io.stored_tensors import FileRange
 from accelerate.offload import streaming
 from accelerate.offload.slot import Slot
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from accelerate.devices.staging import OpenFiles
 from accelerate.errors import CheckpointError
-from accelerate.io.safetensors_format import SafetensorsFile
+from accelerate.io.stored_tensors import SafetensorsFile
 from accelerate.offload.offloaded_weights import find_source, keep_on_disk
 from accelerate.utils import (
     OffloadedWeightsLoader,

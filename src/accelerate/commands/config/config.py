@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +81,14 @@ def config_command(args: argparse.Namespace) -> None:
             sys.exit(130)
         _summary(config)
         file.write(config.to_dict(), path)
-    print(f"Written to {path}{_what_now(config, path)}.")
+    print(f"Written to {path}.")
+    _what_now(config, path)
+
+
+def _say(sentence: str) -> None:
+    """In lines as wide as the terminal, which would break them in the middle of a word."""
+    width = shutil.get_terminal_size().columns
+    print(textwrap.fill(sentence, width, break_long_words=False, break_on_hyphens=False))
 
 
 def _start_from(path: Path) -> None:
@@ -87,11 +96,11 @@ def _start_from(path: Path) -> None:
     from accelerate.commands.config import questions
     from accelerate.config.options import OPTIONS
 
-    print(f"{path} exists: its answers are the suggestions, and it is replaced at the end; Ctrl-C leaves it unchanged.")
+    _say(f"{path} exists: its answers are the suggestions, and it is replaced at the end; Ctrl-C leaves it unchanged.")
     try:
         content = file.load_config_from_file(path).to_dict()
     except ValueError as problem:
-        print(f"It cannot be read, so none of its answers are suggested: {problem}")
+        _say(f"It cannot be read, so none of its answers are suggested: {problem}")
         return
     sections = [value for value in content.values() if isinstance(value, dict)]
     found = {key: value for section in (content, *sections) for key, value in section.items()}
@@ -101,12 +110,13 @@ def _start_from(path: Path) -> None:
             questions.earlier[name] = found[each.file_key]
 
 
-def _what_now(config: BaseConfig, path: Path) -> str:
+def _what_now(config: BaseConfig, path: Path) -> None:
     if config.compute_environment != ComputeEnvironment.LOCAL_MACHINE:
-        job = "a job on Amazon SageMaker"
-        return f"; {job} is not part of this version, so `accelerate launch` can only show it, with `--dry_run`"
+        job = "A job on Amazon SageMaker"
+        _say(f"{job} is not part of this version, so `accelerate launch` can only show it, with `--dry_run`.")
+        return
     flag = "" if path == file.default_path() else f" --config_file {path}"
-    return f": `accelerate launch{flag}` uses it, `accelerate test{flag}` tries it out"
+    print(f"`accelerate launch{flag}` uses it.\n`accelerate test{flag}` tries it out.")  # whole, to be copied
 
 
 def _summary(config: BaseConfig) -> None:

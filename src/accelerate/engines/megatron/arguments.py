@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,32 +65,35 @@ _BY_FIELD = {
 }
 
 
-def check_names(plugin: MegatronLMPlugin) -> None:
-    """Refuse `other_megatron_args` that nothing here takes. A train step of the script may take any."""
-    given = plugin.other_megatron_args or {}
+def check_names(plugin: MegatronLMPlugin, given: Mapping[str, Any], where: str) -> None:
+    """Refuse arguments that nothing here takes. A train step of the script may take any. where: they were given."""
     settled = {
         name: field for name, field in _BY_FIELD.items() if name in given and given[name] != getattr(plugin, field)
     }
     if settled:
         raise ValueError(
-            "`other_megatron_args` come too late for "
+            f"`{where}` is too late for "
             + ", ".join(f"`{name}`: set `{field}` of the MegatronLMPlugin" for name, field in settled.items())
             + "."
         )
     known = {field.name for config in _CONFIGS for field in dataclasses.fields(config) if field.init}
     known |= {*_DEFAULTS, *_OF_MODELS, *ARGUMENTS.values(), *_BY_FIELD}
+    if plugin.custom_train_step_class is None:
+        refuse_unknown(given, known, where, {field.name for field in dataclasses.fields(plugin)})
+
+
+def refuse_unknown(given: Iterable[str], known: set[str], where: str, fields: Collection[str] = ()) -> None:
+    """Refuse names that are not known, with the nearest that is. fields: of the plugin, which do not belong here."""
     unknown = [name for name in given if name not in known]
-    if unknown and plugin.custom_train_step_class is None:
-        fields = {field.name for field in dataclasses.fields(plugin)}
+    if unknown:
         listed = (
             f"`{name}` (a field of the MegatronLMPlugin itself)"
             if name in fields
-            else f"`{name}`{did_you_mean(name, known | fields)}"
+            else f"`{name}`{did_you_mean(name, known.union(fields))}"
             for name in unknown
         )
         raise ValueError(
-            f"`other_megatron_args` has names that nothing here takes: {', '.join(listed)}; correct them, or leave "
-            "them out."
+            f"`{where}` has names that nothing here takes: {', '.join(listed)}; correct them, or leave them out."
         )
 
 

@@ -17,6 +17,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config
 from torch import nn
 
+from accelerate.comm import current
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.engines.megatron.arguments import dtype_of, optimizer_config, overrides, reduction_config
 
@@ -46,7 +47,7 @@ def make_models(
 ) -> list[nn.Module]:
     """This process's parts of the model: as the script provides them, or built like a model of transformers.
 
-    given: that model, whose weights are taken over; without one, or without values, they are new.
+    given: that model, whose weights on the first process are taken over; without one, or without values, they are new.
     """
     own = plugin.custom_model_provider_function
     if plugin.custom_prepare_model_function is not None:
@@ -61,9 +62,29 @@ def make_models(
     from accelerate.engines.megatron import models, weights
 
     chunks = bare_chunks(functools.partial(models.build_model, plugin, plugin.model_config), args)
-    if given is not None and not any(parameter.is_meta for parameter in given.parameters()):
-        weights.load_transformers_weights(chunks, given.state_dict(), plugin.model_config)
+    if given is not None and (state := of_first_process(given.state_dict(), device)) is not None:
+        weights.load_transformers_weights(chunks, state, plugin.model_config)
     return wrapped(chunks, args, device)
+
+
+@torch.no_grad()
+def of_first_process(state: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor] | None:
+    """The weights that the first process has, on all of them; None where it has none. Called on all processes.
+
+    A script that sets no seed has drawn others on each, and a model is one. They are overwritten in place; a process
+    whose weights have no values gets new tensors on the host.
+    """
+    communicator = current()
+    has_values = [not any(value.is_meta for value in state.values())]
+    communicator.broadcast_objects(has_values)
+    if not has_values[0] or communicator.size == 1:
+        return state if has_values[0] else None
+    found = {}
+    for name, value in state.items():
+        sent = torch.empty_like(value, device=device) if value.is_meta else value.to(device).contiguous()
+        communicator.broadcast(sent)
+        found[name] = sent.cpu() if value.is_meta else value.copy_(sent)
+    return found
 
 
 def bare_chunks(provider: Provider, args: SimpleNamespace) -> list[nn.Module]:

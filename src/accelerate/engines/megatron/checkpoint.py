@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
-from accelerate.checkpoint.parts import FileInFolder, Part
 from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.checkpoint.save import File, Part
 from accelerate.engines.megatron.engine import MegatronEngine
 from accelerate.errors import CheckpointError, NotYetSupported
 from accelerate.io import blocks
@@ -85,9 +85,9 @@ def parts(engine: MegatronEngine, *, main: bool) -> Iterator[Part]:
             content["optimizer"] = engine.optimizer.state_dict()
         if engine.scheduler is not None:
             content["opt_param_scheduler"] = engine.scheduler.state_dict()
-        yield FileInFolder(f"{folder}/model_optim_rng.pt", content)
+        yield File(f"{folder}/model_optim_rng.pt", content)
         if shards is not None:
-            yield FileInFolder(f"{folder}/distrib_optim.pt", shards)
+            yield File(f"{folder}/distrib_optim.pt", shards)
     if main:
         yield _Text(LATEST, str(engine.iteration))
 

@@ -17,6 +17,9 @@ logger = logging.getLogger(__name__)
 
 # Where the length of a batch's sequences is read.
 _TOKENS = ("input_ids", "tokens")
+_KEYWORDS = (
+    "A model of Megatron-LM takes a batch as keywords, `model(**batch)`, with at least one tensor of samples in it."
+)
 
 
 class MegatronEngine(nn.Module):
@@ -59,6 +62,11 @@ class MegatronEngine(nn.Module):
         self.module_config = self.get_module_config()
         self._schedule = get_forward_backward_func()
         self._from_last_stage = from_last_stage
+        # How long sequences may be, where each position has a weight of its own. All stages know it, so that none of
+        # them waits for one that has found out alone.
+        first: Any = self.chunks[0]
+        learned = getattr(first, "position_embedding_type", None) == "learned_absolute"
+        self._longest: int | None = first.max_sequence_length if learned else None
 
     @property
     def base_model(self) -> nn.Module:
@@ -116,9 +124,10 @@ class MegatronEngine(nn.Module):
         """
         if not batch_data:
             return None if len(self.module) == 1 else [None] * len(self.module)
-        count, size = self._micro_batches(_rows(batch_data))
+        rows = _rows(batch_data)
+        count, size = self._micro_batches(rows)
         parts = [
-            {name: value[number * size : (number + 1) * size] for name, value in batch_data.items()}
+            {name: _cut(name, value, number * size, size, rows) for name, value in batch_data.items()}
             for number in range(count)
         ]
         iterators = [iter(parts) for _ in self.module]
@@ -169,7 +178,18 @@ class MegatronEngine(nn.Module):
 
     def _length(self, batch: dict[str, Any]) -> int:
         """How long the sequences are, which a stage is told before it gets any."""
-        found = next((batch[name].shape[1] for name in _TOKENS if name in batch), self.args.seq_length)
+        tokens = next((batch[name] for name in _TOKENS if name in batch), None)
+        if tokens is not None and tokens.ndim < 2:
+            raise ValueError(
+                f"The tokens of this batch have the shape {list(tokens.shape)}, and a batch has a row of them for each "
+                "sample: give the loader a `batch_size`."
+            )
+        found = self.args.seq_length if tokens is None else tokens.shape[1]
+        if self._longest is not None and found is not None and found > self._longest:
+            raise ValueError(
+                f"The sequences of this batch have {found} tokens, and the model has positions for {self._longest}: "
+                "cut them, or train a model with more."
+            )
         if found is None and self.args.pipeline_model_parallel_size > 1:
             raise ValueError(
                 f"The stages of a pipeline need to know how long sequences are, and this batch has none of "
@@ -181,8 +201,17 @@ class MegatronEngine(nn.Module):
         output, loss_function = self.train_step_handler.forward_step(data_iterator, model, *args)
         return output, functools.partial(_counted, loss_function)
 
-    def forward(self, **batch_data: Any) -> Any:
-        """A step of training, or of evaluation: after `eval()`, and without gradients."""
+    def forward(self, *args: Any, **batch_data: Any) -> Any:
+        """A step of training, or of evaluation: after `eval()`, and without gradients.
+
+        Args:
+            *args: refused: micro-batches are told apart by their names.
+            **batch_data: the batch. What has a row for each sample is cut into micro-batches, and anything else is the
+                same for all of them.
+        """
+        if args:
+            raise TypeError(_KEYWORDS)
+        batch_data = {name: value for name, value in batch_data.items() if value is not None}
         if self.training and torch.is_grad_enabled():
             losses = self.train_step(**batch_data)[0]
         else:
@@ -252,9 +281,19 @@ def _rows(batch: dict[str, Any]) -> int:
     for value in batch.values():
         if isinstance(value, torch.Tensor) and value.ndim > 0:
             return int(value.shape[0])
-    raise ValueError(
-        "A model of Megatron-LM takes a batch as keywords, `model(**batch)`, with at least one tensor of samples in it."
-    )
+    raise ValueError(_KEYWORDS)
+
+
+def _cut(name: str, value: Any, start: int, size: int, rows: int) -> Any:
+    """What a micro-batch gets of one value of a batch."""
+    if not hasattr(value, "__len__") or (isinstance(value, torch.Tensor) and value.ndim == 0) or len(value) == 1:
+        return value  # of the batch as a whole
+    if len(value) != rows:
+        raise ValueError(
+            f"`{name}` has {len(value)} rows, and the batch has {rows} samples: give it one for each, so that it can "
+            "be cut into micro-batches."
+        )
+    return value[start : start + size]
 
 
 def _counted(loss_function: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:

@@ -17,6 +17,13 @@ from accelerate.engines.megatron.arguments import check_names
 from accelerate.engines.megatron.layers import has_transformer_engine
 from accelerate.errors import NotYetSupported
 
+# Words that megatron-core would not know, some of them only when a step is taken.
+_CHOICES = {
+    "recompute_granularity": ("full", "selective"),
+    "recompute_method": ("uniform", "block"),
+    "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+    "weight_decay_incr_style": ("constant", "linear", "cosine"),
+}
 # The group of all processes that the groups of Megatron-LM were made from; they end with it.
 _made_from: Any = None
 
@@ -35,10 +42,8 @@ def data_parallel_size(plugin: MegatronLMPlugin, processes: int) -> int:
 
 def check(plugin: MegatronLMPlugin) -> None:
     """Refuse what is not done here, before anything is made."""
-    check_names(plugin)
-    for name in ("tp_degree", "pp_degree", "num_micro_batches"):
-        if getattr(plugin, name) < 1:
-            raise ValueError(f"{name}={getattr(plugin, name)} of the MegatronLMPlugin has to be 1 or more.")
+    check_names(plugin, plugin.other_megatron_args or {}, "other_megatron_args")
+    _check_values(plugin)
     if (plugin.context_parallel_size or 1) > 1:
         raise NotYetSupported(
             f"Megatron-LM with context_parallel_size={plugin.context_parallel_size}",
@@ -65,6 +70,33 @@ def check(plugin: MegatronLMPlugin) -> None:
         raise ValueError(
             "use_precision_aware_optimizer=True needs use_distributed_optimizer=True, and Transformer Engine (`pip "
             "install transformer-engine`), whose Adam it is: see to both, or leave it out."
+        )
+
+
+def _check_values(plugin: MegatronLMPlugin) -> None:
+    for name in ("tp_degree", "pp_degree", "num_micro_batches", "recompute_num_layers", "eval_interval"):
+        value = getattr(plugin, name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value!r} of the MegatronLMPlugin has to be 1 or more, a whole number.")
+    for name, choices in _CHOICES.items():
+        value = getattr(plugin, name)
+        if value not in choices:
+            raise ValueError(
+                f"{name}={value!r} of the MegatronLMPlugin is none of those that Megatron-LM has: {', '.join(choices)}."
+            )
+    if plugin.gradient_clipping is not None and plugin.gradient_clipping < 0:
+        raise ValueError(
+            f"gradient_clipping={plugin.gradient_clipping} of the MegatronLMPlugin is less than 0: use 0.0 for none."
+        )
+    if len(plugin.consumed_samples or ()) > 3:
+        raise ValueError(
+            "consumed_samples of the MegatronLMPlugin are those of training, validation and test, and there are "
+            f"{len(plugin.consumed_samples or ())} numbers: leave out the others."
+        )
+    if plugin.custom_train_step_kwargs and plugin.custom_train_step_class is None:
+        raise ValueError(
+            "custom_train_step_kwargs are arguments of a `custom_train_step_class`, which this MegatronLMPlugin does "
+            "not have: set both, or leave them out."
         )
 
 

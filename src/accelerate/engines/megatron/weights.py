@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accelerate.engines.megatron.conversion import Rule
-from accelerate.engines.megatron.families import Family, family_of
+from accelerate.engines.megatron.families import ModelFamily, family_of
 
 # Norms that Transformer Engine keeps in the linear layer after them.
 _FUSED = {
@@ -125,7 +125,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
-def _known(family: Family, model_config: Any) -> re.Pattern[str]:
+def _known(family: ModelFamily, model_config: Any) -> re.Pattern[str]:
     """The names of weights of all stages."""
     names = [name for rule in family.rules(model_config) for name in rule.names] + list(family.tied(model_config))
     return re.compile("|".join(re.escape(name).replace(r"\{\}", r"\d+") for name in names))

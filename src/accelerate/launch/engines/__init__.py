@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from accelerate.launch.engines import deepspeed, elastic, mpi, sagemaker, single, tpu
-from accelerate.launch.plan import Engine
+from accelerate.launch.plan import LaunchEngine
 
 # The plain case is last: one process.
-ENGINES: tuple[Engine, ...] = (
+ENGINES: tuple[LaunchEngine, ...] = (
     sagemaker.ENGINE,
     tpu.ENGINE,
     mpi.ENGINE,

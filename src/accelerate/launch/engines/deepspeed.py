@@ -14,7 +14,7 @@ from accelerate.config.options import option
 from accelerate.environments.base import DEFAULT_PORT
 from accelerate.launch import hostfile
 from accelerate.launch.engines import elastic, single
-from accelerate.launch.plan import Engine, LaunchPlan
+from accelerate.launch.plan import LaunchEngine, LaunchPlan
 from accelerate.launch.settings import Settings
 from accelerate.launch.variables import deepspeed_fields
 
@@ -284,4 +284,4 @@ def _missing_program(settings: Settings, launcher: Launcher) -> str:
 
 
 # Inside a step of mpirun or srun the processes are there already, and each is one process.
-ENGINE = Engine(matches=lambda settings: bool(settings.use_deepspeed) and settings.world is None, plan=_plan)
+ENGINE = LaunchEngine(matches=lambda settings: bool(settings.use_deepspeed) and settings.world is None, plan=_plan)

@@ -7,7 +7,7 @@ import sys
 from accelerate.config.environment import check_cuda_p2p_ib_support
 from accelerate.config.options import option
 from accelerate.launch.engines import single
-from accelerate.launch.plan import Engine, LaunchPlan
+from accelerate.launch.plan import LaunchEngine, LaunchPlan
 from accelerate.launch.settings import Settings
 from accelerate.launch.variables import variables
 
@@ -28,8 +28,8 @@ def torchrun_arguments(settings: Settings) -> list[str]:
         words.append(f"--rdzv_conf={settings.rdzv_conf}")
     if settings.tee != "0":
         words.append(f"--tee={settings.tee}")
-    if settings.log_dir is not None:
-        words.append(f"--log_dir={settings.log_dir}")
+        if settings.log_dir is not None:  # else there is nothing to write, and torch elastic would leave empty folders
+            words.append(f"--log_dir={settings.log_dir}")
     if settings.module:
         words.append("--module")
     if settings.no_python:
@@ -83,4 +83,4 @@ def _in_words(settings: Settings) -> str:
     return f"{settings.local_processes} {word}{machines}, {where}"
 
 
-ENGINE = Engine(matches=lambda settings: settings.elastic, plan=_plan)
+ENGINE = LaunchEngine(matches=lambda settings: settings.elastic, plan=_plan)

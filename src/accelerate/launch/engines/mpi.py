@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from accelerate.errors import CommandFailed
 from accelerate.launch.engines import single
-from accelerate.launch.plan import Engine, LaunchPlan
+from accelerate.launch.plan import LaunchEngine, LaunchPlan
 from accelerate.launch.settings import Settings
 
 
@@ -79,4 +79,4 @@ def _plan(settings: Settings) -> LaunchPlan:
     return LaunchPlan(engine, command(settings, kind, env), env, single.command(settings), gathers=True)
 
 
-ENGINE = Engine(matches=lambda settings: settings.mpirun_hostfile is not None, plan=_plan)
+ENGINE = LaunchEngine(matches=lambda settings: settings.mpirun_hostfile is not None, plan=_plan)

@@ -11,7 +11,7 @@ from accelerate.config.environment import str_to_bool
 from accelerate.config.file import SageMakerConfig
 from accelerate.launch.engines import single
 from accelerate.launch.machine import Accelerators
-from accelerate.launch.plan import Engine, LaunchPlan
+from accelerate.launch.plan import LaunchEngine, LaunchPlan
 from accelerate.launch.settings import Settings
 from accelerate.launch.variables import variables
 
@@ -96,4 +96,4 @@ def _plan(settings: Settings) -> LaunchPlan:
     )
 
 
-ENGINE = Engine(matches=lambda settings: isinstance(settings.file, SageMakerConfig), plan=_plan)
+ENGINE = LaunchEngine(matches=lambda settings: isinstance(settings.file, SageMakerConfig), plan=_plan)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accelerate.config.options import option
 from accelerate.environments.base import DEFAULT_PORT
-from accelerate.launch.plan import Engine, LaunchPlan
+from accelerate.launch.plan import LaunchEngine, LaunchPlan
 from accelerate.launch.settings import Settings
 from accelerate.launch.variables import variables
 
@@ -59,4 +59,4 @@ def _plan(settings: Settings) -> LaunchPlan:
     return LaunchPlan(engine, command(settings), environment(settings))
 
 
-ENGINE = Engine(matches=lambda settings: True, plan=_plan)
+ENGINE = LaunchEngine(matches=lambda settings: True, plan=_plan)

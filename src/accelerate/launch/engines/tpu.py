@@ -14,7 +14,7 @@ from accelerate.config.options import OPTIONS
 from accelerate.config.options.base import FLAG, WORDS
 from accelerate.launch import tpu
 from accelerate.launch.engines import elastic, single
-from accelerate.launch.plan import Engine, LaunchPlan
+from accelerate.launch.plan import LaunchEngine, LaunchPlan
 from accelerate.launch.settings import Settings
 
 FUNCTION = str(Path(__file__).parents[1] / "function.py")
@@ -144,4 +144,4 @@ def _flags(settings: Settings) -> list[str]:
     return words
 
 
-ENGINE = Engine(matches=lambda settings: bool(settings.tpu), plan=_plan)
+ENGINE = LaunchEngine(matches=lambda settings: bool(settings.tpu), plan=_plan)

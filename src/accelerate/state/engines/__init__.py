@@ -6,15 +6,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accelerate.config.environment import parse_flag_from_env
-from accelerate.state.engines.base import Engine, Request, settings_of
+from accelerate.state.engines.base import EngineSetup, Request, settings_of
 
 if TYPE_CHECKING:
     from accelerate.parallelism_config import ParallelismConfig
 
-__all__ = ["ENGINES", "VARIABLES", "Engine", "Request", "Row", "asked", "kind_of", "settings_of"]
+__all__ = ["ENGINES", "VARIABLES", "EngineRow", "EngineSetup", "Request", "asked", "kind_of", "settings_of"]
 
 
-class Row(NamedTuple):
+class EngineRow(NamedTuple):
     """One engine of the table. It is imported when it is asked for."""
 
     module: str
@@ -25,8 +25,8 @@ class Row(NamedTuple):
     variable: str
     axes: tuple[str, ...] = ()
 
-    def load(self) -> type[Engine]:
-        engine: type[Engine] = getattr(import_module(self.module), self.name)
+    def load(self) -> type[EngineSetup]:
+        engine: type[EngineSetup] = getattr(import_module(self.module), self.name)
         return engine
 
     def is_asked_for(self, plugin: Any, mesh: ParallelismConfig | None) -> bool:
@@ -38,23 +38,23 @@ class Row(NamedTuple):
 
 
 _HERE = "accelerate.state.engines"
-ENGINES: list[Row] = [
-    Row(f"{_HERE}.fsdp", "FSDP", "fsdp_plugin", "ACCELERATE_USE_FSDP", ("dp_shard", "cp")),
-    Row(f"{_HERE}.deepspeed", "DeepSpeed", "deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"),
-    Row(f"{_HERE}.megatron", "MegatronLM", "megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM"),
+ENGINES: list[EngineRow] = [
+    EngineRow(f"{_HERE}.fsdp", "FSDPSetup", "fsdp_plugin", "ACCELERATE_USE_FSDP", ("dp_shard", "cp")),
+    EngineRow(f"{_HERE}.deepspeed", "DeepSpeedSetup", "deepspeed_plugin", "ACCELERATE_USE_DEEPSPEED"),
+    EngineRow(f"{_HERE}.megatron", "MegatronSetup", "megatron_lm_plugin", "ACCELERATE_USE_MEGATRON_LM"),
 ]
 # They are set, too, by an engine that was asked for by its argument: other libraries look there.
 VARIABLES: tuple[str, ...] = tuple(row.variable for row in ENGINES)
 
 
-def asked(plugins: dict[str, Any], mesh: ParallelismConfig | None, mixed_precision: str) -> Engine:
+def asked(plugins: dict[str, Any], mesh: ParallelismConfig | None, mixed_precision: str) -> EngineSetup:
     """The engine that was asked for; the plain one where none was.
 
     plugins: by the name of their argument.
     """
     rows = [row for row in ENGINES if row.is_asked_for(plugins.get(row.argument), mesh)]
     if not rows:
-        return Engine(Request(None, mesh, False, mixed_precision))
+        return EngineSetup(Request(None, mesh, False, mixed_precision))
     row, *others = rows
     kind = row.load()
     rivals = [other.load().name for other in others]
@@ -65,6 +65,6 @@ def asked(plugins: dict[str, Any], mesh: ParallelismConfig | None, mixed_precisi
     return kind(Request(plugins.get(row.argument), mesh, row.is_needed(mesh), mixed_precision))
 
 
-def kind_of(argument: str) -> type[Engine]:
+def kind_of(argument: str) -> type[EngineSetup]:
     """The engine whose settings an argument of `Accelerator` has; the plain one for other arguments."""
-    return next((row.load() for row in ENGINES if row.argument == argument), Engine)
+    return next((row.load() for row in ENGINES if row.argument == argument), EngineSetup)

@@ -27,7 +27,7 @@ class Request(NamedTuple):
     mixed_precision: str
 
 
-class Engine:
+class EngineSetup:
     """One engine. This one is none: each process has the whole model, and DDP if there are several.
 
     name: for people. axis: the axis of a mesh that is as long as the run, where no size was given.

@@ -10,7 +10,7 @@ from accelerate.available import is_deepspeed_available
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.enums import DistributedType
 from accelerate.errors import NotYetSupported
-from accelerate.state.engines.base import Engine, Request, join_a_group, set_world_variables
+from accelerate.state.engines.base import EngineSetup, Request, join_a_group, set_world_variables
 from accelerate.versions import compare_versions
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 OLDEST_DEEPSPEED = "0.16.4"
 
 
-class DeepSpeed(Engine):
+class DeepSpeedSetup(EngineSetup):
     """Models, optimizers and schedulers become DeepSpeed's engines."""
 
     name = "DeepSpeed"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import devices
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.state.engines.base import Engine, Request
+from accelerate.state.engines.base import EngineSetup, Request
 
 if TYPE_CHECKING:
     from accelerate.state.accelerator import AcceleratorState
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 
-class FSDP(Engine):
+class FSDPSetup(EngineSetup):
     """Each process holds a shard of every parameter."""
 
     name = "FSDP"

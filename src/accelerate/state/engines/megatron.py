@@ -11,7 +11,7 @@ from accelerate.available import has_package
 from accelerate.config.enums import DistributedType
 from accelerate.config.megatron import MegatronLMPlugin
 from accelerate.errors import NotYetSupported, Unfit
-from accelerate.state.engines.base import Engine, Request, join_a_group
+from accelerate.state.engines.base import EngineSetup, Request, join_a_group
 from accelerate.versions import compare_versions
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 OLDEST_MEGATRON = "0.16.0"
 
 
-class MegatronLM(Engine):
+class MegatronSetup(EngineSetup):
     """Layers and stages of a model are divided among processes."""
 
     name = "Megatron-LM"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate.engines.megatron.families.base import Family, Stage
+from accelerate.engines.megatron.families.base import ModelFamily, Stage
 from accelerate.engines.megatron.families.bert import Bert
 from accelerate.engines.megatron.families.gpt2 import GPT2
 from accelerate.engines.megatron.families.llama import Llama
 from accelerate.engines.megatron.families.t5 import T5
 
-FAMILIES: dict[str, Family] = {
+FAMILIES: dict[str, ModelFamily] = {
     "gpt2": GPT2(),
     "llama": Llama(),
     "megatron-bert": Bert(),
@@ -18,7 +18,7 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-def family_of(model_config: Any) -> Family:
+def family_of(model_config: Any) -> ModelFamily:
     """The kind of a model."""
     kind = model_config.model_type
     if kind not in FAMILIES:
@@ -30,4 +30,4 @@ def family_of(model_config: Any) -> Family:
     return FAMILIES[kind]
 
 
-__all__ = ["FAMILIES", "Family", "Stage", "family_of"]
+__all__ = ["FAMILIES", "ModelFamily", "Stage", "family_of"]

@@ -36,7 +36,7 @@ class Stage:
     transformer_engine: bool
 
 
-class Family:
+class ModelFamily:
     """One kind of models, by `model_type` of its transformers config."""
 
     # What the names of the weights begin with in a model with a head; files of the model alone leave it out.

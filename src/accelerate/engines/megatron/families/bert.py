@@ -9,13 +9,13 @@ import torch
 from torch import nn
 
 from accelerate.engines.megatron.conversion import Heads, Rule, TiedVocabulary, Vocabulary
-from accelerate.engines.megatron.families.base import Family, Stage
+from accelerate.engines.megatron.families.base import ModelFamily, Stage
 from accelerate.engines.megatron.layers import activation, hide_padding, with_norm
 
 _WORDS = "bert.embeddings.word_embeddings.weight"
 
 
-class Bert(Family):
+class Bert(ModelFamily):
     """`MegatronBertForMaskedLM`, `...ForPreTraining` (by the argument `bert_binary_head`), and a classifier."""
 
     prefix = "bert."

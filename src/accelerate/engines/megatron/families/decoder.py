@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.engines.megatron.families.base import Family, Stage
+from accelerate.engines.megatron.families.base import ModelFamily, Stage
 from accelerate.engines.megatron.layers import block, hide_padding, with_norm
 
 
-class Decoder(Family):
+class Decoder(ModelFamily):
     """A model with causal attention and a head over the vocabulary."""
 
     returns_logits = True

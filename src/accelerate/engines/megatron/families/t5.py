@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from accelerate.engines.megatron.conversion import Gated, Heads, Rule, TiedVocabulary, Vocabulary
-from accelerate.engines.megatron.families.base import Family, Stage
+from accelerate.engines.megatron.families.base import ModelFamily, Stage
 from accelerate.engines.megatron.layers import activation, block, hide_padding, with_norm
 
 _BIAS = "SelfAttention.relative_attention_bias.weight"
 
 
-class T5(Family):
+class T5(ModelFamily):
     """`T5ForConditionalGeneration`."""
 
     def check(self, model: Any, plugin: Any) -> None:

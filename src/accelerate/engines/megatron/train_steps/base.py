@@ -49,10 +49,22 @@ def broadcast(data_iterator: Any, keys: Sequence[str]) -> dict[str, torch.Tensor
     """A batch of Megatron-LM's own datasets, which only the first tensor-parallel rank reads."""
     from megatron.core.tensor_parallel import broadcast_data
 
-    found: dict[str, torch.Tensor] = broadcast_data(
-        list(keys), None if data_iterator is None else next(data_iterator), torch.int64
-    )
+    batch = None if data_iterator is None else taken(data_iterator, *keys)
+    found: dict[str, torch.Tensor] = broadcast_data(list(keys), batch, torch.int64)
     return found
+
+
+def taken(data_iterator: Any, *keys: str) -> dict[str, torch.Tensor]:
+    """The next micro-batch, which has these keys."""
+    batch: dict[str, torch.Tensor] = next(data_iterator)
+    missing = [key for key in keys if key not in batch]
+    if missing:
+        raise ValueError(
+            f"The train step needs {', '.join(f'`{key}`' for key in missing)} of a batch, which has "
+            f"{', '.join(batch)}: give it by that name, or give the MegatronLMPlugin a `custom_get_batch_function` "
+            "(`megatron_dataset_flag` is for batches of Megatron-LM's own datasets)."
+        )
+    return batch
 
 
 def per_token(losses: torch.Tensor, loss_mask: torch.Tensor) -> Loss:

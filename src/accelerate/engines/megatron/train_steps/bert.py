@@ -19,6 +19,7 @@ from accelerate.engines.megatron.train_steps.base import (
     per_token,
     plugin_of,
     reported_mean,
+    taken,
 )
 
 
@@ -41,7 +42,7 @@ class BertTrainStep(AbstractTrainStep):
             return tuple(batch[key].float() if key == "loss_mask" else batch[key] for key in keys)
 
         def of_transformers(data_iterator: Any) -> tuple[torch.Tensor | None, ...]:
-            batch = next(data_iterator)
+            batch = taken(data_iterator, "input_ids")
             tokens, labels = batch["input_ids"].long(), batch.get("labels")
             types = batch.get("token_type_ids")
             types = torch.zeros_like(tokens) if types is None else types.long()

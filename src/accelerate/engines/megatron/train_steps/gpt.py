@@ -18,6 +18,7 @@ from accelerate.engines.megatron.train_steps.base import (
     output_class,
     per_token,
     plugin_of,
+    taken,
 )
 
 
@@ -53,7 +54,7 @@ class GPTTrainStep(AbstractTrainStep):
         return tokens, text[:, 1:].contiguous(), *self._masks(tokens, torch.ones_like(tokens, dtype=torch.float), None)
 
     def _batch_of_transformers(self, data_iterator: Any) -> tuple[torch.Tensor | None, ...]:
-        batch = next(data_iterator)
+        batch = taken(data_iterator, "input_ids")
         tokens, padding = batch["input_ids"].long(), batch.get("attention_mask")
         labels = batch.get("labels")
         if labels is None:

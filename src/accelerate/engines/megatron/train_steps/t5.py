@@ -18,6 +18,7 @@ from accelerate.engines.megatron.train_steps.base import (
     output_class,
     per_token,
     plugin_of,
+    taken,
 )
 
 
@@ -59,7 +60,7 @@ class T5TrainStep(AbstractTrainStep):
             return batch["text_enc"], batch["text_dec"], batch["loss_mask"].float(), batch["labels"], *masks
 
         def of_transformers(data_iterator: Any) -> tuple[torch.Tensor, ...]:
-            batch = next(data_iterator)
+            batch = taken(data_iterator, "input_ids", "labels")
             tokens, labels = batch["input_ids"].long(), batch["labels"].long()
             padding = batch.get("attention_mask")
             padding = torch.ones_like(tokens) if padding is None else padding.long()

@@ -7,9 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from accelerate.checkpoint.model_weights import clean_state_dict_for_safetensors, save
 from accelerate.io.disk import replacing
-from accelerate.io.objects import clean_state_dict_for_safetensors, each_once, save
 from accelerate.io.safe_load import load
+from accelerate.io.stored_tensors import each_once
 from accelerate.state import PartialState
 from tests.harness import run_world
 

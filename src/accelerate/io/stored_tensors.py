@@ -1,21 +1,138 @@
-"""Reading and writing safetensors files and their headers."""
+"""Tensors in files: where each lies, files of the safetensors format, and which tensors of a state dict are one."""
 
 from __future__ import annotations
 
 import json
+import logging
+import math
 import os
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from accelerate.devices.staging import HostTensor, OpenFiles, Stored
 from accelerate.errors import CheckpointError
-from accelerate.io import blocks
+from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
 from accelerate.io.disk import open_plain, parsed
-from accelerate.io.file_range import FileRange, KeptFile
 from accelerate.io.safe_load import explaining
+from accelerate.torch_internals import xla
+
+logger = logging.getLogger(__name__)
+
+
+class StoredTensor(Stored, Protocol):
+    """A tensor that can be read in pieces. path: its file, or empty for a tensor in memory."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    def mapped(self) -> torch.Tensor:
+        """The tensor on the CPU, without reading it if possible."""
+
+
+class KeptFile:
+    """The bytes of a file as it was when this object was created.
+
+    They stay valid even if the file is deleted or replaced. The file is mapped and not kept open, since thousands of
+    weights may each have their own file. Writing to the bytes changes this copy and not the file, so each model has its
+    own.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            info = os.stat(path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{path} with offloaded weights is not there: offload the model again.") from error
+        self._identity = info.st_dev, info.st_ino  # not given to another file while this one is mapped
+        mapped = torch.empty(0, dtype=torch.uint8, device="cpu")
+        if info.st_size:
+            storage: Any = torch.UntypedStorage.from_file(path, False, info.st_size)
+            mapped.set_(storage)
+        self.bytes: Any = mapped.numpy()
+
+    def open(self) -> int | None:
+        """A file descriptor, or None if the path now names another file."""
+        try:
+            handle = os.open(self.path, os.O_RDONLY)
+        except OSError:
+            return None
+        info = os.fstat(handle)
+        if (info.st_dev, info.st_ino) == self._identity:
+            return handle
+        os.close(handle)
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KeptFile:
+        handle = self.open()
+        if handle is None:
+            return self
+        os.close(handle)
+        memo[id(self)] = made = KeptFile(self.path)
+        return made
+
+    def __reduce__(self) -> Any:
+        """Another process opens the file by its path."""
+        return _not_kept, ()
+
+
+def _not_kept() -> None:
+    return None
+
+
+class FileRange(NamedTuple):
+    """A tensor stored in a file. file: pins that very file; without it, the path is opened on each read."""
+
+    path: str
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    file: KeptFile | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def kept(self) -> FileRange:
+        """The same range, pinned to the file that has the path now."""
+        return self._replace(file=KeptFile(self.path))
+
+    def mapped(self) -> torch.Tensor:
+        """The tensor as a view of the mapped file: read when touched, never written back."""
+        count = math.prod(self.shape)
+        if count == 0:
+            return torch.empty(self.shape, dtype=self.dtype, device="cpu")
+        raw, offset = (self.file or KeptFile(self.path)).bytes, self.offset
+        if offset + self.nbytes > len(raw):
+            raise OSError(f"{self.path} is too short to hold its offloaded weight: offload it again.")
+        if offset % self.dtype.itemsize:
+            raw, offset = raw[offset : offset + self.nbytes].copy(), 0
+        return torch.frombuffer(raw, dtype=self.dtype, count=count, offset=offset).view(self.shape)
+
+    def open(self) -> int | None:
+        """A file descriptor, or None if the file was unlinked; it can still be read through its mapping."""
+        return os.open(self.path, os.O_RDONLY) if self.file is None else self.file.open()
+
+    def read(self, view: memoryview, start: int, files: OpenFiles) -> None:
+        """Read its bytes from `start` on into memory."""
+        handle = files.open(self)
+        if handle is None:  # a file that has lost its name is still mapped
+            HostTensor(self.mapped()).read(view, start, files)
+        elif not disk.read(handle, [view], self.offset + start):
+            raise OSError(f"{self.path} ended while an offloaded weight was being read: offload it again.")
+
+
+# --- the safetensors format ---------------------------------------------------------------------------------------
 
 # What the format allows a header to have.
 LARGEST_HEADER = 100_000_000
@@ -168,3 +285,41 @@ class SafetensorsFile:
                 f"{list(shape)} and dtype {dtype}: load another checkpoint."
             )
         return place
+
+
+# --- tied tensors -------------------------------------------------------------------------------------------------
+
+
+def each_once(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A state dict in which each tied tensor has one name only."""
+    owners: dict[int, str] = {}
+    names: dict[Any, str] = {}  # of those that share memory, which are few: what they are takes longer to say
+    kept: dict[str, Any] = {}
+    for name, value in state_dict.items():
+        owner = owners.setdefault(address_of(value), name) if _has_memory(value) else name
+        if owner != name:
+            names.setdefault(view_of(state_dict[owner]), owner)
+            owner = names.setdefault(view_of(value), name)
+        if owner == name:
+            kept[name] = value
+        else:
+            logger.debug(f"{name} is the same tensor as {owner} and is stored once, under that name.")
+    return kept
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """The same number for all tensors that share memory with this one."""
+    return xla.tensor_id(tensor) if tensor.device.type == "xla" else tensor.untyped_storage().data_ptr()
+
+
+def _has_memory(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_meta and value.numel() > 0
+
+
+def view_of(value: Any) -> tuple[Any, ...] | None:
+    """What identifies a tensor: its storage and how it is viewed. None if it has no memory."""
+    if not _has_memory(value):
+        return None
+    storage = (value.device, address_of(value))
+    # A conjugate is other values in the same memory, until they are needed.
+    return *storage, value.storage_offset(), value.shape, value.stride(), value.dtype, value.is_conj(), value.is_neg()

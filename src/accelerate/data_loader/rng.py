@@ -1,32 +1,200 @@
-"""What a dataset (or its collate function) itself draws at random, from the global generators.
+"""The random states of a loader: those that its order comes from, and those that its dataset draws from.
 
-A loader is ahead of the loop, and workers have random states of their own: the states in a checkpoint are not the ones
-that the next batch is read with. Where a dataset draws, the right ones are kept with the position of the loop, and a
-resumed loop reads its first batch with them. Whether it draws is checked now and then, since the states are large.
+The order comes from the global generators, and from generators of the loader's own.
+
+A dataset (or its collate function) may itself draw from the global generators. A loader is ahead of the loop, and
+workers have random states of their own: the states in a checkpoint are not the ones that the next batch is read with.
+Where a dataset draws, the right ones are kept with the position of the loop, and a resumed loop reads its first batch
+with them. Whether it draws is checked now and then, since the states are large.
 """
 
 from __future__ import annotations
 
 import functools
+import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import Sampler, get_worker_info
+from torch.utils.data import (
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
-from accelerate.data_loader import order_rng
-from accelerate.data_loader.epoch_part import Iteration, PositionedLoader, RngStates
+from accelerate.data_loader.epoch import EpochPart, Iteration, PositionedLoader, RngStates
 from accelerate.data_loader.iterable import Envelope
 from accelerate.errors import warn
 from accelerate.torch_internals.data_loader import before_first_read, numpy_seed, renumber
 
 T = TypeVar("T")
 
+# --- of the order -------------------------------------------------------------------------------------------------
 
-# --- in the process of the loop ---------------------------------------------------------------------------------
+
+def generators(loader: PositionedLoader) -> list[torch.Generator]:
+    """The generators that may decide the order of a loader, each once, in the same order however it is wrapped."""
+    found: list[torch.Generator] = []
+    seen: set[int] = set()
+
+    def add(value: Any) -> None:
+        if isinstance(value, torch.Generator) and not any(value is other for other in found):
+            found.append(value)
+
+    def visit(holder: Any) -> None:
+        if id(holder) in seen:
+            return
+        seen.add(id(holder))
+        inner = []
+        for name, value in sorted(getattr(holder, "__dict__", {}).items(), key=lambda item: item[0]):
+            add(value)
+            values = value if type(value) in (list, tuple) and value and _decides(value[0]) else [value]
+            inner += [one for one in values if _decides(one) or name in ("sampler", "batch_sampler")]
+        for one in inner:
+            visit(one)
+
+    add(loader.synchronized_generator)
+    add(loader.part.torch_loader.generator)
+    visit(loader.dataset if loader.part.is_iterable else loader.part.indices)
+    return found
+
+
+def _decides(value: Any) -> bool:
+    return isinstance(value, (Sampler, IterableDataset))
+
+
+def draws_at_once(sampler: Any) -> bool:
+    """Whether nothing more is drawn for an epoch when its first index is there; torch's RandomSampler draws at the end,
+    too."""
+    return type(sampler) in (SequentialSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+# --- to keep and to set -----------------------------------------------------------------------------------------
+
+_GLOBAL: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+    "python": (random.getstate, lambda state: random.setstate((state[0], tuple(state[1]), state[2]))),
+    # numpy imports its generators at their first use.
+    "numpy": (lambda: np.random.get_state(), lambda state: np.random.set_state(state)),
+    "torch": (torch.get_rng_state, lambda state: torch.set_rng_state(torch.as_tensor(state))),
+}
+NAMES = tuple(_GLOBAL)
+
+
+def global_states(names: Iterable[str] = NAMES) -> dict[str, Any]:
+    return {name: _GLOBAL[name][0]() for name in names}
+
+
+def set_global_states(states: dict[str, Any]) -> None:
+    """Set those that are among `states`."""
+    for name, (_, put) in _GLOBAL.items():
+        if name in states:
+            put(states[name])
+
+
+def drawn_since(before: dict[str, Any]) -> set[str]:
+    """From which global generators something was drawn. Equal tensors need not be equal when they are pickled."""
+    after = global_states()
+    return {name for name in before if _plain(before[name]) != _plain(after[name])}
+
+
+def _plain(state: Any) -> bytes:
+    return pickle.dumps(state.numpy() if isinstance(state, torch.Tensor) else state)
+
+
+def random_states(loader: PositionedLoader) -> dict[str, Any]:
+    return {**global_states(), "generators": generator_states(loader)}
+
+
+def generator_states(loader: PositionedLoader) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators(loader)]
+
+
+def set_generators(loader: PositionedLoader, states: list[torch.Tensor]) -> None:
+    for generator, state in zip(generators(loader), states, strict=False):
+        generator.set_state(state)
+
+
+# --- the number that torch's loader draws -----------------------------------------------------------------------
+
+
+def makes_iterator(loader: PositionedLoader, part: EpochPart) -> bool:
+    """Whether torch's loader, when it is iterated next, makes a new iterator, and draws a number (the seed of its
+    workers) for it. That of workers that stay is used again."""
+    return part is not loader.part or loader.reused is None
+
+
+@contextmanager
+def drawing_seed(torch_loader: Any, makes: bool, draws: bool) -> Iterator[None]:
+    """Have torch's loader, while it is told to iterate, take a number from the random states or leave them alone.
+
+    makes: whether it makes an iterator, and so takes one by itself.
+    """
+    if draws == makes:
+        yield
+    elif draws:
+        _draw(torch_loader.generator)
+        yield
+    else:
+        own = torch_loader.generator
+        torch_loader.generator = _twin(own)
+        try:
+            yield
+        finally:
+            torch_loader.generator = own
+
+
+@contextmanager
+def undisturbed(loader: PositionedLoader) -> Iterator[None]:
+    """Let nothing have been drawn."""
+    states = random_states(loader)
+    try:
+        yield
+    finally:
+        set_global_states(states)
+        set_generators(loader, states["generators"])
+
+
+def makes_all_at_once(loader: PositionedLoader, batches: Any) -> bool:
+    """Whether a batch sampler draws its order when it is told to iterate, and not with its first batch."""
+    with undisturbed(loader):
+        before, own = global_states(), generator_states(loader)
+        iter(batches)
+        return bool(drawn_since(before)) or not all(map(torch.equal, own, generator_states(loader)))
+
+
+def state_of_one(start: dict[str, Any], sampler: Any, at_once: bool) -> torch.Tensor:
+    """The state of a generator that shuffles as a single process, which has none, did from the global state.
+
+    at_once: whether a batch sampler has drawn from it before torch's loader drew its number, and not after.
+    """
+    generator = torch.Generator()
+    generator.set_state(start["torch"])
+    if start["draws"] and not at_once:
+        _draw(generator)
+    if isinstance(sampler, RandomSampler):
+        generator.manual_seed(_draw(generator))
+    return generator.get_state()
+
+
+def _draw(generator: torch.Generator | None) -> int:
+    return int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+
+
+def _twin(generator: torch.Generator | None) -> torch.Generator:
+    generator = generator or torch.default_generator
+    twin = torch.Generator(generator.device)
+    twin.set_state(generator.get_state())
+    return twin
+
+
+# --- of a dataset, in the process of the loop ---------------------------------------------------------------------
 
 
 class Reader:
@@ -66,7 +234,7 @@ class InProcess(Reader):
             return self.batches
         if not self._stateful:
             return _read_with(states, self.batches)
-        if not before_first_read(self.batches, functools.partial(order_rng.set_global_states, states)):
+        if not before_first_read(self.batches, functools.partial(set_global_states, states)):
             warn(
                 "This epoch continues with the remaining samples, but the random numbers that its dataset draws differ "
                 "from those of an uninterrupted run, since this version of torchdata cannot restore them: use a loader "
@@ -79,18 +247,18 @@ class InProcess(Reader):
         self._number = number + 1
         if number == self._looks_at:
             self._looks_at *= 2
-            before = order_rng.global_states()
+            before = global_states()
             taken = take()
-            self._known |= order_rng.drawn_since(before)
+            self._known |= drawn_since(before)
             self._iteration.before = {name: before[name] for name in self._known}
             return taken
         if self._known:
-            self._iteration.before = order_rng.global_states(self._known)
+            self._iteration.before = global_states(self._known)
         return take()
 
 
 def _read_with(states: RngStates, batches: Iterator[Any]) -> Iterator[Any]:
-    order_rng.set_global_states(states)
+    set_global_states(states)
     yield from batches
 
 
@@ -122,7 +290,7 @@ class TrackedSampler(Sampler[Any]):
     def _handed_on(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
         for number, batch in enumerate(batches):
             if self._first_rng is not None and number == self._left_out:
-                order_rng.set_global_states(self._first_rng)
+                set_global_states(self._first_rng)
             if self._notes:
                 self._batches[first + number] = batch
                 self._batches.pop(first + number - self._NOTED, None)
@@ -195,18 +363,18 @@ class Replay(Reader):
     def read(self, take: Callable[[], T]) -> T:
         if self._order is None:
             taken = self._reader.read(take)
-            self._order = order_rng.global_states(self._names)
+            self._order = global_states(self._names)
             return taken
         if not self._left:
             return self._reader.read(take)
         self._left -= 1
-        own = order_rng.global_states(self._names)
-        order_rng.set_global_states(self._order if self._left else self._order | self._before)
+        own = global_states(self._names)
+        set_global_states(self._order if self._left else self._order | self._before)
         try:
             return self._reader.read(take)
         finally:
-            self._order = order_rng.global_states(self._names)
-            order_rng.set_global_states(own)
+            self._order = global_states(self._names)
+            set_global_states(own)
 
 
 def read(loader: PositionedLoader, iteration: Iteration, known: set[str], *, seed: bool) -> Reader:
@@ -215,8 +383,8 @@ def read(loader: PositionedLoader, iteration: Iteration, known: set[str], *, see
     known: which generators the dataset is known to draw from. seed: whether torch's loader draws a number to begin.
     """
     part = iteration.part
-    makes = order_rng.makes_iterator(loader, part)
-    with order_rng.drawing_seed(part.torch_loader, makes, seed):
+    makes = makes_iterator(loader, part)
+    with drawing_seed(part.torch_loader, makes, seed):
         torch_loader = _torch_loader(loader, iteration) if makes else loader.reused
         if loader.persistent_workers and part is loader.part:
             loader.reused = torch_loader
@@ -243,7 +411,7 @@ def _torch_loader(loader: PositionedLoader, iteration: Iteration) -> Any:
     return part.again(loader.tracked_sampler).torch_loader
 
 
-# --- in workers -------------------------------------------------------------------------------------------------
+# --- of a dataset, in workers -------------------------------------------------------------------------------------
 
 
 class BatchWithRng(Envelope):
@@ -276,18 +444,18 @@ class _Worker:
         if self._init is not None:
             self._init(self._place)
         self._draws = self._place in self._states
-        order_rng.set_global_states(self._states.get(self._place, {}))
-        self._start = order_rng.global_states()
+        set_global_states(self._states.get(self._place, {}))
+        self._start = global_states()
 
     def __call__(self, samples: Any) -> Any:
         batch = self._collate(samples)
         self._number += 1
         if not self._draws and self._number == self._looks_at:
             self._looks_at *= 2
-            self._draws = bool(order_rng.drawn_since(self._start))
+            self._draws = bool(drawn_since(self._start))
         if not self._draws:
             return batch
-        states = order_rng.global_states()
+        states = global_states()
         states["torch"] = states["torch"].numpy()  # travels with the others, where a tensor would take a file
         return BatchWithRng(batch, self._place, states)
 
