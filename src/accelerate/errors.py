@@ -91,3 +91,15 @@ def in_words(error: Exception) -> str:
         error: the error.
     """
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def a_kind_of(value: object) -> str:
+    """Name the class of a value with its article, as in "an int", "a Linear" or "an SGD".
+
+    Args:
+        value: the value.
+    """
+    name = type(value).__name__
+    spoken = name.lstrip("_")
+    spelt = spoken[:2].isupper() and len(spoken) > 1  # letter by letter: "es gee dee"
+    return f"{'an' if spoken[:1] in ('AEFHILMNORSX' if spelt else 'AEIOaeio') else 'a'} {name}"

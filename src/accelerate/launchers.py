@@ -23,6 +23,7 @@ from accelerate.available import has_package, is_cuda_available
 from accelerate.config.enums import DistributedType, PrecisionType
 from accelerate.config.environment import parse_flag_from_env, patch_environment
 from accelerate.devices import CUDA, XLA, cuda_start
+from accelerate.errors import a_kind_of
 from accelerate.launch.meeting import meeting_point
 from accelerate.launch.tpu import chips
 from accelerate.machine import get_free_port
@@ -277,7 +278,7 @@ test_launch.__test__ = False  # type: ignore[attr-defined]
 def _check_arguments(function: Any, args: Any, **numbers: Any) -> None:
     if not callable(function):
         raise TypeError(
-            f"The first argument is {reprlib.repr(function)}, a {type(function).__name__}, and not a function: pass "
+            f"The first argument is {reprlib.repr(function)}, {a_kind_of(function)}, and not a function: pass "
             "the function without calling it, and its arguments as `args`."
         )
     if isinstance(args, (str, Mapping)) or not isinstance(args, Iterable):

@@ -13,6 +13,7 @@ from accelerate.config.parallel import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accelerate.errors import a_kind_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +80,7 @@ class ParallelismConfig:
         for name, kind in _HANDLERS.items():
             handler = getattr(self, name)
             if handler is not None and not isinstance(handler, kind):
-                raise ValueError(f"{name} is a {type(handler).__name__}: pass a {kind.__name__}.")
+                raise ValueError(f"{name} is {a_kind_of(handler)}: pass a {kind.__name__}.")
         if self.tp_enabled and self.tp_handler is None:
             self.tp_handler = TorchTensorParallelConfig()
         if self.cp_enabled and self.cp_handler is None:

@@ -31,7 +31,7 @@ from accelerate.config.handlers import (
 )
 from accelerate.config.preemption import preemption_settings
 from accelerate.config.project import ProjectConfiguration
-from accelerate.errors import NotYetSupported, WrongHandler
+from accelerate.errors import NotYetSupported, WrongHandler, a_kind_of
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import PrecisionSettings
 from accelerate.scheduler import AcceleratedScheduler
@@ -314,7 +314,7 @@ def _recipe_attribute(handler: KwargsHandler) -> str:
     if isinstance(handler, Recipe) and name in _RECIPES:
         return _RECIPES[name]
     known = ", ".join((*(kind.__name__ for kind in _HANDLERS), *_RECIPES))
-    raise WrongHandler(f"kwargs_handlers cannot contain a {name}: pass any of {known}.")
+    raise WrongHandler(f"kwargs_handlers cannot contain {a_kind_of(handler)}: pass any of {known}.")
 
 
 def _both(first: Callable[[], None], second: Callable[[], None]) -> None:

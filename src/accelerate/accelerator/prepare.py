@@ -15,7 +15,7 @@ from accelerate.compilation import has_compiled_regions, is_compiled_module
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.devices import Device
-from accelerate.errors import warn
+from accelerate.errors import a_kind_of, warn
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision.stepping import FiniteStepper, Stepper
 from accelerate.scheduler import AcceleratedScheduler, horizon
@@ -411,9 +411,7 @@ def _prepared_parameters(
 
 def _warn_of_objects_inside(container: Any, items: Iterable[Any], taken_by: str) -> None:
     """`prepare` returns lists and dicts unchanged, and what is in them is then trained as it was."""
-    missed = [
-        f"a {type(item).__name__}" for item in items if isinstance(item, (torch.nn.Module, torch.optim.Optimizer))
-    ]
+    missed = [a_kind_of(item) for item in items if isinstance(item, (torch.nn.Module, torch.optim.Optimizer))]
     if missed:
         kind = type(container).__name__
         warn(

@@ -15,7 +15,7 @@ from accelerate.accelerator.base import AcceleratorBase
 from accelerate.accumulation import Accumulating, item_count
 from accelerate.available import is_lomo_available
 from accelerate.config.handlers import AutocastKwargs
-from accelerate.errors import warn
+from accelerate.errors import a_kind_of, warn
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.strategies import sync_in_backward
 from accelerate.torch_internals.grad_scaler import has_scaled, unscale_once
@@ -55,7 +55,7 @@ class Stepping(AcceleratorBase):
             if hasattr(loss, "backward"):
                 raise
             raise TypeError(
-                f"`backward` needs the loss as a tensor, and was given a {type(loss).__name__}: pass what the loss "
+                f"`backward` needs the loss as a tensor, and was given {a_kind_of(loss)}: pass what the loss "
                 "function returned, without `.item()`."
             ) from None
         state.backwards += 1

@@ -18,6 +18,7 @@ from accelerate.big_modeling.device_memory import get_balanced_memory
 from accelerate.big_modeling.offload import names_to_offload, refuse_missing, state_to_offload, tie_offloaded, to_host
 from accelerate.big_modeling.ties import find_tied_parameters
 from accelerate.devices.base import DeviceLike
+from accelerate.errors import a_kind_of
 from accelerate.hooks.align import watch
 from accelerate.hooks.attach import attach_align_device_hook_on_blocks
 from accelerate.offload.module_tensors import STAND_INS
@@ -209,7 +210,7 @@ def _move(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
                 "the CPU or on disk, where they are brought in from; dispatch it with another device map instead."
             )
         logger.warning(
-            f"`{name}` moves the weights of a {type(model).__name__} that is spread over devices, and its hooks go on "
+            f"`{name}` moves the weights of {a_kind_of(model)} that is spread over devices, and its hooks go on "
             "as before: dispatch it with another device map instead."
         )
     return getattr(type(model), name)(model, *args, **kwargs)

@@ -13,7 +13,7 @@ from torch import nn
 
 from accelerate.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.devices.staging import HostTensor
-from accelerate.errors import CheckpointError, MissingFile, Unfit
+from accelerate.errors import CheckpointError, MissingFile, Unfit, a_kind_of
 from accelerate.io.disk import is_inside, read_json
 from accelerate.io.safe_load import read_torch
 from accelerate.io.stored_tensors import FileRange, SafetensorsFile, StoredTensor
@@ -120,7 +120,7 @@ def _open_torch(path: Path) -> Contents:
         # Files of the first versions of torch cannot be mapped; another fault shows again.
         weights = read_torch(path)
     if not isinstance(weights, dict):
-        raise CheckpointError(f"{path} holds a {type(weights).__name__} and no state dict: give a file of weights.")
+        raise CheckpointError(f"{path} holds {a_kind_of(weights)} and no state dict: give a file of weights.")
     tensors: dict[str, StoredTensor] = {
         name: HostTensor(value.detach().contiguous().resolve_conj().resolve_neg())
         for name, value in weights.items()

@@ -12,7 +12,7 @@ import torch
 
 from accelerate.comm.base import current
 from accelerate.comm.tree import convert_to_fp32, keys_of, leaves, recursively_apply, replace_leaves
-from accelerate.errors import CannotPadNestedTensorWarning, CannotPickle, DistributedOperationException, warn
+from accelerate.errors import CannotPadNestedTensorWarning, CannotPickle, DistributedOperationException, a_kind_of, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -106,7 +106,7 @@ def gather_object(object: Any) -> Any:
         return object
     if isinstance(object, Mapping):
         raise TypeError(
-            f"gather_object joins lists, and would keep only the keys of a {type(object).__name__}: pass it in a "
+            f"gather_object joins lists, and would keep only the keys of {a_kind_of(object)}: pass it in a "
             "list, `gather_object([object])`, to get a list with one from each process."
         )
     return [item for items in communicator.gather_objects(object) for item in items]

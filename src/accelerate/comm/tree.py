@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from accelerate.config.tensors import TensorInformation
+from accelerate.errors import a_kind_of
 
 
 def is_torch_tensor(tensor: Any) -> bool:
@@ -306,7 +307,7 @@ def find_batch_size(data: Any) -> int | None:
         return tensor.shape[0]
     if isinstance(data, (tuple, list, Mapping)) and len(data) == 0:
         raise ValueError(f"Cannot tell the batch size of an empty {type(data).__name__}.")
-    raise TypeError(f"Cannot tell the batch size of a {type(data).__name__} that holds no tensor.")
+    raise TypeError(f"Cannot tell the batch size of {a_kind_of(data)} that holds no tensor.")
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:

@@ -15,6 +15,7 @@ from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMak
 from accelerate.config.migrate import migrate
 from accelerate.config.options import FAMILIES, FILE_ONLY, OPTIONS, SECTIONS
 from accelerate.constants import SAGEMAKER_PYTHON_VERSION, SAGEMAKER_PYTORCH_VERSION, SAGEMAKER_TRANSFORMERS_VERSION
+from accelerate.errors import a_kind_of
 from accelerate.text import did_you_mean
 
 
@@ -359,7 +360,7 @@ def _check_keys(content: Mapping[Any, Any], where: str) -> None:
     for key in content:
         if not isinstance(key, str):
             raise ValueError(
-                f"{where} has the key {key!r}, a {type(key).__name__}, where a name belongs: correct it, or put it in "
+                f"{where} has the key {key!r}, {a_kind_of(key)}, where a name belongs: correct it, or put it in "
                 "quotes if YAML takes it for something else (on, off, yes and no are true and false to it)."
             )
 

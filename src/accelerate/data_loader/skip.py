@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin
 from accelerate.data_loader.torch_loaders import kept_arguments, same_batches, skipped_batches
+from accelerate.errors import a_kind_of
 
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
@@ -54,7 +55,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         return dataloader.without_first(num_batches)
     if not hasattr(dataloader, "dataset"):
         raise AttributeError(  # as the release does, with other words
-            f"Batches of a DataLoader can be skipped, and this is a {type(dataloader).__name__}: pass the loader "
+            f"Batches of a DataLoader can be skipped, and this is {a_kind_of(dataloader)}: pass the loader "
             "itself, or leave batches out with `itertools.islice`."
         )
     arguments = kept_arguments(dataloader)

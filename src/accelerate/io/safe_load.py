@@ -30,7 +30,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from accelerate.errors import CheckpointError, MissingFile
+from accelerate.errors import CheckpointError, MissingFile, a_kind_of
 from accelerate.io import disk
 from accelerate.torch_internals.serialization import names_taken
 
@@ -77,7 +77,7 @@ class _Array(np.ndarray[Any, Any]):
 
 def _dtype(kind: Any) -> np.dtype[Any]:
     if not isinstance(kind, _Dtype):
-        raise ValueError(f"a {type(kind).__name__} is in the place of a dtype of NumPy")
+        raise ValueError(f"{a_kind_of(kind)} is in the place of a dtype of NumPy")
     return kind.dtype
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from accelerate.devices.staging import HostTensor, OpenFiles, Stored
-from accelerate.errors import CheckpointError
+from accelerate.errors import CheckpointError, a_kind_of
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
 from accelerate.io.disk import open_plain, parsed
@@ -208,7 +208,7 @@ def _name_of(dtype: torch.dtype) -> str | None:
 def _tensor(value: Any, name: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(
-            f"{name} in the state dict is a {type(value).__name__} and no tensor, so safetensors cannot store it: "
+            f"{name} in the state dict is {a_kind_of(value)} and no tensor, so safetensors cannot store it: "
             "save with `safe_serialization=False`."
         )
     return value
@@ -229,7 +229,7 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
             raise ValueError(f"its header should have {length} bytes, and the file has {size}")
         header = parsed(file.read(length))
     if not isinstance(header, dict):
-        raise ValueError(f"its header holds a {type(header).__name__}")
+        raise ValueError(f"its header holds {a_kind_of(header)}")
     end = 8 + length + _length_of({name: entry for name, entry in header.items() if name != "__metadata__"})
     if end != size:
         raise ValueError(f"it has {size} bytes and should have {end}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from accelerate.devices.staging import bytes_of
-from accelerate.errors import CheckpointError
+from accelerate.errors import CheckpointError, a_kind_of
 from accelerate.io.disk import read_json, replacing
 from accelerate.io.stored_tensors import FileRange, SafetensorsFile
 
@@ -43,7 +43,7 @@ def offload_weight(
     index = {} if index is None else index
     if hasattr(weight, "__tensor_flatten__"):
         raise ValueError(
-            f"{weight_name} is a {type(weight).__name__}, which is made of several tensors and cannot be written to "
+            f"{weight_name} is {a_kind_of(weight)}, which is made of several tensors and cannot be written to "
             f"{offload_folder}: keep it in memory."
         )
     raw = weight.detach().to("cpu").contiguous().resolve_conj().resolve_neg()
@@ -108,7 +108,7 @@ def load_offload_index(folder: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         content: dict[str, Any] = read_json(path)
         if not isinstance(content, dict):
-            raise ValueError(f"it holds a {type(content).__name__}")
+            raise ValueError(f"it holds {a_kind_of(content)}")
     except ValueError as error:
         raise CheckpointError(f"{path} is damaged ({error}): remove it, and offload the model again.") from error
     return content

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accelerate.config.parallel import TorchTensorParallelPlugin
+from accelerate.errors import a_kind_of
 from accelerate.parallelism_config import ParallelismConfig
 
 if TYPE_CHECKING:
@@ -17,9 +18,9 @@ def mesh_config(
 ) -> ParallelismConfig | None:
     """The axes that were asked for. launched: whether the launch asks for a mesh, too."""
     if config is not None and not isinstance(config, ParallelismConfig):
-        raise TypeError(f"parallelism_config is a {type(config).__name__}: pass a ParallelismConfig.")
+        raise TypeError(f"parallelism_config is {a_kind_of(config)}: pass a ParallelismConfig.")
     if tensor_parallel is not None and not isinstance(tensor_parallel, TorchTensorParallelPlugin):
-        raise TypeError(f"torch_tp_plugin is a {type(tensor_parallel).__name__}: pass a TorchTensorParallelPlugin.")
+        raise TypeError(f"torch_tp_plugin is {a_kind_of(tensor_parallel)}: pass a TorchTensorParallelPlugin.")
     if config is None and launched:
         config = ParallelismConfig()
     if tensor_parallel is not None:

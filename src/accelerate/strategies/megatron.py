@@ -30,7 +30,7 @@ from accelerate.engines.megatron_lm import (
     MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper,
 )
-from accelerate.errors import NotYetSupported, warn
+from accelerate.errors import NotYetSupported, a_kind_of, warn
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Outputs
 from accelerate.strategies.whole_step import WholeStepStrategy
@@ -158,7 +158,7 @@ class Megatron(WholeStepStrategy):
         if scheduler is not None:
             if not isinstance(scheduler.value, MegatronLMDummyScheduler):
                 raise ValueError(
-                    f"Megatron-LM makes its own scheduler, and cannot step a {type(scheduler.value).__name__}: pass a "
+                    f"Megatron-LM makes its own scheduler, and cannot step {a_kind_of(scheduler.value)}: pass a "
                     "`MegatronLMDummyScheduler`."
                 )
             refuse_unknown(

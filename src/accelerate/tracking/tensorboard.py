@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from accelerate.available import is_tensorboard_available
+from accelerate.errors import a_kind_of
 from accelerate.tracking.base import LibraryTracker, as_number, on_main_process, one_by_one
 
 
@@ -90,7 +91,7 @@ class TensorBoardTracker(LibraryTracker):
             elif (number := as_number(value)) is not None:
                 self.writer.add_scalar(key, number, global_step=step, **kwargs)
             else:
-                raise TypeError(f"a {type(value).__name__} is not a number, string or dict")
+                raise TypeError(f"{a_kind_of(value)} is not a number, string or dict")
 
         try:
             one_by_one(values, add)

@@ -189,7 +189,7 @@ def test_a_list_comes_back_as_it_is_and_that_is_said(kind: Any) -> None:
     net = Net()
     accelerator = Accelerator(cpu=True)
     objects = kind([net, sgd(net)])
-    with pytest.warns(UserWarning, match=rf"a {kind.__name__} that holds a Net and a SGD .* `prepare\(\*") as caught:
+    with pytest.warns(UserWarning, match=rf"a {kind.__name__} that holds a Net and an SGD .* `prepare\(\*") as caught:
         assert accelerator.prepare(objects) is objects
     assert len(caught) == 1 and caught[0].filename == __file__
     by_name = {"net": net, "steps": 3}

@@ -313,8 +313,8 @@ def test_an_empty_variable_is_no_place() -> None:
     ("text", "where", "key"),
     [
         ("dynamo_config: {on: 1}", "`dynamo_config` in", "True, a bool"),
-        ("fsdp_config: {1: 2, a: 3}", "`fsdp_config` in", "1, a int"),
-        ("foo: 2\n3: 4\n", "The config file", "3, a int"),
+        ("fsdp_config: {1: 2, a: 3}", "`fsdp_config` in", "1, an int"),
+        ("foo: 2\n3: 4\n", "The config file", "3, an int"),
         ("null: 3", "The config file", "None, a NoneType"),
     ],
 )

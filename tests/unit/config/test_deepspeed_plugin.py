@@ -177,9 +177,9 @@ def test_a_plugin_is_selected_by_the_state() -> None:
 
 
 def test_what_is_missing_or_wrong_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(TypeError, match="deepspeed_plugin is a object: pass a DeepSpeedPlugin"):
+    with pytest.raises(TypeError, match="deepspeed_plugin is an object: pass a DeepSpeedPlugin"):
         Accelerator(deepspeed_plugin=object())
-    with pytest.raises(TypeError, match=r"deepspeed_plugins\['one'\] is a int: pass a DeepSpeedPlugin"):
+    with pytest.raises(TypeError, match=r"deepspeed_plugins\['one'\] is an int: pass a DeepSpeedPlugin"):
         Accelerator(deepspeed_plugins={"one": 1})
     with pytest.raises(ValueError, match="either `deepspeed_plugin` or `deepspeed_plugins`"):
         Accelerator(deepspeed_plugin=DeepSpeedPlugin(), deepspeed_plugins={"one": DeepSpeedPlugin()})

@@ -9,6 +9,7 @@ from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accelerate.comm.torch_dist import join_alone
+from accelerate.errors import a_kind_of
 
 if TYPE_CHECKING:
     from accelerate.parallelism_config import ParallelismConfig
@@ -62,7 +63,7 @@ class EngineSetup:
         if settings is None:
             state._refuse(f"{argument}={type(plugin).__name__}(...) (it has none)")
         if not dataclasses.is_dataclass(plugin):
-            state._refuse(f"{argument}={type(plugin).__name__}(...) (it is a {type(first).__name__})")
+            state._refuse(f"{argument}={type(plugin).__name__}(...) (it is {a_kind_of(first)})")
         if different := differences(plugin, first, settings):
             state._refuse(f"{argument} with {', '.join(different)}")
 

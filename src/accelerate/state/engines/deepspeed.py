@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.available import is_deepspeed_available
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.enums import DistributedType
-from accelerate.errors import NotYetSupported
+from accelerate.errors import NotYetSupported, a_kind_of
 from accelerate.state.engines.base import EngineSetup, Request, join_a_group, set_world_variables
 from accelerate.versions import compare_versions
 
@@ -32,7 +32,7 @@ class DeepSpeedSetup(EngineSetup):
         for name, plugin in plugins.items():
             if not isinstance(plugin, DeepSpeedPlugin):
                 which = f"deepspeed_plugins[{name!r}]" if isinstance(given, dict) else "deepspeed_plugin"
-                raise TypeError(f"{which} is a {type(plugin).__name__}: pass a DeepSpeedPlugin.")
+                raise TypeError(f"{which} is {a_kind_of(plugin)}: pass a DeepSpeedPlugin.")
             if plugin.hf_ds_config.is_true("msamp.enabled"):
                 raise NotYetSupported("MS-AMP with DeepSpeed (`enable_msamp`)", "leave it out, and use 'bf16'.")
         if not plugins:

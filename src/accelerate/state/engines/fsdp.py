@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import devices
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
+from accelerate.errors import a_kind_of
 from accelerate.state.engines.base import EngineSetup, Request
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class FSDPSetup(EngineSetup):
 
 def _check_kind(plugin: Any) -> None:
     if not isinstance(plugin, FullyShardedDataParallelPlugin):
-        raise TypeError(f"fsdp_plugin is a {type(plugin).__name__}: pass a FullyShardedDataParallelPlugin.")
+        raise TypeError(f"fsdp_plugin is {a_kind_of(plugin)}: pass a FullyShardedDataParallelPlugin.")
 
 
 def _can_shard(state: PartialState) -> bool:

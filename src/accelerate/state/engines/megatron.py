@@ -10,7 +10,7 @@ from accelerate import devices
 from accelerate.available import has_package
 from accelerate.config.enums import DistributedType
 from accelerate.config.megatron import MegatronLMPlugin
-from accelerate.errors import NotYetSupported, Unfit
+from accelerate.errors import NotYetSupported, Unfit, a_kind_of
 from accelerate.state.engines.base import EngineSetup, Request, join_a_group
 from accelerate.versions import compare_versions
 
@@ -30,7 +30,7 @@ class MegatronSetup(EngineSetup):
     def __init__(self, request: Request) -> None:
         plugin = request.plugin
         if plugin is not None and not isinstance(plugin, MegatronLMPlugin):
-            raise TypeError(f"megatron_lm_plugin is a {type(plugin).__name__}: pass a MegatronLMPlugin.")
+            raise TypeError(f"megatron_lm_plugin is {a_kind_of(plugin)}: pass a MegatronLMPlugin.")
         if request.mixed_precision == "fp8":
             raise NotYetSupported("mixed_precision='fp8' with Megatron-LM", "use 'bf16', or FSDP to spread the model.")
         if not has_package("megatron.core"):
