@@ -13,7 +13,7 @@ from accelerate.comm.tree import ignorant_find_batch_size
 from accelerate.data_loader.epoch import EpochPart, Iteration
 from accelerate.data_loader.position import Position
 from accelerate.data_loader.rng import TrackedSampler, undisturbed
-from accelerate.data_loader.samplers import get_sampler, sampler_owner
+from accelerate.data_loader.samplers import get_sampler, sampler_in_use, sampler_owner
 from accelerate.data_loader.torch_loaders import stateful_loader
 from accelerate.state import GradientState
 
@@ -413,8 +413,6 @@ def forward_epoch(torch_loader: Any, epoch: int) -> None:
         if hasattr(batches, "set_epoch"):
             batches.set_epoch(epoch)
         batches = getattr(batches, "batch_sampler", None)
-    sampler = get_sampler(torch_loader)  # not asked whether it is empty: an endless one has no length
-    parts: list[Any] = [getattr(torch_loader, "sampler", None) if sampler is None else sampler, torch_loader.dataset]
-    for part in parts:
+    for part in (sampler_in_use(torch_loader), torch_loader.dataset):
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)

@@ -13,7 +13,13 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 
 from accelerate.data_loader.indexed import IndexedRandomSampler
 from accelerate.data_loader.iterable import IterableDatasetShard, SkippedDataset, without_first_samples
-from accelerate.data_loader.samplers import SamplerShard, SeedableRandomSampler, cuts_in_order, sampler_owner
+from accelerate.data_loader.samplers import (
+    SamplerShard,
+    SeedableRandomSampler,
+    cuts_in_order,
+    sampler_in_use,
+    sampler_owner,
+)
 from accelerate.data_loader.skip_samplers import SkipSampler
 from accelerate.data_loader.torch_loaders import (
     kept_arguments,
@@ -325,8 +331,7 @@ _ORDERS = (SequentialSampler, RandomSampler, SeedableRandomSampler, IndexedRando
 
 def innermost_sampler(loader: Any) -> Any:
     """The sampler of indices, underneath all batching, sharding and skipping."""
-    owner = sampler_owner(loader)
-    sampler = getattr(loader, "sampler", None) if owner is None else getattr(owner, "sampler", None)
+    sampler = sampler_in_use(loader)
     while isinstance(sampler, (SkipSampler, SamplerShard)):
         sampler = sampler.sampler
     return sampler

@@ -24,7 +24,7 @@ from accelerate.data_loader.samplers import (
     KeptShard,
     SamplerShard,
     SeedableRandomSampler,
-    get_sampler,
+    sampler_in_use,
     sampler_owner,
 )
 from accelerate.data_loader.shard import DataLoaderShard
@@ -190,8 +190,7 @@ def _shared_order(
     if isinstance(loader.dataset, IterableDataset):
         generator = getattr(loader.dataset, "generator", None)
         return generator if isinstance(generator, torch.Generator) else None
-    owner = sampler_owner(loader)
-    sampler: Any = loader.sampler if owner is None else getattr(owner, "sampler", None)
+    owner, sampler = sampler_owner(loader), sampler_in_use(loader)
     if seedable is not None and isinstance(sampler, RandomSampler) and owner is not None:
         if sampler.replacement:
             seedable = SeedableRandomSampler  # what may come twice is no order of all there is
@@ -222,8 +221,7 @@ def _asked_samples(sampler: RandomSampler) -> int | None:
 
 def _own_distributed_sampler(loader: Any, processes: int) -> DistributedSampler[Any] | None:
     """The loader's DistributedSampler, where it makes the shares of just these processes."""
-    sampler = get_sampler(loader)
-    sampler = loader.sampler if sampler is None else sampler
+    sampler = sampler_in_use(loader)
     if not isinstance(sampler, DistributedSampler) or sampler.num_replicas != processes:
         return None
     warn(

@@ -427,6 +427,12 @@ def get_sampler(dataloader: Any) -> Any:
     return getattr(owner, "sampler", None) if owner is not None else None
 
 
+def sampler_in_use(dataloader: Any) -> Any:
+    """Like `get_sampler`; for an iterable dataset, or without batches, whatever the loader calls its sampler."""
+    owner = sampler_owner(dataloader)
+    return getattr(dataloader if owner is None else owner, "sampler", None)
+
+
 def sampler_owner(dataloader: Any) -> Any:
     """The object whose `sampler` attribute is the sampler of indices: what to assign to in order to replace it."""
     if isinstance(dataloader.dataset, IterableDataset):
