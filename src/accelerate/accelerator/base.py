@@ -111,7 +111,7 @@ class AcceleratorBase(AcceleratorFacts):
         preemption: str | None = None,
         nonfinite: str | None = None,
     ) -> None:
-        _check_settings(kwargs_handlers, rng_types)
+        _check_settings(kwargs_handlers, rng_types, dataloader_config)
         _check_kind("project_config", project_config, ProjectConfiguration, ", or only a folder as `project_dir`")
         _check_kind("gradient_accumulation_plugin", gradient_accumulation_plugin, GradientAccumulationPlugin)
         accumulation = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
@@ -275,8 +275,10 @@ def _check_kind(name: str, setting: Any, kind: type, otherwise: str = "") -> Non
         raise TypeError(f"{name} is {setting!r}: pass a {kind.__name__}{otherwise}.")
 
 
-def _check_settings(kwargs_handlers: Any, rng_types: Any) -> None:
+def _check_settings(kwargs_handlers: Any, rng_types: Any, dataloader_config: Any) -> None:
     """Say what is of the wrong kind here, before it fails somewhere else."""
+    if isinstance(dataloader_config, dict):  # any object that has the settings will do, as in the release
+        _check_kind("dataloader_config", dataloader_config, DataLoaderConfiguration)
     if isinstance(kwargs_handlers, KwargsHandler):
         name = type(kwargs_handlers).__name__
         raise TypeError(f"kwargs_handlers is a {name}: pass a list, `kwargs_handlers=[{name}(...)]`.")
@@ -291,6 +293,8 @@ def _accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) 
     if plugin is not None:
         if steps != 1:
             raise ValueError("Pass either `gradient_accumulation_steps` or a GradientAccumulationPlugin, not both.")
+        if isinstance(plugin.num_steps, int) and plugin.num_steps < 1:
+            raise ValueError(f"GradientAccumulationPlugin has num_steps={plugin.num_steps}: it must be at least 1.")
         return plugin
     # The variable comes from the launcher, where a person has asked for it: it wins over the script.
     variable = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"

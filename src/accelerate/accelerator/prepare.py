@@ -88,6 +88,11 @@ class Preparing(AcceleratorBase):
                 _warn_of_objects_inside(item, item, "")
             elif isinstance(item, dict):
                 _warn_of_objects_inside(item, item.values(), ".values()")
+            elif isinstance(item, torch.utils.data.Dataset) and not isinstance(item, torch.nn.Module):
+                warn(
+                    f"`prepare` was given a dataset, {a_kind_of(item)}, and returns it unchanged, so every process "
+                    "reads all of it: pass a DataLoader of it."
+                )
         self._call_overrides(bundle, "models")
         self._call_overrides(bundle, "optimizers")
         schedulers = _split_off(bundle.schedulers) if self._overrides("schedulers") else []

@@ -51,6 +51,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     Returns:
         A loader for the rest. When it has been read, a prepared `dataloader` goes on with the next epoch.
     """
+    if num_batches < 0:
+        raise ValueError(f"num_batches is {num_batches}: it must be at least 0.")
     if hasattr(dataloader, "without_first"):  # a prepared one, or one around it
         return dataloader.without_first(num_batches)
     if not hasattr(dataloader, "dataset"):

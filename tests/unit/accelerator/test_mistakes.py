@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, init_empty_weights
+from accelerate import Accelerator, init_empty_weights, skip_first_batches
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, RNGType
@@ -182,6 +182,24 @@ def test_gradients_that_are_not_scaled_need_no_prepared_optimizer() -> None:
 
 
 # --- prepare ------------------------------------------------------------------------------------------------------
+
+
+def test_a_dataset_is_no_loader_and_that_is_said() -> None:
+    dataset = torch.utils.data.TensorDataset(X)
+    with pytest.warns(
+        UserWarning, match="a dataset, a TensorDataset, and returns it unchanged.* a DataLoader"
+    ) as caught:
+        assert Accelerator(cpu=True).prepare(dataset) is dataset
+    assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_settings_that_are_below_their_least() -> None:
+    with pytest.raises(ValueError, match="num_steps=-1: it must be at least 1"):
+        Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=-1))
+    with pytest.raises(TypeError, match=r"dataloader_config is .*: pass a DataLoaderConfiguration"):
+        Accelerator(cpu=True, dataloader_config={"even_batches": False})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="num_batches is -1: it must be at least 0"):
+        skip_first_batches(torch.utils.data.DataLoader(X), -1)
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
