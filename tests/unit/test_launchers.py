@@ -137,8 +137,11 @@ def wait(parent):
     Path(os.environ["RANK"]).touch()
     while not (Path("0").exists() and Path("1").exists()):
         time.sleep(0.01)
-    if os.environ["RANK"] == "0":
+    while os.environ["RANK"] == "0":
+        # Python drops an interrupt that comes while its hooks after a fork run: then it is sent again.
+        time.sleep(0.5)
         os.kill(parent, signal.SIGINT)
+        time.sleep(10)
     time.sleep(600)
 
 try:

@@ -505,7 +505,7 @@ def _memory(folder: str) -> tuple[int, int, int]:
     accelerator.prepare(Tower())  # whatever is needed once
     accelerator.save_state(f"{folder}/first")
     with torch.device("cpu" if accelerator.is_main_process else "meta"):
-        model = Tower(width=512, depth=32)
+        model = Tower(width=512, depth=64)  # large beside what threads and the allocator take once
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     loading = peak(lambda: accelerator.prepare(model))
     return loading, peak(lambda: accelerator.save_state(f"{folder}/second")), size
