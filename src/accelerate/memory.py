@@ -66,9 +66,10 @@ def find_executable_batch_size(
 
     The batch size is the first argument of the function, and callers leave it out. Prepare models inside the function.
 
-    Ranks continue together: if memory runs out on one of them, all try again with the smallest size. If others wait for
-    that rank in a collective of NCCL, the run ends with a sentence that says so, and starts with the smaller size if
-    its launcher restarts it on one machine.
+    Ranks continue together: if memory runs out on one of them, all try again with the smallest size. Create the
+    Accelerator before the function is called. If others wait for that rank in another process group than the first
+    one, that of a device mesh for example, the run ends with a sentence that says so, and starts with the smaller size
+    if its launcher restarts it on one machine.
 
     Args:
         function: the function. Without it, a decorator is returned.
@@ -92,22 +93,23 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    attempt = function
+    search_with = function
     batch_size = starting_batch_size
-    name = f"{attempt.__module__}.{getattr(attempt, '__qualname__', '')}"
+    name = f"{search_with.__module__}.{getattr(search_with, '__qualname__', '')}"
 
-    @functools.wraps(attempt)
+    @functools.wraps(search_with)
     def search(*args: Any, **kwargs: Any) -> Any:
         nonlocal batch_size
-        _check_arguments(attempt, args)
+        _check_arguments(search_with, args)
         if (remembered := attempts.remembered_size(name)) is not None:
             batch_size = min(batch_size, remembered)
         clear_device_cache(garbage_collection=True)
         while batch_size > 0:
-            outcome = _try(attempt, batch_size, args, kwargs)
+            with attempts.Attempt(name) as attempt:
+                outcome = _try(search_with, batch_size, args, kwargs)
             if outcome.out_of_memory:
                 batch_size = int(batch_size * 0.9) if reduce_batch_size_fn is None else reduce_batch_size_fn()
-            agreed = _agree(outcome, batch_size, name)
+            agreed = _agree(attempt, outcome, batch_size)
             if agreed is None:
                 return outcome.result
             batch_size = agreed
@@ -149,11 +151,11 @@ def _try(function: Callable[..., Any], batch_size: int, args: tuple[Any, ...], k
         return _Outcome(error=error)
 
 
-def _agree(outcome: _Outcome, batch_size: int, name: str) -> int | None:
+def _agree(attempt: attempts.Attempt, outcome: _Outcome, batch_size: int) -> int | None:
     """Returns the size that all ranks try next, or None when all have succeeded."""
     report = attempts.report_of(outcome.error, outcome.out_of_memory, batch_size)
     try:
-        reports = attempts.exchange(report, name)
+        reports = attempt.exchange(report)
     except attempts.OthersWait as wait:
         if outcome.error is not None:
             _raise(outcome.error, report.cut_off)

@@ -19,6 +19,7 @@ from tests.gpu import (  # noqa: F401  (their checks add themselves)
     loading,
     pinning,
     sharding,
+    two_ranks,
 )
 
 
@@ -30,7 +31,9 @@ def run_world(processes: int, name: str) -> str | None:
     ranks = []
     for rank in range(processes):
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        # NCCL takes one rank for each GPU of a machine: so each rank says that it is on a machine of its own.
+        nccl = {"NCCL_HOSTID": f"machine-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **nccl}
         env = {**os.environ, **{key: str(value) for key, value in {**world, **meeting}.items()}}
         command = [sys.executable, "-m", "tests.gpu.run", "--rank", name]
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
@@ -47,7 +50,7 @@ def run_world(processes: int, name: str) -> str | None:
 
 def main(names: list[str]) -> int:
     if names[:1] == ["--rank"]:
-        getattr(checks, names[1])()
+        {check.__name__: check for _, check in checks.WORLDS}[names[1]]()
         return 0
     failed = 0
     runs = [(1, check, False) for check in checks.CHECKS] + [(n, check, True) for n, check in checks.WORLDS]

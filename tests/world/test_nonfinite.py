@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.local_sgd import LocalSGD
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.torch_internals.process_groups import collectives_begun
 from accelerate.utils import FullyShardedDataParallelPlugin
 from tests.harness import run_world
 from tests.unit.accelerator.toys import assert_same_everywhere, weights
@@ -52,10 +54,12 @@ def train(
     shuffle: bool = False,
     seen: list[list[int]] | None = None,
     fused: bool = False,
+    begun: list[int] | None = None,
 ) -> tuple[list[bool], Any, int]:
     """Trains an epoch, in which samples with these indices have something wrong with them; which steps were skipped.
 
-    seen: is given the indices of each batch.
+    seen: is given the indices of each batch. begun: has gradients clipped, and is given how many collectives had begun
+    after each step.
     """
     torch.manual_seed(1)
     loader: Any = DataLoader(Numbered(), batch_size=2, shuffle=shuffle, num_workers=workers)
@@ -78,7 +82,11 @@ def train(
                 loss = outputs.square().mean()
             accelerator.backward(loss)
             before = [parameter.detach().clone() for parameter in model.parameters()]
+            if begun is not None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            if begun is not None:
+                begun.append(collectives_begun())
             scheduler.step()
             optimizer.zero_grad()
             if accelerator.sync_gradients:
@@ -260,7 +268,17 @@ def sharded(version: int) -> dict[str, Any]:
     return {
         "skip": ([number for number, each in enumerate(skipped) if each], steps),
         "stop": stopped(fresh(nonfinite="stop", fsdp_plugin=plugin()), {10}),
+        "clipped": train(fresh(nonfinite="skip", fsdp_plugin=plugin()), {9, 19}, begun=[])[0],
+        "overflow": train(fresh(nonfinite="skip", fsdp_plugin=plugin()), {9, 19}, "gradient", begun=[])[0],
+        "collectives": [collectives(fresh(nonfinite=choice, fsdp_plugin=plugin())) for choice in (None, "skip")],
     }
+
+
+def collectives(accelerator: Accelerator) -> list[int]:
+    """How many begin in each step but the first, with the norm of its clipping."""
+    begun: list[int] = []
+    train(accelerator, set(), begun=begun)
+    return [later - earlier for earlier, later in itertools.pairwise(begun)]
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -269,3 +287,8 @@ def test_fsdp(version: int) -> None:
     assert first == second
     assert first["skip"] == ([2, 4], 12)
     assert "on rank 1 the loss is nan (epoch 0, batch 2, samples 10, 11), and `2.0` (Root) is" in first["stop"]
+    assert [number for number, each in enumerate(first["clipped"]) if each] == [2, 4]
+    assert first["overflow"] == first["clipped"]
+    # The norm that gradients are clipped by tells all ranks whether they are finite.
+    without, with_skip = first["collectives"]
+    assert without == with_skip and len(without) > 2

@@ -2,8 +2,7 @@
 
 The ranks tell each other through the store where they have met, since one that has broken off may be missed by others
 in the middle of a collective. Over gloo it shuts its connections down then: their collectives fail, they break off,
-too, and the process group is made anew. A collective of NCCL goes on waiting on the device, and nothing that torch
-promises ends it.
+too, and the process group is made anew. Over NCCL each rank has a thread that aborts the group when it is told to.
 """
 
 from __future__ import annotations
@@ -14,20 +13,26 @@ import os
 import time
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
+import torch
+
 from accelerate.comm import Communicator, connections, current
+from accelerate.comm.aborting import AbortOnWord
 from accelerate.diagnosis import limits
 from accelerate.per_rank import are_ranks_threads
 from accelerate.state import stopping
 from accelerate.state.accelerator import AcceleratorState
 from accelerate.state.lost import is_about_others
 from accelerate.state.partial import PartialState
-from accelerate.torch_internals.process_groups import all_groups, begun_by_group, own_connection
+from accelerate.torch_internals.process_groups import all_groups, begun_by_group, can_abort, own_connection
 
 _CONNECTING = timedelta(minutes=2)
 # How long others are given to break off by themselves: often all run out of memory in the same step.
 _GRACE = 0.5
+# Between two questions to the store, in seconds.
+_SHORTEST, _LONGEST = 0.01, 0.5
 _ROOT = "accelerate/attempts"
 
 _numbers = itertools.count()
@@ -68,20 +73,53 @@ def report_of(error: Exception | None, again: bool, size: int) -> Report:
     return Report(again, size, text, isinstance(error, RuntimeError) and is_about_others(str(error)))
 
 
-def exchange(report: Report, name: str) -> list[Report]:
-    """The reports of all ranks; called on each of them after each attempt. name: of what is attempted.
+class Attempt:
+    """One attempt of all ranks: made inside of `with`, then `exchange` tells each rank how it went on the others.
 
-    Afterwards they can talk to each other, whatever was going on when some of them broke off.
+    Args:
+        name: of what is attempted.
     """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._prefix = f"{_ROOT}/{PartialState._attempt().partition('-')[0]}/{next(_numbers)}"
+        self._aborting: AbortOnWord | None = None
+
+    def __enter__(self) -> Attempt:
+        comm = _world()
+        if comm.size > 1 and not are_ranks_threads() and _talks_over("nccl") and can_abort():
+            waiting, telling = own_connection(_CONNECTING), own_connection(_CONNECTING)
+            if waiting is not None:
+                # From here on NCCL has connected the ranks: while it does, a wait cannot be ended.
+                comm.all_reduce(torch.zeros(1, device=PartialState().device))
+                keys = [f"{self._prefix}/leave/{rank}" for rank in range(comm.size)]
+                self._aborting = AbortOnWord(waiting, telling, keys, comm.rank)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._aborting is not None:
+            self._aborting.close()
+
+    def exchange(self, report: Report) -> list[Report]:
+        """The reports of all ranks; called on each of them.
+
+        Afterwards they can talk to each other, whatever was going on when some of them broke off.
+        """
+        comm = _world()
+        store = own_connection(_CONNECTING) if comm.size > 1 and not are_ranks_threads() else None
+        if store is None:
+            return comm.gather_objects(report)
+        own = replace(report, begun=begun_by_group(), passed=stopping.passed())
+        reports = _Exchange(store, comm.rank, comm.size, self._prefix, self._name, self._aborting).through_store(own)
+        stopping.catch_up(max(each.passed for each in reports))
+        return reports
+
+
+def _world() -> Communicator:
     # Without a state there is no world to agree with, and asking for one would set it up.
-    comm = current() if PartialState._shared_state else Communicator()
-    store = own_connection(_CONNECTING) if comm.size > 1 and not are_ranks_threads() else None
-    if store is None:
-        return comm.gather_objects(report)
-    own = replace(report, begun=begun_by_group(), passed=stopping.passed())
-    reports = _Exchange(store, comm.rank, comm.size, name).through_store(own)
-    stopping.catch_up(max(each.passed for each in reports))
-    return reports
+    return current() if PartialState._shared_state else Communicator()
 
 
 def remembered_size(name: str) -> int | None:
@@ -99,11 +137,13 @@ def met_again() -> bool:
 
 
 class _Exchange:
-    def __init__(self, store: Any, rank: int, size: int, name: str) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, prefix: str, name: str, aborting: AbortOnWord | None = None
+    ) -> None:
         self._store = store
         self._rank = rank
         self._name = name
-        prefix = f"{_ROOT}/{PartialState._attempt().partition('-')[0]}/{next(_numbers)}"
+        self._aborting = aborting
         self._reports = [f"{prefix}/report/{each}" for each in range(size)]
         self._endings = [f"{prefix}/ending/{each}" for each in range(size)]
 
@@ -115,8 +155,8 @@ class _Exchange:
         if not any(each.broken_off for each in reports):
             return reports
         apart = any(each.again for each in reports) and _are_apart(reports)
-        if apart and not broke and _can_meet_again():
-            connections.shut_down()  # what some have begun, and others never will
+        if apart and not broke and self._can_meet_again():
+            self._cut_off()  # what some have begun, and others never will
             broke = True
         # Who has shut connections down says so only now: all have to know, or none would make the group anew.
         self._tell(self._endings, broke)
@@ -127,24 +167,36 @@ class _Exchange:
         if any(endings):
             global _met_again
             _met_again = True
+            if self._aborting is not None:
+                self._aborting.leave()
             PartialState()._meet_again()
         return reports
 
     def _break_off(self, report: Report) -> bool:
-        """Have the others break off, too; whether connections were shut down for it."""
+        """Have the others break off, too; whether they were cut off for it."""
         if self._wait(self._reports, _GRACE):
             return False
         if report.cut_off and all(each.cut_off for each in self._read().values() if each.broken_off):
             raise self._left()  # nobody has said why: one of them is gone
         limit = limits.limit_from(os.environ)
-        if _can_meet_again():
-            connections.shut_down()
+        if self._can_meet_again():
+            self._cut_off()
             # An error is to be seen, also where another rank computes for long.
             if self._wait(self._reports, None if report.again else limit or limits.DEFAULT_LIMIT):
                 return True
         elif report.again and self._wait(self._reports, limit or None):
             return False
         raise self._left()
+
+    def _cut_off(self) -> None:
+        """End the collectives in which this rank and the others wait for each other."""
+        if self._aborting is not None:
+            self._aborting.others_leave()
+        connections.shut_down()
+
+    def _can_meet_again(self) -> bool:
+        """Whether all that the ranks talk through is a group that this package has made, and that can be cut off."""
+        return _is_one_group() and (self._aborting is not None or (_talks_over("gloo") and connections.known()))
 
     def _left(self) -> OthersWait:
         """To be raised: this rank does not go on with the others, and they know."""
@@ -166,16 +218,16 @@ class _Exchange:
         self._store.check([keys[self._rank]])  # it has arrived when this is answered
 
     def _wait(self, keys: list[str], seconds: float | None) -> bool:
-        """Wait until all keys are there, or for so long; in pieces, between which signals are heard."""
+        """Wait until all keys are there, or for so long; raises where the store is gone."""
         until = None if seconds is None else time.monotonic() + seconds
-        while until is None or time.monotonic() < until:
-            try:
-                self._store.wait(keys, timedelta(seconds=1))
-                return True
-            except RuntimeError:
-                if self._store.check(keys):  # raises where it was no timeout, but the store is gone
-                    return True
-        return bool(self._store.check(keys))
+        # Asked now and then: torch prints two lines whenever a wait of its own runs out, and hears no signals in it.
+        pause = _SHORTEST
+        while not self._store.check(keys):
+            if until is not None and time.monotonic() >= until:
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST)
+        return True
 
 
 def _are_apart(reports: list[Report]) -> bool:
@@ -187,9 +239,13 @@ def _are_apart(reports: list[Report]) -> bool:
     return any(len(counts) > 1 for counts in begun.values())
 
 
-def _can_meet_again() -> bool:
-    """Whether all that the ranks talk through is a group over gloo that this package has made."""
+def _talks_over(backend: str) -> bool:
+    return bool(PartialState().backend == backend)
+
+
+def _is_one_group() -> bool:
+    """Whether there is no group beside the first: nobody would make those of a mesh, of the script or of a save in the
+    background anew."""
     shared: Any = AcceleratorState._shared_state
     more = shared.get("device_mesh") is not None or shared.get("deepspeed_plugins") is not None
-    alone = len(all_groups()) == 1  # nobody would make those of the script anew, nor that of a save in the background
-    return PartialState().backend == "gloo" and connections.known() and alone and not more
+    return len(all_groups()) == 1 and not more

@@ -152,6 +152,7 @@ class FSDP1(Sharded):
         own = [parameter.grad for parameter in gradients.values() if parameter.grad is not None]
         total = total_norm(own, float(norm_type), self.device, lambda gradient: id(gradient) in counted)
         scale_down(own, total, max_norm)
+        self.note_norm(parameters, total)
         return total
 
     def _counts_piece(self, parameter: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,6 +41,15 @@ from accelerate.torch_internals.modules import parameters_of
 from accelerate.unwrap import unwrapped, unwrapped_optimizer
 
 
+@dataclass
+class _Norm:
+    """The norm of some parameters' gradients. backwards: how many there had been by then."""
+
+    total: torch.Tensor
+    parameters: set[int]
+    backwards: int
+
+
 class Sharded(Strategy):
     """Parameters are DTensors, which know themselves how they are spread. An engine with others overrides how the
     shards of a model, of an optimizer and of gradients are got and put back."""
@@ -57,6 +67,9 @@ class Sharded(Strategy):
         self.moved = Moved()
         # The place of this process on the tensor axis, along which what is not split is the same.
         self.tensor_rank = 0
+        # Of the last clipping, once somebody asks whether gradients are finite.
+        self._asks_for_norms = False
+        self._norm: _Norm | None = None
 
     def note_moved(self, before: dict[str, torch.Tensor], model: nn.Module) -> None:
         """Remember which parameter became which. before: those that the model had, by name."""
@@ -84,6 +97,7 @@ class Sharded(Strategy):
         gradients = self._complete(parameters)
         total = total_norm(gradients, float(norm_type), self.device, self._counts)
         scale_down(gradients, total, max_norm)
+        self.note_norm(parameters, total)
         return total
 
     def _counts(self, gradient: torch.Tensor) -> bool:
@@ -103,12 +117,22 @@ class Sharded(Strategy):
         return gradients
 
     def nonfinite(self, parameters: list[torch.Tensor]) -> torch.Tensor:
+        self._asks_for_norms = True
+        norm, wanted = self._norm, set(map(id, parameters))
+        if norm is not None and norm.backwards == self.gradient_state.backwards and wanted <= norm.parameters:
+            norm.parameters -= wanted  # for one step each
+            return norm.total.isfinite().logical_not().float()
         own = super().nonfinite(parameters)
-        # The value may lie in the piece of one process, and another may have no piece at all. No other collective of a
-        # step can tell: gradients go to the owners of their pieces, and a script need not ask for a norm. Where pieces
-        # lie elsewhere, all have to talk through one backend.
+        # The value may lie in the piece of one process, and another may have no piece at all. Without a clipping, no
+        # other collective of a step can tell: gradients go to the owners of their pieces. Where pieces lie elsewhere,
+        # all have to talk through one backend.
         flag = torch.zeros((), device=self.device) if own is None else own.to(self.device)
         return current().all_reduce(flag, "max")
+
+    def note_norm(self, parameters: list[torch.Tensor], total: torch.Tensor) -> None:
+        """Gradients were clipped by this norm, the same on all processes: it tells whether they were finite."""
+        if self._asks_for_norms:
+            self._norm = _Norm(total, set(map(id, parameters)), self.gradient_state.backwards)
 
     # --- shards -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""torch.distributed: the store of the default group, and all groups there are."""
+"""torch.distributed: the store of the default group, all groups there are, and how to abort one."""
 
 from __future__ import annotations
 
@@ -96,6 +96,19 @@ def _bare(store: Any) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = getattr(store, "underlying_store", None)
     return store
+
+
+def can_abort() -> bool:
+    """Whether torch ends the collectives of a process group on demand.
+
+    Without it a rank that waits on its device for one that ran out of memory cannot be reached, and the run ends.
+    """
+    return dist.is_available() and hasattr(dist.ProcessGroup, "abort")
+
+
+def abort(group: Any) -> None:
+    """End the collectives of a group on this process, from any thread; where `can_abort`."""
+    group.abort()
 
 
 # The connection, and the store that it is one to.

@@ -15,7 +15,7 @@ from accelerate.state.attempts import Report
 
 
 def exchange_over(store: Any) -> attempts._Exchange:
-    return attempts._Exchange(store, 0, 2, "train")
+    return attempts._Exchange(store, 0, 2, "attempt", "train")
 
 
 def test_a_store_that_is_gone_is_no_timeout(tmp_path: Path) -> None:
@@ -39,12 +39,10 @@ def test_a_wait_is_seen_by_the_watch() -> None:
     class Waited:
         """Tells that it is waited on."""
 
-        def wait(self, *args: Any) -> None:
-            asked.set()
-            client.wait(*args)
-
         def check(self, keys: list[str]) -> bool:
-            return bool(client.check(keys))
+            found = bool(client.check(keys))
+            asked.set()
+            return found
 
     waiter = threading.Thread(target=exchange_over(Waited())._wait, args=(["word"], None))
     waiter.start()
@@ -62,7 +60,7 @@ def test_ranks_are_apart_if_they_have_begun_different_collectives() -> None:
 
 def test_an_error_is_not_held_back_by_ranks_that_never_report(monkeypatch: pytest.MonkeyPatch) -> None:
     store: Any = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    monkeypatch.setattr(attempts, "_can_meet_again", lambda: True)
+    monkeypatch.setattr(attempts._Exchange, "_can_meet_again", lambda self: True)
     monkeypatch.setenv("ACCELERATE_HANG_TIMEOUT", "0.1")
     failed = Report(False, 8, error="KeyError: 'lost'")
     with pytest.raises(attempts.OthersWait) as caught:
