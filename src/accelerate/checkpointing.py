@@ -28,6 +28,7 @@ from accelerate.io import disk
 from accelerate.io.blocks import summed_up
 from accelerate.io.safe_load import read_torch
 from accelerate.state import PartialState
+from accelerate.unwrap import unwrapped
 
 __all__ = [
     "MODEL_NAME",
@@ -133,7 +134,7 @@ def load_accelerator_state(
         dataloaders,
         scaler,
     )
-    run.models_to_load = models
+    run.models_to_load, run.optimizers_to_load = list(map(unwrapped, models)), optimizers
     kwargs = dict(load_kwargs or {})
     if map_location is not None:
         kwargs["map_location"] = state.device if map_location == "on_device" else "cpu"

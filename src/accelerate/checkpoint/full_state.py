@@ -53,7 +53,8 @@ def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> 
 def load(run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kwargs: Any) -> StagedLoad:
     """Read the files and check that they fit. Returns what applies them to the run.
 
-    torch_load: arguments for `torch.load`, which then reads the files. kwargs: for the models' `load_state_dict`.
+    run: its `models_to_load` are unwrapped. torch_load: arguments for `torch.load`, which then reads the files.
+    kwargs: for the models' `load_state_dict`.
     """
     if kwargs.keys() - {"strict", "assign"}:
         _check_keywords(run.models, kwargs)
@@ -92,9 +93,8 @@ class _Target:
 def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Iterator[_Target]:
     assign, strict = kwargs.get("assign", False), kwargs.get("strict", True)
     # An optimizer comes after the weights, which go back if it objects.
-    optimizers = run.optimizers_after_models or run.optimizers
-    fallible = not all(_loads_as_torch(unwrapped_optimizer(optimizer)) for optimizer in optimizers)
-    for number, model in enumerate(map(unwrapped, run.models_to_load)):
+    fallible = not all(_loads_as_torch(unwrapped_optimizer(optimizer)) for optimizer in run.optimizers)
+    for number, model in enumerate(run.models_to_load):
         own_code = loads_by_own_code(model)
         in_place = not (assign or own_code or fallible)
         weights = _read_model(model, run.device, reader, number, in_place)
@@ -108,7 +108,7 @@ def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Itera
 
 
 def _optimizers(run: Run, reader: CheckpointReader, torch_load: dict[str, Any]) -> Iterator[_Target]:
-    for number, optimizer in enumerate(run.optimizers):
+    for number, optimizer in enumerate(run.optimizers_to_load):
         name, inner = layout.optimizer(number), unwrapped_optimizer(optimizer)
         as_torch = _loads_as_torch(inner)  # found out now, for a hook may remove itself
         if reader.has(layout.optimizer_shards(number)):

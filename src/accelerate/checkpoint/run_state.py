@@ -57,10 +57,11 @@ class Run:
     looked_at: set[str] = field(default_factory=set)
     # Which of how many processes of its machine this one is.
     local: tuple[int, int] = (0, 1)
-    # When loading: how many processes wrote the checkpoint, and the models whose weights are not left to a hook.
+    # When loading: how many processes wrote the checkpoint, and what is loaded at a time, for a hook may come between
+    # optimizers and models, and load some of the models itself.
     saved_ranks: int = 0
     models_to_load: list[torch.nn.Module] = field(default_factory=list)
-    optimizers_after_models: list[Any] = field(default_factory=list)  # the optimizers that load after these weights
+    optimizers_to_load: list[Any] = field(default_factory=list)
 
 
 def named_parameters(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:

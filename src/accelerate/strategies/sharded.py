@@ -244,7 +244,7 @@ class Sharded(Strategy):
         models = [self.read_model(model, reader, number, strict) for number, model in enumerate(run.models_to_load)]
         optimizers = [
             self.read_optimizer(run.models, optimizer, reader, number)
-            for number, optimizer in enumerate(run.optimizers)
+            for number, optimizer in enumerate(run.optimizers_to_load)
         ]
         waiting, exchanged = read_gradients(run, reader, alike=not self.takes_back)
 
@@ -252,7 +252,7 @@ class Sharded(Strategy):
             for model, pieces in zip(run.models_to_load, models, strict=True):
                 self.put_pieces(model, pieces)
             self.put_gradients(run.models, waiting, exchanged)
-            for optimizer, content in zip(run.optimizers, optimizers, strict=True):
+            for optimizer, content in zip(run.optimizers_to_load, optimizers, strict=True):
                 self.put_optimizer_pieces(run.models, unwrapped_optimizer(optimizer), content)
 
         return StagedLoad(apply)
