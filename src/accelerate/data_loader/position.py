@@ -30,13 +30,12 @@ from accelerate.data_loader.epoch import (
     PositionedLoader,
     RngStates,
     Snapshot,
-    innermost_sampler,
     order_of,
     other_order,
 )
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.rng import Reader, Replay
-from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler, sampler_owner
+from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler
 from accelerate.state import ending
 
 
@@ -186,7 +185,7 @@ class Position:
             saved = self._resume.saved
             alike = len(generators) == len(saved.generators)
             return dataclasses.replace(saved, generators=generators) if alike else saved
-        sampler, iteration = innermost_sampler(loader), self.current()
+        sampler, iteration = loader.part.sampler, self.current()
         if iteration is None:
             drawn: DrawnStates = {"before": {}, "workers": dict(self._states_of_workers())}
             progress: dict[str, Any] = {"epoch": loader.iteration, "drawn": drawn}
@@ -316,7 +315,7 @@ class Resume:
         rng.set_global_states(self._loaded)
         # A generator may be shared with another loader. It stays where it is if the order is still being drawn, and not
         # from the place where it was when the checkpoint was saved.
-        if rng.draws_at_once(innermost_sampler(loader)) or (self.same_batches and part.steps):
+        if rng.draws_at_once(loader.part.sampler) or (self.same_batches and part.steps):
             rng.set_generators(loader, self._loaded["generators"])
         self._loaded = None
 
@@ -349,13 +348,13 @@ def _minds_iterating_twice(loader: Any) -> bool:
 def _follow_order(goal: Snapshot, loader: PositionedLoader) -> dict[str, Any] | None:
     """Have a loader shuffle as the one of the checkpoint; returns the random states that the epoch began with."""
     loader.iteration = goal.epoch
-    sampler, start = innermost_sampler(loader), goal.start
+    sampler, start = loader.part.sampler, goal.start
     if isinstance(sampler, SeedableRandomSampler) and goal.seed is not None:
         sampler.initial_seed = goal.seed
     if goal.generators and not rng.generators(loader) and isinstance(sampler, RANDOM_SAMPLERS):
         sampler.generator = torch.Generator()  # several processes shuffled by one; a single one has none
     elif start is not None and not goal.generators and isinstance(sampler, RANDOM_SAMPLERS):
-        batches = sampler_owner(loader)
+        batches = loader.part.sampler_owner
         at_once = batches is not None and rng.makes_all_at_once(loader, batches)
         start = {**start, "generators": [rng.state_of_one(start, sampler, at_once)]}
     rng.set_generators(loader, goal.generators)
