@@ -217,7 +217,7 @@ def _restore_window(accelerator: AcceleratorBase, progress: dict[str, Any] | Non
     for numbers, count in progress["counts"]:
         if max(numbers, default=0) < len(models):
             accumulation.counts[tuple(id(models[number]) for number in numbers)] = count
-    accumulation.state._set_sync_gradients(progress["sync_gradients"])
+    accumulation.state.sync_gradients = progress["sync_gradients"]
     items.factor, items._next_factor, items.used = progress["factors"]
     for values in progress["windows"]:
         window = ItemWindow()
