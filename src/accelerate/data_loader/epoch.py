@@ -260,6 +260,9 @@ class PositionedLoader(Protocol):
     def start_epoch(self, part: EpochPart) -> None:
         """An iteration begins: random states follow rank 0, and everything that knows of epochs is told this one."""
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of a stateful loader: go where it was by itself."""
+
     def forget_state(self) -> None: ...
 
     def forget_workers(self) -> None: ...
@@ -370,8 +373,8 @@ def other_order(saved: Snapshot, loader: Any) -> tuple[str, str] | None:
 
 
 def change(saved: Snapshot, loader: Any) -> str | None:
-    """What is different from when it was saved, in the middle of a sentence; None if nothing is."""
-    if saved.has_batches_of(loader):
+    """What became of the batches that are left, in the middle of a sentence; None if they are the same, or all come."""
+    if saved.has_batches_of(loader) or other_order(saved, loader) is not None:
         return None
     saved = saved.next_epoch()
     old, new = saved.batch, loader.total_batch_size

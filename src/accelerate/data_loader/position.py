@@ -52,11 +52,12 @@ class Phase(Enum):
 class Position:
     """Where the loops over a loader stand; it is shared with the loaders that `skip_first_batches` makes of it.
 
-    follows_dataset: whether to keep the state of a dataset that can be moved, after each batch.
+    exact_resume: the setting of that name: whether a loop goes on in the middle of an epoch, for which the state of a
+    dataset that can be moved is kept after each batch.
     trains: whether the last loop called `backward` for its batches.
     """
 
-    follows_dataset = False
+    exact_resume = False
     trains = False
 
     def __init__(self) -> None:
@@ -111,7 +112,7 @@ class Position:
             batches=part.batches,
             earlier=part.steps - part.batches,
             partial=part.steps > 0,
-            moved_dataset=dataset_to_move(loader) if self.follows_dataset and part.is_iterable else None,
+            moved_dataset=dataset_to_move(loader) if self.exact_resume and part.is_iterable else None,
             workers=dict(start["workers"]),
         )
         if resume is not None:
@@ -207,11 +208,24 @@ class Position:
             order=order_of(loader),
         )
 
-    def load(self, saved: Snapshot, loader: PositionedLoader, *, skips: bool, by_itself: bool) -> None:
+    def way(self, saved: Snapshot | None, loader: PositionedLoader, own_state: Any) -> tuple[bool, bool]:
+        """Whether a stateful loader goes to its place by itself, and whether a loader is taken there."""
+        has_own = own_state is not None and loader.use_stateful_dataloader
+        by_itself = has_own and (saved is None or _can_go_on_by_itself(saved, loader))
+        return by_itself, not by_itself and (has_own or self.exact_resume)
+
+    def load(self, saved: Snapshot | None, loader: PositionedLoader, own_state: Any = None) -> None:
         """Have the next iteration follow the interrupted one.
 
-        skips: and start where that one was. by_itself: where a stateful loader goes, as it has loaded its own state.
+        saved: None where a checkpoint has none. own_state: what a stateful loader said of itself, in a file of its own.
         """
+        by_itself, skips = self.way(saved, loader, own_state)
+        if by_itself:
+            loader.load_state_dict(own_state)
+        else:
+            loader.forget_state()
+        if saved is None:
+            return
         self._reset()
         if loader.persistent_workers:
             loader.forget_workers()  # new ones start with the states that are loaded
@@ -245,7 +259,7 @@ class Position:
         """The dataset that has a state from one epoch to the next, and is read here."""
         if loader.use_stateful_dataloader:
             return stateful_dataset(loader)
-        return dataset_to_move(loader) if self.follows_dataset else None
+        return dataset_to_move(loader) if self.exact_resume else None
 
 
 class Resume:
@@ -330,7 +344,7 @@ class Resume:
         return Replay(reader, steps, names, before)
 
 
-def can_go_on_by_itself(saved: Snapshot, loader: Any) -> bool:
+def _can_go_on_by_itself(saved: Snapshot, loader: Any) -> bool:
     """Whether a stateful loader comes to its place when it loads its own state."""
     return not saved.partial and saved.has_readers_of(loader) and not _minds_iterating_twice(loader)
 
