@@ -29,7 +29,7 @@ from accelerate.torch_internals.modules import (
     loads_by_code_of,
     parameters_of,
 )
-from accelerate.unwrap import unwrapped, unwrapped_optimizer
+from accelerate.unwrap import unwrapped
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.save import Part
@@ -40,7 +40,8 @@ PROGRESS = "progress"
 
 @dataclass
 class Run:
-    """The objects of one training run, on one rank."""
+    """The objects of one training run, on one rank: models as prepared, optimizers and schedulers as the script made
+    them."""
 
     rank: int
     ranks: int
@@ -164,19 +165,18 @@ def apply_objects(loaded: Loaded, run: Run, undo: ExitStack) -> None:
     for number, (item, state) in enumerate(zip(run.custom, loaded.custom, strict=True)):
         load_into(item, state, layout.custom(number))
     for number, (scheduler, state) in enumerate(zip(run.schedulers, loaded.schedulers, strict=True)):
-        load_into(scheduler, state, layout.scheduler(number), getattr(scheduler, "scheduler", None))
+        load_into(scheduler, state, layout.scheduler(number))
     if run.scaler is not None and loaded.scaler is not None:
         load_into(run.scaler, loaded.scaler, layout.scaler())
 
 
-def load_into(item: Any, state: Any, name: str, inner: Any = None) -> None:
-    """Load a state into an object. name: the file it is from. inner: the object inside a wrapper."""
+def load_into(item: Any, state: Any, name: str) -> None:
+    """Load a state into an object. name: the file it is from."""
     try:
         item.load_state_dict(state)
     except Exception as error:
-        kind = type(item if inner is None else inner).__name__
         raise CheckpointError(
-            f"{name} does not fit the {kind} that it is loaded into ({in_words(error)}): give the same "
+            f"{name} does not fit the {type(item).__name__} that it is loaded into ({in_words(error)}): give the same "
             "objects, in the same order, as when it was saved."
         ) from error
 
@@ -277,11 +277,9 @@ def _give_back(item: Any, state: Any) -> None:
 
 def snapshot_optimizer(optimizer: Any, undo: ExitStack) -> None:
     """Have `undo` restore the groups and states of an optimizer: loading replaces them and changes no tensor."""
-    inner = unwrapped_optimizer(optimizer)
-    for values in (*inner.param_groups, *inner.state.values()):
+    for values in (*optimizer.param_groups, *optimizer.state.values()):
         undo.callback(values.update, dict(values))
-    for part in (optimizer, inner):
-        undo.callback(part.__dict__.update, dict(part.__dict__))
+    undo.callback(optimizer.__dict__.update, dict(optimizer.__dict__))
 
 
 def snapshot_model(model: torch.nn.Module, undo: ExitStack) -> None:

@@ -232,7 +232,7 @@ def shared_parts(run: Run, main: bool) -> Iterator[File]:
         return
     for number, scheduler in enumerate(run.schedulers):
         file = File(layout.scheduler(number), scheduler.state_dict())
-        _look_at(file, getattr(scheduler, "scheduler", scheduler), run.looked_at)
+        _look_at(file, scheduler, run.looked_at)
         yield file
     for number, loader in enumerate(run.loaders):
         if getattr(loader, "use_stateful_dataloader", False):
