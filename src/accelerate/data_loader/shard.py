@@ -37,7 +37,7 @@ class DataLoaderShard(PreparedLoader):
     def __init__(
         self,
         dataset: Any,
-        device: torch.device | None = None,
+        device: torch.device | str | int | None = None,
         rng_types: list[Any] | None = None,
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
@@ -48,7 +48,7 @@ class DataLoaderShard(PreparedLoader):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
-        self.device = device
+        self._device = device
         super().__init__(
             dataset,
             skip_batches=skip_batches,
@@ -64,7 +64,17 @@ class DataLoaderShard(PreparedLoader):
 
     def _join_process(self) -> None:
         super()._join_process()
-        self._new_transfer = transfers_to(self.device, self._non_blocking)
+        self.device = self._device
+
+    @property
+    def device(self) -> torch.device | str | int | None:
+        """Where batches go; None leaves them where they are. A script may assign another one between two epochs."""
+        return self._device
+
+    @device.setter
+    def device(self, device: torch.device | str | int | None) -> None:
+        self._device = device
+        self._new_transfer = transfers_to(device, self._non_blocking)
 
     def _synchronize(self) -> None:
         if self.rng_types is not None:

@@ -441,3 +441,12 @@ def test_one_process_reads_in_the_order_of_the_plain_loader() -> None:
         torch.manual_seed(3)
         loader = prepared(plain, dispatch_batches=dispatch)
         assert [values(loader) for _ in range(2)] == expected
+
+
+def test_a_script_may_assign_another_device() -> None:
+    loader: Any = DataLoaderShard(list(range(4)), device=torch.device("cpu"))
+    assert next(iter(loader)).device.type == "cpu"
+    loader.device = "meta"
+    assert loader.device == "meta" and next(iter(loader)).device.type == "meta"
+    loader.device = None
+    assert next(iter(loader)).device.type == "cpu"
