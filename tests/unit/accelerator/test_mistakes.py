@@ -15,7 +15,7 @@ from torch import nn
 from accelerate import Accelerator, init_empty_weights, skip_first_batches
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import GeneralTracker
-from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, RNGType
+from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, ProjectConfiguration, RNGType
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net
 
@@ -31,6 +31,23 @@ def silent() -> Iterator[None]:
 
 def sgd(*models: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.1)
+
+
+def test_python_names_the_accelerator_where_arguments_do_not_fit() -> None:
+    accelerator: Any = Accelerator(cpu=True)
+    for name in ("init_trackers", "backward", "gather", "prepare_model", "no_sync", "trigger_sync_in_backward"):
+        with pytest.raises(TypeError, match=rf"^Accelerator\.{name}\(\) missing 1 required positional argument"):
+            getattr(accelerator, name)()
+    with pytest.raises(TypeError, match=r"^Accelerator\.__init__\(\) got an unexpected keyword argument"):
+        Accelerator(presicion="fp16")  # type: ignore[call-arg]
+
+
+def test_a_project_folder_that_is_no_path_is_refused_before_anything_is_set_up() -> None:
+    with pytest.raises(TypeError, match=r"^project_dir is 3, an int: pass a path"):
+        Accelerator(cpu=True, project_dir=3)  # type: ignore[arg-type]
+    assert AcceleratorState._shared_state == {}
+    with pytest.raises(TypeError, match=r"^project_dir is 3, an int: pass a path"):
+        Accelerator(cpu=True, project_dir=3, project_config=ProjectConfiguration())  # type: ignore[arg-type]
 
 
 def test_a_model_where_its_parameters_are_clipped() -> None:
