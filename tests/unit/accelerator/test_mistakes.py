@@ -50,12 +50,27 @@ def test_a_project_folder_that_is_no_path_is_refused_before_anything_is_set_up()
         Accelerator(cpu=True, project_dir=3, project_config=ProjectConfiguration())  # type: ignore[arg-type]
 
 
-def test_a_model_where_its_parameters_are_clipped() -> None:
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [(Net(), "a Net"), (nn.ModuleList(), "a ModuleList"), (None, "a NoneType"), (1.0, "a float")]
+)
+def test_something_else_where_parameters_are_clipped(wrong: Any, kind: str) -> None:
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(Net())
     for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
-        with pytest.raises(TypeError, match=r"this is a Net: pass `model\.parameters\(\)`"):
-            clip(model, 1.0)
+        with pytest.raises(TypeError) as refused:
+            clip(wrong, 1.0)
+        assert str(refused.value) == (
+            f"The gradients of parameters are clipped, and this is {kind}: pass `model.parameters()`."
+        )
+
+
+def _failing_parameters() -> Iterator[torch.Tensor]:
+    yield torch.ones(1)
+    raise TypeError("of the script itself")
+
+
+def test_an_error_of_the_parameters_themselves_is_shown_where_they_are_clipped() -> None:
+    with pytest.raises(TypeError, match="of the script itself"):
+        Accelerator(cpu=True).clip_grad_norm_(_failing_parameters(), 1.0)
 
 
 def _a_number() -> None:
