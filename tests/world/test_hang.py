@@ -62,6 +62,29 @@ def test_a_collective_that_only_one_rank_calls(tmp_path: Path) -> None:
     assert "Ranks wait in different calls" in told
 
 
+UNEVEN = (
+    "from torch.utils.data import DataLoader\n"
+    "from accelerate import DataLoaderConfiguration\n"
+    "accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))\n"
+    "for batch in accelerator.prepare(DataLoader(torch.arange(5), batch_size=1)):\n"
+    "    accelerator.gather_for_metrics(batch)\n"
+)
+
+
+def test_a_metric_of_a_batch_that_not_all_ranks_have(tmp_path: Path) -> None:
+    told = roll_of(run(tmp_path, UNEVEN + "accelerator.wait_for_everyone()\n"))
+    assert "rank 0 waits in gather_for_metrics (train.py:17)" in told
+    assert "or in a loop that is longer on some ranks, as with `even_batches=False`" in told
+
+
+def test_a_metric_of_a_batch_that_a_rank_which_has_ended_does_not_have(tmp_path: Path) -> None:
+    done = launch(tmp_path, *TWO, script(tmp_path, START + UNEVEN))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "needed rank 1, which had ended already with code 0: look for a loop that is shorter there" in last
+    assert "end together, unless `even_batches=False` was asked for" in last
+
+
 def test_a_rank_that_is_busy(tmp_path: Path) -> None:
     told = roll_of(run(tmp_path, "if rank == 1:\n    load_batch()\ntorch.distributed.all_reduce(torch.ones(1))\n"))
     assert "rank 0 waits in all_reduce (train.py:15) since S; rank 1 runs train.py:11 (load_batch)" in told

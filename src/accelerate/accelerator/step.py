@@ -331,8 +331,16 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     if isinstance(parameters, torch.nn.Module):
-        raise TypeError(
-            "The gradients of parameters are clipped, and this is a "
-            f"{type(parameters).__name__}: pass `model.parameters()`."
-        )
-    return list(parameters)
+        raise _no_parameters(parameters)
+    try:
+        return list(parameters)
+    except TypeError:
+        if hasattr(parameters, "__iter__"):
+            raise
+        raise _no_parameters(parameters) from None
+
+
+def _no_parameters(given: object) -> TypeError:
+    return TypeError(
+        f"The gradients of parameters are clipped, and this is {a_kind_of(given)}: pass `model.parameters()`."
+    )
