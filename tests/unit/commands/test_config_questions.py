@@ -28,8 +28,8 @@ def test_enter_all_the_way_gives_what_was_detected(tmp_path: Path) -> None:
     terminal = Terminal(COMMAND, environment(tmp_path))
     terminal.wait_for("Where will the training run?")
     terminal.send(ENTER)
-    asked = terminal.wait_for("What will it run on?")
-    assert "no GPU: " in asked  # the reason of the suggestion
+    assert "no GPU" not in terminal.wait_for("What will it run on?")
+    terminal.wait_for(" (no GPU: ")  # the reason of the suggestion stands behind its question
     terminal.send(ENTER)
     terminal.wait_for("Run on the CPU")
     terminal.send("n")
@@ -116,6 +116,27 @@ def test_arrows_choose_several_processes_and_wrong_numbers_are_asked_again(tmp_p
         terminal.send(ENTER)
     assert terminal.end() == 0, terminal.shown
     assert written(tmp_path) == config
+
+
+def test_other_hardware_than_that_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "accelerate" / "default_config.yaml"
+    path.parent.mkdir()
+    path.write_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\nuse_cpu: true\n")
+    terminal = Terminal(COMMAND, environment(tmp_path))
+    terminal.wait_for("Where will the training run?")
+    terminal.send(ENTER)
+    terminal.wait_for("What will it run on? (from the file)")
+    terminal.send(DOWN + ENTER)
+    terminal.wait_for("How many machines")
+    terminal.send(ENTER)
+    terminal.wait_for("How is the model spread")
+    terminal.send(ENTER)
+    terminal.wait_for("How many processes")
+    assert "from the file" not in terminal.wait_for("(two on each machine, to begin with) 2")
+    terminal.send(ENTER)
+    terminal.wait_for("mpirun?")
+    terminal.send(CONTROL_C)
+    terminal.end()
 
 
 def test_what_is_written_elsewhere_has_to_be_named(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ def get_cluster_input() -> ClusterConfig:
         answers |= _deepspeed(machines)
     else:
         answers |= {"FSDP": _fsdp, "MEGATRON_LM": _megatron, "NONE": dict}[engine]()
-    answers |= _processes(hardware, devices, machines)
+    answers |= _processes(hardware, devices, machines, anew=hardware != found)
     if (
         hardware == "MULTI_CPU"
         and engine == "NONE"
@@ -147,7 +147,8 @@ def _machines() -> dict[str, Any]:
     return answers
 
 
-def _processes(hardware: str, devices: machine.Accelerators, machines: int) -> dict[str, Any]:
+def _processes(hardware: str, devices: machine.Accelerators, machines: int, *, anew: bool) -> dict[str, Any]:
+    """anew: the file that is replaced counted processes for other hardware."""
     if hardware == "NO":
         return {"num_processes": 1}
     if hardware == "XLA" and (pod := _pod()):
@@ -159,7 +160,8 @@ def _processes(hardware: str, devices: machine.Accelerators, machines: int) -> d
     else:
         suggestion = max(1, devices.count) * machines
         reason = f"one per device and machine: {devices.reason}"
-    answers: dict[str, Any] = {"num_processes": questions.ask(option("num_processes"), suggestion, reason)}
+    processes = questions.ask(option("num_processes"), suggestion, reason, anew=anew)
+    answers: dict[str, Any] = {"num_processes": processes}
     if hardware.startswith("MULTI_") and hardware != "MULTI_CPU":
         answers["gpu_ids"] = questions.ask(option("gpu_ids"), "all") or "all"
         answers["enable_cpu_affinity"] = questions.ask(option("enable_cpu_affinity"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import textwrap
 from collections.abc import Callable, Mapping
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -12,6 +13,9 @@ from accelerate.config.options.base import YES_NO, YES_NO_DIGIT, YES_NO_WORD
 
 # What a config file answered that is about to be replaced, by the name of the setting.
 earlier: dict[str, Any] = {}
+
+# Columns behind a question: "(Use arrow keys)", "(y/N) ", or what is typed.
+ROOM_FOR_ANSWER = 20
 
 _YES_NO = (FLAG, YES_NO, YES_NO_WORD, YES_NO_DIGIT)
 
@@ -86,11 +90,11 @@ def choose(question: str, choices: Mapping[str, str], default: str, reason: str 
         questionary.Choice(_cut(f"{value:<{width}}  {explained}".rstrip(), room), value=value)
         for value, explained in choices.items()
     ]
-    _say(reason)
     # Not through `default=`, which would compare titles in some versions.
     start = next(choice for choice in listed if choice.value == default)
+    shown = _with_reasons(question, reason)
     # The list goes, and the answer stays without its explanation.
-    answer = str(_answer(questionary.select(question, choices=listed, default=start, erase_when_done=True)))
+    answer = str(_answer(questionary.select(shown, choices=listed, default=start, erase_when_done=True)))
     questionary.print(f"? {question} {answer}")
     return answer
 
@@ -137,14 +141,16 @@ def ask(
     choices: Mapping[str, str] | None = None,
     *,
     needed: bool = False,
+    anew: bool = False,
 ) -> Any:
     """The question that a setting declares, in the form that suits its values.
 
     default: what is suggested, unless the file that is replaced has an answer.
+    anew: suggest it whatever the file says, which answered for something else.
     """
     default = option.default if default is None else default
     choices = option.choices if choices is None else choices
-    default, reason = _answered(option, choices, default, reason)
+    default, reason = (default, reason) if anew else _answered(option, choices, default, reason)
     if choices:
         return choose(option.question, choices, str(default if default is not None else next(iter(choices))), reason)
     if option.kind in _YES_NO:
@@ -165,16 +171,18 @@ def _answered(option: Option, choices: Mapping[str, str], default: Any, reason: 
 
 
 def _explained(question: str, reason: str) -> str:
-    """Says the reason of a suggestion, and what explains the question; returns the question alone: it has to fit into
-    a line of the terminal, which would break it in the middle of a word."""
+    """The question, then what explains it and the reason of the suggestion, both in brackets."""
     question, _, more = question.partition("? ")
-    _say(reason)
-    _say(more.strip("()."))
-    return question if question.endswith("?") else f"{question}?"
+    return _with_reasons(f"{question.removesuffix('?')}?", more.strip("()."), reason)
 
 
-def _say(reason: str) -> None:
-    if reason:
-        from rich.console import Console
-
-        Console(highlight=False).print(f"  ({reason})", style="dim", markup=False)
+def _with_reasons(question: str, *reasons: str) -> str:
+    """The question with its reasons: in one line where that leaves room for the answer, else in lines below, which the
+    terminal need not break in the middle of a word."""
+    room = shutil.get_terminal_size().columns - ROOM_FOR_ANSWER
+    words = f"({'; '.join(reason for reason in reasons if reason)})"
+    if words == "()":
+        return question
+    if len(f"? {question} {words}") <= room:
+        return f"{question} {words}"
+    return f"{question}\n{textwrap.fill(words, max(room, 40), initial_indent='  ', subsequent_indent='   ')}"
