@@ -93,7 +93,8 @@ class Reporting(AcceleratorBase):
             unwrap: return the object of the tracker's library instead, for what `log` does not offer.
 
         Returns:
-            The tracker. On ranks where it was not started, a tracker that does nothing.
+            The tracker. On ranks where it was not started, a tracker that does nothing; on the main process, a warning
+            says so.
         """
         from accelerate.tracking import GeneralTracker
 
@@ -104,6 +105,7 @@ class Reporting(AcceleratorBase):
         asked = [item.name if isinstance(item, GeneralTracker) else str(item) for item in self.log_with]
         if self._running.all and name not in asked:
             raise ValueError(f"This Accelerator has no tracker {name!r}: it has {', '.join(map(repr, asked))}.")
+        self._warn_if_not_started("get_tracker", "the tracker it returns does nothing")
         return GeneralTracker(_blank=True)
 
     def log(
@@ -153,13 +155,17 @@ class Reporting(AcceleratorBase):
         self._send("log_table", log_kwargs, table_name, **table, step=step)
 
     def _send(self, method: str, /, *args: Any, **kwargs: Any) -> None:
+        self._warn_if_not_started(method, "its values are lost")
+        self._running.send(method, *args, **kwargs)
+
+    def _warn_if_not_started(self, method: str, so: str) -> None:
+        """Warn, the first time, that the script has asked for trackers and not started them."""
         if self._logs_are_lost:
             self._logs_are_lost = False
             warn(
-                f"`{method}` was called before the trackers of `log_with` were started, so its values are lost: call "
+                f"`{method}` was called before the trackers of `log_with` were started, so {so}: call "
                 "`accelerator.init_trackers(project_name)` first."
             )
-        self._running.send(method, *args, **kwargs)
 
     def _tell_trackers(self, kind: str, text: str) -> None:
         """Tell them what happened to the run: a checkpoint was "saved" or "loaded", whose folder is the text."""

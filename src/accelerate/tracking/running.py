@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from accelerate.errors import warn
+from accelerate.errors import a_kind_of, warn
 from accelerate.tracking.base import GeneralTracker
 from accelerate.tracking.outbox import Outbox, time_limit
 
@@ -89,4 +89,12 @@ class RunningTrackers:
 def _call_with_own(
     function: Callable[..., Any], name: str, own: dict[str, dict[str, Any]] | None, /, *args: Any, **kwargs: Any
 ) -> None:
-    function(*args, **{**kwargs, **(own or {}).get(name, {})})
+    try:
+        function(*args, **{**kwargs, **(own or {}).get(name, {})})
+    except (AttributeError, TypeError) as error:
+        # Not before the call: a tracker of one's own may take anything.
+        if function.__name__ != "log" or isinstance(args[0], Mapping):
+            raise
+        raise TypeError(
+            f'it was given {a_kind_of(args[0])}: pass a dict, as in `accelerator.log({{"loss": loss}})`.'
+        ) from error

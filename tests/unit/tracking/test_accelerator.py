@@ -67,13 +67,33 @@ def test_by_name() -> None:
 
 def test_get_tracker() -> None:
     accelerator = Accelerator(cpu=True, log_with="named")
-    assert type(accelerator.get_tracker("named")) is GeneralTracker  # not started yet
+    with pytest.warns(UserWarning, match=r"`get_tracker` was called before .* returns does nothing: call") as caught:
+        assert type(accelerator.get_tracker("named")) is GeneralTracker  # not started yet
+        accelerator.get_tracker("named")
+    assert len(caught) == 1 and caught[0].filename == __file__
     accelerator.init_trackers("project")
     tracker = accelerator.get_tracker("named")
     assert isinstance(tracker, Named)
     assert accelerator.get_tracker("named", unwrap=True) is tracker.seen
     with pytest.raises(ValueError, match=r"no tracker 'wandb': it has 'named'\."):
         accelerator.get_tracker("wandb")
+    accelerator.end_training()
+
+
+def test_values_without_names() -> None:
+    class Strict(ListTracker):
+        in_background = False
+
+        def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+            self.seen.append(("log", dict(values.items()), step))
+
+    strict = Strict()
+    accelerator = Accelerator(cpu=True, log_with=strict)
+    accelerator.init_trackers("project")
+    with pytest.warns(UserWarning, match=r'it was given an int: pass a dict, as in `accelerator.log\(\{"loss": loss'):
+        accelerator.log(3)  # type: ignore[arg-type]
+    accelerator.log({"a": 1})
+    assert strict.seen[-1][:2] == ("log", {"a": 1})
     accelerator.end_training()
 
 
