@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from accelerate.config.enums import ComputeEnvironment, DistributedType, SageMak
 from accelerate.config.migrate import migrate
 from accelerate.config.options import FAMILIES, FILE_ONLY, OPTIONS, SECTIONS
 from accelerate.constants import SAGEMAKER_PYTHON_VERSION, SAGEMAKER_PYTORCH_VERSION, SAGEMAKER_TRANSFORMERS_VERSION
-from accelerate.errors import a_kind_of
+from accelerate.errors import a_kind_of, warn
 from accelerate.text import did_you_mean
 
 
@@ -100,7 +100,8 @@ class BaseConfig:
         Raises:
             ValueError: the file has an unknown key, or lacks one.
         """
-        return cls._from_file(Path(json_file or folder() / "default_config.json"))
+        path = Path(json_file or folder() / "default_config.json")
+        return cls._from_content(read(path), path)
 
     @classmethod
     def from_yaml_file(cls, yaml_file: str | os.PathLike[str] | None = None) -> BaseConfig:
@@ -115,11 +116,12 @@ class BaseConfig:
         Raises:
             ValueError: the file has an unknown key, or lacks one.
         """
-        return cls._from_file(Path(yaml_file or folder() / "default_config.yaml"))
+        path = Path(yaml_file or folder() / "default_config.yaml")
+        return cls._from_content(read(path), path)
 
     @classmethod
-    def _from_file(cls, path: Path) -> BaseConfig:
-        content, fields = read(path), dataclasses.fields(cls)
+    def _from_content(cls, content: dict[str, Any], path: Path) -> BaseConfig:
+        fields = dataclasses.fields(cls)
         known = {field.name for field in fields}
         unknown = sorted(set(migrate(content)[0]) - known)
         if unknown:
@@ -307,12 +309,12 @@ def load_config_from_file(config_file: str | os.PathLike[str] | None) -> BaseCon
         config_file: the path of the file. By default that of the default config.
     """
     path = default_path() if config_file is None else Path(config_file).expanduser()
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"There is no config file {path}: give another one with `--config_file`, or make one with "
-            "`accelerate config`."
-        )
-    return _class_for(read(path))._from_file(path)
+    return of_content(read(path), path)
+
+
+def of_content(content: dict[str, Any], path: Path) -> BaseConfig:
+    """The config that the content of a file is."""
+    return _class_for(content)._from_content(content, path)
 
 
 def _class_for(content: Mapping[str, Any]) -> type[BaseConfig]:
@@ -320,11 +322,19 @@ def _class_for(content: Mapping[str, Any]) -> type[BaseConfig]:
     return SageMakerConfig if sagemaker else ClusterConfig
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The content of a file as it stands. YAML reads JSON too, so that a name that promises YAML may hold either."""
+def read(path: Path, tell: Callable[[str], None] = warn) -> dict[str, Any]:
+    """The content of a file as it stands. YAML reads JSON too, so that a name that promises YAML may hold either.
+
+    tell: what is called with a sentence about each key that stands twice.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"There is no config file {path}: give another one with `--config_file`, or make one with "
+            "`accelerate config`."
+        )
     try:
         text = path.read_text(encoding="utf-8")
-        content = _from_json(text) if path.suffix == ".json" else _from_yaml(text)
+        content = _from_json(text) if path.suffix == ".json" else _from_yaml(text, path, tell)
     except UnicodeDecodeError as error:
         byte = f"byte {error.object[error.start]:#04x} at position {error.start}"
         raise ValueError(f"The config file {path} is not UTF-8 text ({byte}): save it as UTF-8.") from None
@@ -361,19 +371,36 @@ def _from_json(text: str) -> Any:
         ) from None
 
 
-def _from_yaml(text: str) -> Any:
+def _from_yaml(text: str, path: Path, tell: Callable[[str], None]) -> Any:
     import yaml
 
     around = "check the indentation (spaces alone), colons, quotes and brackets there and in the lines before."
     try:
         # Written in C where it is there: ten times as fast.
-        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+        if (document := loader.get_single_node()) is None:
+            return None
+        for key, lines in _repeated(document):
+            on = " and ".join(map(str, lines))
+            tell(f"The config file {path} has `{key}` on lines {on}, and the last one counts: keep one of them.")
+        return loader.construct_document(document)
     except yaml.MarkedYAMLError as error:
         mark, why = error.problem_mark, " ".join(str(error.problem).split())
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
         raise _Unreadable(f"YAML{where} ({why}): {around}") from None
     except yaml.reader.ReaderError as error:
         raise _Unreadable(f"YAML at position {error.position} ({error.reason}): remove that character.") from None
+
+
+def _repeated(document: Any) -> Iterator[tuple[str, list[int]]]:
+    """The keys of a YAML document, and of its sections, that stand there more than once, with their lines."""
+    whole = [document] if document.id == "mapping" else []
+    sections = [value for mapping in whole for _, value in mapping.value if value.id == "mapping"]
+    for mapping in [*whole, *sections]:
+        lines: dict[str, list[int]] = {}
+        for key, _ in mapping.value:
+            lines.setdefault(str(key.value), []).append(key.start_mark.line + 1)
+        yield from ((key, where) for key, where in lines.items() if len(where) > 1)
 
 
 def _check_keys(content: Mapping[Any, Any], where: str) -> None:

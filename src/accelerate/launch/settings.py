@@ -127,7 +127,8 @@ def read_file(settings: Settings, environ: Mapping[str, str]) -> None:
     path = Path(settings.config_file).expanduser() if settings.config_file else config_file.default_path(environ)
     if not settings.config_file and not path.is_file():
         return
-    settings.file = config_file.load_config_from_file(path)
+    content = config_file.read(path, settings.notes.append)
+    settings.file = config_file.of_content(content, path)
     settings.put(
         "config_file",
         str(path),
@@ -136,7 +137,7 @@ def read_file(settings: Settings, environ: Mapping[str, str]) -> None:
     )
     if not isinstance(settings.file, config_file.ClusterConfig):
         return
-    written, changes = migrate(config_file.read(path))
+    written, changes = migrate(content)
     if changes:
         settings.notes.append(f"{path} is of an earlier release: `accelerate config update` brings it up to date.")
     unknown = settings.file.unknown_in_sections()

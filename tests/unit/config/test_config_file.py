@@ -356,3 +356,15 @@ def test_a_key_that_is_no_word_is_named(tmp_path: Path, text: str, where: str, k
     path.write_text(text)
     with pytest.raises(ValueError, match=rf"^{where} .*config.yaml has the key {key}, where a name belongs"):
         load_config_from_file(path)
+
+
+def test_a_key_that_stands_twice(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("num_processes: 2\nfsdp_config:\n  fsdp_version: 1\n  fsdp_version: 2\nnum_processes: 3\n")
+    with pytest.warns(UserWarning) as caught:
+        config = load_config_from_file(path)
+    assert isinstance(config, ClusterConfig) and config.num_processes == 3 and config.fsdp_config == {"fsdp_version": 2}
+    assert [str(warning.message) for warning in caught] == [
+        f"The config file {path} has `num_processes` on lines 1 and 5, and the last one counts: keep one of them.",
+        f"The config file {path} has `fsdp_version` on lines 3 and 4, and the last one counts: keep one of them.",
+    ]
