@@ -112,6 +112,8 @@ def _read_config(source: Any) -> dict[str, Any]:
             continue
         if isinstance(config, dict):
             return config
+    if str(source).endswith(".json") and not os.path.exists(source):
+        raise ValueError(f"There is no DeepSpeed config file {os.path.abspath(source)}: correct the path.")
     raise ValueError(
         f"The DeepSpeed config {source!r} cannot be read: give a dict, the path of a JSON file, or JSON in base64."
     )

@@ -95,10 +95,16 @@ def test_a_stage_or_a_place_that_does_not_exist(settings: dict[str, Any], senten
         DeepSpeedPlugin(**settings)
 
 
-@pytest.mark.parametrize("source", ["/no/such/file.json", 3, "[1]"])
+@pytest.mark.parametrize("source", ["nosuchfile", 3, "[1]"])
 def test_a_config_that_cannot_be_read(source: Any) -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         DeepSpeedPlugin(hf_ds_config=source)
+
+
+def test_a_config_file_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=rf"^There is no DeepSpeed config file {tmp_path}/ds\.json: correct the path"):
+        DeepSpeedPlugin(hf_ds_config="ds.json")
 
 
 def test_settings_told_twice(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -193,7 +194,9 @@ def _check_config_file(settings: Settings) -> None:
     try:
         config = HfDeepSpeedConfig(path)
     except ValueError:
-        raise ValueError(f"DeepSpeed's config file {path} cannot be read: name one that holds JSON.") from None
+        gone = f"There is no file {os.path.abspath(path)}, which `deepspeed_config_file` names: correct the path."
+        unread = f"DeepSpeed's config file {path} cannot be read: name one that holds JSON."
+        raise ValueError(unread if os.path.exists(path) else gone) from None
     shared = {name: setting for name, setting in PLUGIN_SETTINGS.items() if setting.key is not None}
     twice = [name for name in deepspeed_fields(settings).split(",") if name in shared or name == "mixed_precision"]
     if twice:
