@@ -116,8 +116,7 @@ def every_sample_once(sizes: list[int], lengths: list[int]) -> None:
                 for epoch in range(2):
                     seen: list[int] = []
                     for batch in loader:
-                        # a value without dimension would come from every rank, repeats and all
-                        seen += accelerator.gather_for_metrics(batch.reshape(-1)).tolist()
+                        seen += accelerator.gather_for_metrics(batch).reshape(-1).tolist()
                     assert sorted(seen) == list(range(n)), (name, n, size, epoch, seen)
                     assert not accelerator.gradient_state.in_dataloader
 

@@ -34,7 +34,8 @@ class Collecting(AcceleratorBase):
         """Gather the results of an evaluation step, exactly one per sample.
 
         Samples that were repeated to fill the last batch are dropped from tensors and lists that hold one entry per
-        sample. Tensors without a dimension come back with one entry per rank.
+        sample. Tensors without a dimension come back with one entry per rank; where `batch_size=None` makes every
+        sample a batch, without those of repeats.
 
         Args:
             input_data: tensors, nested structures of them, or lists of picklable objects.
@@ -167,7 +168,8 @@ def _is_row(data: Any) -> bool:
 def _without_repeats(data: Any, loader: Any) -> Any:
     if isinstance(data, torch.Tensor) or _is_array(data):
         if data.ndim == 0:
-            return data
+            # With `batch_size=None`, a value without a dimension is that of a sample.
+            return data[None][:0] if loader.batch_sampler is None and loader.real_samples == 0 else data
         return _first(data, loader.real_samples if _is_for_a_full_batch(data, loader) else _kept(len(data), loader))
     if _is_list_of_objects(data):
         return _first(data, _kept(len(data), loader))
