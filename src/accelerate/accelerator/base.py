@@ -36,6 +36,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import PrecisionSettings
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.text import did_you_mean
 
 if TYPE_CHECKING:
     from accelerate.accelerator.nonfinite import StopAtNonfinite
@@ -282,7 +283,9 @@ def _check_settings(kwargs_handlers: Any, rng_types: Any, dataloader_config: Any
         raise TypeError(f"rng_types is {rng_types!r}: pass a list, `rng_types=[{rng_types!r}]`.")
     for name in rng_types or ():
         if name not in RNGType:
-            raise ValueError(f"rng_types contains {name!r}: choose from {', '.join(map(repr, RNGType.list()))}.")
+            known = RNGType.list()
+            near = did_you_mean(str(name), known)
+            raise ValueError(f"rng_types contains {name!r}{near}: choose from {', '.join(map(repr, known))}.")
 
 
 def _accumulation_plugin(steps: int, plugin: GradientAccumulationPlugin | None) -> GradientAccumulationPlugin:

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate.accelerator.report import Reporting
 from accelerate.comm import current
-from accelerate.errors import warn
+from accelerate.errors import a_kind_of, warn
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -85,6 +85,11 @@ class Saving(Reporting):
         from accelerate.checkpoint.agreement import agree
         from accelerate.checkpoint.model_weights import StreamedWeights, save_weights
 
+        if not hasattr(model, "state_dict"):
+            raise AttributeError(  # as the release does, with other words
+                f"`save_model` writes the weights of a model, and {model!r} is {a_kind_of(model)}: pass the model, and "
+                "then the folder."
+            )
         described = self._strategy.stream_weights(model) if safe_serialization else None
         weights = self.get_state_dict(model) if described is None else StreamedWeights(*described, max_shard_size)
         everywhere = self.project_configuration.save_on_each_node

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,16 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torc
         )
     gaps = [name for name in tensors if not is_covered(name, device_map)]
     if gaps:
-        raise ValueError(
-            f"The device map has no device for {some_of(gaps)} of this {type(model).__name__}: add them, a module "
-            "that contains them, or '' for all the rest."
-        )
+        raise no_device_for(gaps, f" of this {type(model).__name__}")
+
+
+def no_device_for(names: Sequence[str], of_what: str = "") -> ValueError:
+    """The error about tensors that a device map leaves out."""
+    them = "it" if len(names) == 1 else "them"
+    return ValueError(
+        f"The device map has no device for {some_of(names)}{of_what}: add {them}, a module that contains {them}, or '' "
+        "for all the rest."
+    )
 
 
 def refuse_devices(device_map: Mapping[str, int | str | torch.device]) -> None:

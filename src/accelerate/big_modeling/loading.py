@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from accelerate.big_modeling.device_map_checks import closest_entry, refuse_devices
+from accelerate.big_modeling.device_map_checks import closest_entry, no_device_for, refuse_devices
 from accelerate.big_modeling.eight_bit import quantize_and_offload_8bit
 from accelerate.big_modeling.ties import (
     check_tied_parameters_in_config,
@@ -299,9 +299,7 @@ class _Loader:
         devices = {name: self.device_map[entry] for name, entry in entries.items() if entry is not None}
         gaps: list[str] = [name for name in self.found if devices.get(name) is None]
         if gaps:
-            raise ValueError(
-                f"The device map has no device for {some_of(gaps)}: add them, a module that contains them, or ''."
-            )
+            raise no_device_for(gaps)
         return devices
 
     def _wanted(self, name: str) -> torch.dtype:

@@ -104,14 +104,9 @@ def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
             return folder, passed_over
         passed_over.append(sentences[0])
     parent = project_dir / layout.CHECKPOINTS
-    nothing = (
-        f"none of those in it is complete: {' '.join(passed_over).rstrip('.')}"
-        if passed_over
-        else "there is none in it"
-    )
-    raise MissingFile(
-        f"No checkpoint to load in {parent}, {nothing}; give the path of one, or start from the beginning."
-    )
+    wrong = f"No checkpoint in {parent} is complete: {' '.join(passed_over).rstrip('.')}"
+    nothing = wrong if passed_over else f"There is no checkpoint in {parent}"
+    raise MissingFile(f"{nothing}; give the path of one, or start from the beginning.")
 
 
 def _apart(folder: Path, local: tuple[int, int]) -> bool:

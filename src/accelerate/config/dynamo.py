@@ -9,6 +9,7 @@ from typing import Any
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.handlers import KwargsHandler
+from accelerate.text import did_you_mean
 
 PREFIX = "ACCELERATE_DYNAMO_"
 
@@ -47,8 +48,9 @@ class TorchDynamoPlugin(KwargsHandler):
         backend = os.environ.get(PREFIX + "BACKEND", "no") if self.backend is None else self.backend
         name = getattr(backend, "value", backend)
         if name.upper() not in DynamoBackend.list():
-            known = ", ".join(DynamoBackend.list()).lower()
-            raise ValueError(f"The dynamo backend is {name!r}: choose one of {known}.")
+            known = [each.lower() for each in DynamoBackend.list()]
+            near = did_you_mean(name.lower(), known)
+            raise ValueError(f"The dynamo backend is {name!r}{near}: choose one of {', '.join(known)}.")
         self.backend = DynamoBackend(name.upper())
         if self.mode is None:
             self.mode = os.environ.get(PREFIX + "MODE", "default")

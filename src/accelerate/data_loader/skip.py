@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,6 +52,7 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     Returns:
         A loader for the rest. When it has been read, a prepared `dataloader` goes on with the next epoch.
     """
+    num_batches = _whole(num_batches)
     if num_batches < 0:
         raise ValueError(f"num_batches is {num_batches}: it must be at least 0.")
     if hasattr(dataloader, "without_first"):  # a prepared one, or one around it
@@ -67,3 +69,11 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if isinstance(dataloader, SkipDataLoader):
         num_batches += dataloader.skip_batches
     return SkipDataLoader(dataloader.dataset, num_batches, **arguments, **same_batches(dataloader))
+
+
+def _whole(num_batches: Any) -> int:
+    try:
+        is_whole = isinstance(num_batches, float) and num_batches.is_integer()  # as from a division
+        return operator.index(int(num_batches) if is_whole else num_batches)
+    except TypeError:
+        raise TypeError(f"num_batches is {num_batches!r}: pass a whole number.") from None

@@ -24,6 +24,17 @@ if TYPE_CHECKING:
 
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 
+# What is given for a mode by its other names, those of torch among them.
+_OTHER_WORDS = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "no",
+    "fp32": "no",
+    "true": "bf16",
+    "false": "no",
+}
+
 
 class AcceleratorState(PartialState):
     """Hold the settings of a run. The first `Accelerator` creates it, and all instances share them.
@@ -202,15 +213,16 @@ class AcceleratorState(PartialState):
         )
 
 
-def _checked_precision(mode: str | None, name: str = "mixed_precision") -> str | None:
-    if mode is None:
+def _checked_precision(given: Any, name: str = "mixed_precision") -> str | None:
+    if given is None:
         return None
-    mode = str(mode).lower()
+    mode = str(given).lower()
     if mode not in PrecisionType:
         from accelerate.text import did_you_mean
 
         choices = PrecisionType.list()
-        raise ValueError(f"{name} is {mode!r}: choose one of {', '.join(choices)}{did_you_mean(mode, choices)}.")
+        near = did_you_mean(_OTHER_WORDS.get(mode.removeprefix("torch."), mode), choices)
+        raise ValueError(f"{name} is {given!r}: choose one of {', '.join(choices)}{near}.")
     if mode == "fp8" and not is_fp8_available():
         raise ValueError(
             "mixed_precision='fp8' takes torchao, Transformer Engine or MS-AMP, and none of them is installed: "

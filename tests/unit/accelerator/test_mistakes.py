@@ -232,6 +232,17 @@ def test_settings_that_are_below_their_least() -> None:
         Accelerator(cpu=True, dataloader_config={"even_batches": False})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="num_batches is -1: it must be at least 0"):
         skip_first_batches(torch.utils.data.DataLoader(X), -1)
+    for wrong in ("1", 1.5, None):
+        with pytest.raises(TypeError, match=f"^num_batches is {wrong!r}: pass a whole number\\.$"):
+            skip_first_batches(torch.utils.data.DataLoader(X), wrong)  # type: ignore[arg-type]
+    for right in (2.0, torch.tensor(2)):
+        assert len(list(skip_first_batches(torch.utils.data.DataLoader(X[:3]), right))) == 1  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_weights_of_no_model(safe: bool, tmp_path: Path) -> None:
+    with pytest.raises(AttributeError, match="and 'm' is a str: pass the model, and then the folder"):
+        Accelerator(cpu=True).save_model("m", tmp_path, safe_serialization=safe)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
@@ -270,7 +281,13 @@ def test_a_model_without_values() -> None:
             r"kwargs_handlers is a GradScalerKwargs: .* `kwargs_handlers=\[GradScalerKwargs\(\.\.\.\)\]`",
         ),
         ({"project_config": "dir"}, "project_config is 'dir': pass .*`project_dir`"),
-        ({"rng_types": ["generator", "numpyy"]}, "rng_types contains 'numpyy': choose from 'torch', .*, 'generator'"),
+        ({"rng_types": ["generator", "numpy"]}, "rng_types contains 'numpy': choose from 'torch', .*, 'generator'"),
+        ({"rng_types": ["torh"]}, r"rng_types contains 'torh' \(did you mean `torch`\?\): choose from"),
+        ({"dynamo_backend": "inducto"}, r"backend is 'inducto' \(did you mean `inductor`\?\): choose one of no, eager"),
+        ({"mixed_precision": True}, r"mixed_precision is True: choose one of .* \(did you mean `bf16`\?\)\."),
+        ({"mixed_precision": torch.bfloat16}, r"is torch\.bfloat16: choose one of .* \(did you mean `bf16`\?\)\."),
+        ({"mixed_precision": torch.float16}, r"is torch\.float16: choose one of .* \(did you mean `fp16`\?\)\."),
+        ({"mixed_precision": "FP64"}, r"mixed_precision is 'FP64': choose one of no, fp8, fp16, bf16 "),
         ({"rng_types": "generator"}, r"rng_types is 'generator': pass a list, `rng_types=\['generator'\]`"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin()}, "not both"),
