@@ -36,7 +36,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import PrecisionSettings
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import AcceleratorState, GradientState
-from accelerate.text import did_you_mean
 
 if TYPE_CHECKING:
     from accelerate.accelerator.nonfinite import StopAtNonfinite
@@ -283,6 +282,8 @@ def _check_settings(kwargs_handlers: Any, rng_types: Any, dataloader_config: Any
         raise TypeError(f"rng_types is {rng_types!r}: pass a list, `rng_types=[{rng_types!r}]`.")
     for name in rng_types or ():
         if name not in RNGType:
+            from accelerate.text import did_you_mean
+
             known = RNGType.list()
             near = did_you_mean(str(name), known)
             raise ValueError(f"rng_types contains {name!r}{near}: choose from {', '.join(map(repr, known))}.")

@@ -9,7 +9,6 @@ from typing import Any
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.handlers import KwargsHandler
-from accelerate.text import did_you_mean
 
 PREFIX = "ACCELERATE_DYNAMO_"
 
@@ -48,6 +47,8 @@ class TorchDynamoPlugin(KwargsHandler):
         backend = os.environ.get(PREFIX + "BACKEND", "no") if self.backend is None else self.backend
         name = getattr(backend, "value", backend)
         if name.upper() not in DynamoBackend.list():
+            from accelerate.text import did_you_mean
+
             known = [each.lower() for each in DynamoBackend.list()]
             near = did_you_mean(name.lower(), known)
             raise ValueError(f"The dynamo backend is {name!r}{near}: choose one of {', '.join(known)}.")
