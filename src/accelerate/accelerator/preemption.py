@@ -94,8 +94,8 @@ class SaveAndEnd:
             then = (
                 "continues from there on the machines that are left or have joined."
                 if regroups or elastic
-                else f"ends with code {PREEMPTED}. It continues there when it is started with `accelerate launch "
-                "--resume auto` and the script calls `accelerator.resume()`."
+                else f"ends with code {PREEMPTED}. It continues from there when it is started with `accelerate "
+                "launch --resume auto` and the script calls `accelerator.resume()`."
             )
             print(f"\n{reason}: the run was saved to {folder} and {then}", file=sys.stderr, flush=True)
         if regroups:

@@ -199,7 +199,7 @@ class Reporting(AcceleratorBase):
         if handler.output_trace_dir is None:
             return
         if profiler.profiler is None:  # an error in torch, at the end of a training that went well
-            warn("The profile has no trace: nothing was recorded, because the loop was over before its schedule began.")
+            warn("The profile has no trace: nothing was recorded, because the loop ended before its schedule began.")
         else:
             folder = Path(handler.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)

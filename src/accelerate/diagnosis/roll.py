@@ -152,14 +152,14 @@ def was_intended(note: Note) -> bool:
 # What is said of one rank, and of several, by the kind of their notes.
 _PREDICATES = {
     "waits": (
-        "waits in {note.call} ({note.line}) since {waited:.0f} s",
-        "wait in {note.call} ({note.line}) since {waited:.0f} s",
+        "has waited in {note.call} ({note.line}) for {waited:.0f} s",
+        "have waited in {note.call} ({note.line}) for {waited:.0f} s",
     ),
     "runs": ("runs {note.line} ({note.call})", "run {note.line} ({note.call})"),
     "ended": ("has ended", "have ended"),
     "failed": ("failed at {note.line} ({note.text})",) * 2,
     "left": ("has left the group", "have left the group"),
-    "moves": ("goes on with other collectives", "go on with other collectives"),
+    "moves": ("continues with other collectives", "continue with other collectives"),
     "silent": ("shows no sign of life", "show no sign of life"),
 }
 

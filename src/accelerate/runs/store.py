@@ -98,7 +98,7 @@ def writing(path: Path) -> Iterator[sqlite3.Connection]:
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """A view of the file at one moment."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there: train with `log_with='local'` first, or name another folder.")
+        raise FileNotFoundError(f"{path} does not exist: train with `log_with='local'` first, or name another folder.")
     try:
         with closing(_reader(path)) as connection:
             connection.execute("BEGIN")

@@ -37,14 +37,14 @@ def test_a_model_where_its_parameters_are_clipped() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Net())
     for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
-        with pytest.raises(TypeError, match=r"this is a Net: pass `model\.parameters\(\)`"):
+        with pytest.raises(TypeError, match=r"was given a Net: pass `model\.parameters\(\)`"):
             clip(model, 1.0)
 
 
 def _a_number() -> None:
     accelerator = Accelerator()
     accelerator.prepare(Net())
-    with silent(), pytest.raises(TypeError, match="needs the loss as a tensor, and was given a float"):
+    with silent(), pytest.raises(TypeError, match="needs the loss as a tensor, but was given a float"):
         accelerator.backward(0.5)  # type: ignore[arg-type]
 
 
@@ -163,7 +163,7 @@ def test_other_errors_of_a_backward_are_left_as_they_are() -> None:
 def test_scaled_gradients_that_no_optimizer_divides_are_said_once(items: int | None) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     model = accelerator.prepare(Net())
-    with pytest.warns(UserWarning, match="multiplies gradients by 65536, .* pass it to `accelerator.prepare") as caught:
+    with pytest.warns(UserWarning, match="scales gradients by 65536, .* pass it to `accelerator.prepare") as caught:
         accelerator.backward(model(X).sum(), num_items=items)
     assert len(caught) == 1 and caught[0].filename == __file__
     with silent():

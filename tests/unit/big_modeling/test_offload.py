@@ -80,7 +80,7 @@ def test_moving_is_refused_and_casting_is_not(offloaded: nn.Module) -> None:
 
 def test_an_optimizer_of_offloaded_weights_is_warned_of(tmp_path: Path) -> None:
     made = dispatch_model(model(), {"": "cpu", "unused": "disk"}, offload_dir=tmp_path)
-    with pytest.warns(UserWarning, match="This SGD has 2 parameters that are offloaded, which get no gradients"):
+    with pytest.warns(UserWarning, match="This SGD has 2 parameters that are offloaded, so they get no gradients"):
         Accelerator(cpu=True).prepare(torch.optim.SGD(made.parameters(), lr=0.1))
     made.unused.requires_grad_(False)  # type: ignore[union-attr]
     Accelerator(cpu=True).prepare(torch.optim.SGD(made.parameters(), lr=0.1))

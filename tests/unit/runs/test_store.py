@@ -114,6 +114,6 @@ def test_which_file_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     first = write(tmp_path / "a" / "b")
     assert find(None).resolve() == find(str(first)).resolve() == find("a/b").resolve() == first
     write(tmp_path / "c")
-    with pytest.raises(ValueError, match="runs in several folders, so give one: a/b, c"):
+    with pytest.raises(ValueError, match="runs in several folders, so name one of them: a/b, c"):
         find(None)
     assert find("c") == Path("c") / store.FILE_NAME
