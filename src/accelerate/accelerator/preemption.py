@@ -23,7 +23,7 @@ class Preempting(Saving):
     def should_stop(self) -> bool:
         """Whether SIGTERM or SIGUSR1 has reached any rank: True on every rank from the same step on.
 
-        Ask once per step, on all ranks, where a checkpoint would be right. From the first time on, these signals no
+        Check it once per step, on all ranks, where a checkpoint can be saved. From the first time on, these signals no
         longer end the process by themselves. No collective is needed for it.
 
         Example:
