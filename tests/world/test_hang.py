@@ -51,7 +51,7 @@ def roll_of(done: subprocess.CompletedProcess[str]) -> str:
     assert "--- rank 0 on" in text and "train.py" in text
     last = done.stderr.splitlines()[-1]
     assert last == "The run was ended because its ranks waited for each other, as shown above." and "fail" not in last
-    return re.sub(r"since \d+ s", "since S", " ".join(found.groups()[:2]))
+    return re.sub(r"for \d+ s", "for S", " ".join(found.groups()[:2]))
 
 
 def test_a_collective_that_only_one_rank_calls(tmp_path: Path) -> None:

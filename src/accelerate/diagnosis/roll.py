@@ -105,7 +105,7 @@ class Notes:
 
 
 def in_one_line(notes: Sequence[Note], now: float | None = None) -> str:
-    """Who is where: `rank 0 waits in gather (train.py:7) since 61 s; rank 1 ended with code 0`."""
+    """Who is where: `rank 0 has waited in gather (train.py:7) for 61 s; rank 1 ended with code 0`."""
     now = time.time() if now is None else now
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, note in enumerate(notes):
