@@ -80,7 +80,7 @@ class Stages:
         for owner, name, what in (
             (blocks.BlockCopies, "copy", "copies from the device"),
             (cuda_lane.CudaLane, "send", "sending to the device"),
-            (blocks, "_sum", "checksums"),
+            (blocks, "crc32", "checksums"),
             (host_memory, "copy", "copies in host memory"),
             (disk, "bring_in", "mapping"),
             (disk, "get_pages", "memory from the system"),

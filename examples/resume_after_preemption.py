@@ -9,6 +9,7 @@ goes on where the first one stopped, on any number of processes, and ends as if 
 """
 
 import argparse
+import glob
 import os
 import shutil
 import signal
@@ -59,7 +60,7 @@ def main(epochs=6, batch_size=32, folder="runs/preemption", preempt_at=None):
     accelerator.register_for_checkpointing(progress)
 
     # `accelerator.resume()` is the same for a run that is launched with `--resume auto`.
-    if os.path.isdir(os.path.join(folder, "checkpoints")):
+    if glob.glob(os.path.join(folder, "checkpoints", "checkpoint_*")):
         accelerator.load_state()  # the newest one that is complete
         accelerator.print(f"going on in epoch {progress.epoch} at step {progress.step}")
 

@@ -27,7 +27,10 @@ from accelerate.constants import (
 from accelerate.io import disk
 from accelerate.io.blocks import summed_up
 from accelerate.io.safe_load import read_torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
+from accelerate.unwrap import unwrapped
 
 __all__ = [
     "MODEL_NAME",
@@ -82,7 +85,8 @@ def save_accelerator_state(
     """
     state = PartialState()
     run = Run(process_index, state.num_processes, state.device_kind)
-    run.optimizers, run.schedulers, run.loaders, run.scaler = optimizers, schedulers, dataloaders, scaler
+    run.optimizers, run.schedulers = list(map(_inner, optimizers)), list(map(_inner, schedulers))
+    run.loaders, run.scaler = dataloaders, scaler
     folder = Path(output_dir)
     disk.make_folder(folder)
     main = state.is_local_main_process if save_on_each_node else state.is_main_process
@@ -126,14 +130,9 @@ def load_accelerator_state(
     check_map_location(map_location)
     state = PartialState()
     run = Run(process_index, state.num_processes, state.device_kind, saved_ranks=state.num_processes)
-    run.models, run.optimizers, run.schedulers, run.loaders, run.scaler = (
-        models,
-        optimizers,
-        schedulers,
-        dataloaders,
-        scaler,
-    )
-    run.models_to_load = models
+    run.optimizers, run.schedulers = list(map(_inner, optimizers)), list(map(_inner, schedulers))
+    run.models, run.loaders, run.scaler = models, dataloaders, scaler
+    run.models_to_load, run.optimizers_to_load = list(map(unwrapped, models)), run.optimizers
     kwargs = dict(load_kwargs or {})
     if map_location is not None:
         kwargs["map_location"] = state.device if map_location == "on_device" else "cpu"
@@ -151,6 +150,13 @@ def load_accelerator_state(
     apply_random_states(loaded, run)
     step = (loaded.random_states or {}).get("step")
     return {} if step is None else {"step": step}
+
+
+def _inner(item: Any) -> Any:
+    """An optimizer or a scheduler as the script made it, whether it was prepared or not."""
+    if isinstance(item, AcceleratedOptimizer):
+        return item.optimizer
+    return item.scheduler if isinstance(item, AcceleratedScheduler) else item
 
 
 def save_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0, save_on_each_node: bool = False) -> None:

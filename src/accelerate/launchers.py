@@ -315,7 +315,8 @@ def _check(num_processes: int, mixed_precision: str, node_rank: int, num_nodes: 
     if num_processes < 1:
         raise ValueError(f"num_processes is {num_processes}: at least one is needed.")
     if str(mixed_precision).lower() not in PrecisionType.list():
-        raise ValueError(f"mixed_precision is {mixed_precision!r}: choose one of no, fp16, bf16.")
+        known = ", ".join(PrecisionType.list())
+        raise ValueError(f"mixed_precision is {mixed_precision!r}: choose one of {known}.")
     if not 0 <= node_rank < num_nodes:
         raise ValueError(f"node_rank is {node_rank} and num_nodes {num_nodes}: machines count from 0 to num_nodes - 1.")
     if start_method not in (None, "fork", "spawn"):

@@ -99,7 +99,7 @@ def test_a_hang_between_two_nodes_says_who_waits_where(slurm_variables: dict[str
         ["srun", "-N", "2", "-n", "2", "-D", str(tmp_path), sys.executable, str(script)], slurm_variables | watch
     )
     assert done.returncode != 0
-    assert "rank 0 has waited in gather (train.py:8) for" in done.stderr and "; rank 1 runs train.py:7" in done.stderr
+    assert "rank 0 waits in gather (train.py:8) since" in done.stderr and "; rank 1 runs train.py:7" in done.stderr
     assert "The others wait for rank 1, which has not got there yet." in done.stderr
 
 

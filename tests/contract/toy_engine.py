@@ -228,7 +228,7 @@ class Toy(Strategy):
         content = {
             "models": [self.state_dict(model) for model in run.models],
             "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
-            "windows": [self.engines[id(optimizer.optimizer)].window() for optimizer in run.optimizers],
+            "windows": [self.engines[id(optimizer)].window() for optimizer in run.optimizers],
         }
         yield File(f"toy_state_{run.rank}.bin", content)
 
@@ -241,6 +241,6 @@ class Toy(Strategy):
             for optimizer, state in zip(run.optimizers, content["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
             for optimizer, window in zip(run.optimizers, content["windows"], strict=True):
-                self.engines[id(optimizer.optimizer)].load_window(window)
+                self.engines[id(optimizer)].load_window(window)
 
         return StagedLoad(rest)

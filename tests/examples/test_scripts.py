@@ -48,6 +48,7 @@ def test_a_stream_is_read_once(tmp_path: Path) -> None:
 def test_a_preempted_run_ends_as_one_that_was_not(processes: int, tmp_path: Path) -> None:
     whole = printed("resume_after_preemption.py", processes, tmp_path)
     words = ("resume_after_preemption.py", "--preempt_at", "20")
+    (tmp_path / "runs/preemption/checkpoints").mkdir(parents=True)  # all that is left of a kill during the first save
     for outcome in world_outcomes(as_script, processes, *words, env=QUIET, cwd=tmp_path, timeout=150):
         assert outcome.killed or (outcome.error, outcome.message) == ("SystemExit", "75"), outcome
     rest = printed("resume_after_preemption.py", processes, tmp_path)

@@ -71,6 +71,13 @@ def loads_straight_to_the_gpu() -> None:
                     load_checkpoint_in_model(found, folder)
                     assert before == [parameter.data_ptr() for parameter in found.parameters()]
                     equal(found, model)
+                    # In another order of memory, and of another dtype: put there piece by piece.
+                    for dtype in (torch.float32, torch.bfloat16):
+                        found = network().to(GPU, dtype)
+                        for parameter in found.parameters():
+                            parameter.data = parameter.data.t().contiguous().t()
+                        load_checkpoint_in_model(found, folder)
+                        equal(found, model, dtype)
                 finally:
                     read_tensors.PIECE = plain_piece
             weights = load_state_dict(next(folder.glob("part-0*")), {"": "cuda"})

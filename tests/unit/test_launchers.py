@@ -107,7 +107,7 @@ def test_one_process_is_this_one(capsys: pytest.CaptureFixture[str], monkeypatch
     ("arguments", "words"),
     [
         ({"num_processes": 0}, "num_processes is 0"),
-        ({"mixed_precision": "fp64"}, "mixed_precision is 'fp64'"),
+        ({"mixed_precision": "fp64"}, "mixed_precision is 'fp64': choose one of no, fp8, fp16, bf16"),
         ({"node_rank": 2, "num_nodes": 2}, "node_rank is 2 and num_nodes 2"),
         ({"start_method": "thread"}, "start_method is 'thread'"),
         ({"num_processes": "2"}, "num_processes is '2', but should be a whole number"),

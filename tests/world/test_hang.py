@@ -51,43 +51,64 @@ def roll_of(done: subprocess.CompletedProcess[str]) -> str:
     assert "--- rank 0 on" in text and "train.py" in text
     last = done.stderr.splitlines()[-1]
     assert last == "The run was ended because its ranks waited for each other, as shown above." and "fail" not in last
-    return re.sub(r"for \d+ s", "for S", " ".join(found.groups()[:2]))
+    return re.sub(r"since \d+ s", "since S", " ".join(found.groups()[:2]))
 
 
 def test_a_collective_that_only_one_rank_calls(tmp_path: Path) -> None:
     text = "if accelerator.is_main_process:\n    accelerator.gather(torch.ones(1))\nelse:\n"
     done = run(tmp_path, text + "    accelerator.wait_for_everyone()\n")
     told = roll_of(done)
-    assert (
-        "rank 0 has waited in gather (train.py:14) for S; rank 1 has waited in wait_for_everyone (train.py:16)" in told
-    )
+    assert "rank 0 waits in gather (train.py:14) since S; rank 1 waits in wait_for_everyone (train.py:16)" in told
     assert "Ranks wait in different calls" in told
+
+
+UNEVEN = (
+    "from torch.utils.data import DataLoader\n"
+    "from accelerate import DataLoaderConfiguration\n"
+    "accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))\n"
+    "for batch in accelerator.prepare(DataLoader(torch.arange(5), batch_size=1)):\n"
+    "    accelerator.gather_for_metrics(batch)\n"
+)
+
+
+def test_a_metric_of_a_batch_that_not_all_ranks_have(tmp_path: Path) -> None:
+    told = roll_of(run(tmp_path, UNEVEN + "accelerator.wait_for_everyone()\n"))
+    assert "rank 0 waits in gather_for_metrics (train.py:17)" in told
+    assert "or in a loop that is longer on some ranks, as with `even_batches=False`" in told
+
+
+def test_a_metric_of_a_batch_that_a_rank_which_has_ended_does_not_have(tmp_path: Path) -> None:
+    done = launch(tmp_path, *TWO, script(tmp_path, START + UNEVEN))
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert "needed rank 1, which had ended already with code 0: look for a loop that is shorter there" in last
+    assert "end together, unless `even_batches=False` was asked for" in last
 
 
 def test_a_rank_that_is_busy(tmp_path: Path) -> None:
     told = roll_of(run(tmp_path, "if rank == 1:\n    load_batch()\ntorch.distributed.all_reduce(torch.ones(1))\n"))
-    assert "rank 0 has waited in all_reduce (train.py:15) for S; rank 1 runs train.py:11 (load_batch)" in told
+    assert "rank 0 waits in all_reduce (train.py:15) since S; rank 1 runs train.py:11 (load_batch)" in told
     assert "The others wait for rank 1, which has not got there yet." in told
 
 
 def test_inside_of_ddp(tmp_path: Path) -> None:
     text = "model = accelerator.prepare(torch.nn.Linear(2, 1))\nif rank:\n    load_batch()\n"
     told = roll_of(run(tmp_path, text + "model(torch.ones(1, 2)).sum().backward()\n"))
-    assert "rank 0 has waited in " in told and "(train.py:16) for S; rank 1 runs train.py:11" in told
+    assert "rank 0 waits in " in told and "(train.py:16) since S; rank 1 runs train.py:11" in told
 
 
 def test_work_that_is_waited_for(tmp_path: Path) -> None:
     text = (
         "if rank:\n    load_batch()\nwork = torch.distributed.all_reduce(torch.ones(1), async_op=True)\nwork.wait()\n"
     )
-    assert "rank 0 has waited in wait (train.py:16) for S; rank 1 runs" in roll_of(run(tmp_path, text))
+    assert "rank 0 waits in wait (train.py:16) since S; rank 1 runs" in roll_of(run(tmp_path, text))
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
     path = script(tmp_path, START + "if rank:\n    load_batch()\naccelerator.wait_for_everyone()\n")
     env = {**environment(tmp_path), limits.LIMIT: "2", limits.ACTION: "abort"}
     done = subprocess.run([*TORCHRUN, path], capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path)
-    assert "rank 0 has waited in wait_for_everyone (train.py:15) for" in done.stderr, done.stderr
+    assert "rank 0 waits in wait_for_everyone (train.py:15) since" in done.stderr, done.stderr
 
 
 def test_control_c_shows_the_roll_once_more(tmp_path: Path) -> None:
@@ -146,7 +167,7 @@ def test_in_a_notebook(tmp_path: Path) -> None:
     env = {**environment(tmp_path), limits.LIMIT: "2", limits.ACTION: "abort", "ACCELERATE_USE_CPU": "1"}
     words = [sys.executable, "-c", text]
     done = subprocess.run(words, capture_output=True, text=True, timeout=200, env=env, cwd=tmp_path)
-    assert "rank 0 has waited in wait_for_everyone (test_hang.py:" in done.stderr, done.stderr
+    assert "rank 0 waits in wait_for_everyone (test_hang.py:" in done.stderr, done.stderr
     assert "rank 1 runs test_hang.py:" in done.stderr
 
 
@@ -180,7 +201,7 @@ def test_the_text_of_a_roll(monkeypatch: pytest.MonkeyPatch) -> None:
         roll.SILENT,
     ]
     assert roll.in_one_line(notes, 100.0) == (
-        "ranks 0, 1 have waited in gather (train.py:7) for 60 s; rank 2 ended with code 0; rank 3 runs train.py:41 "
+        "ranks 0, 1 wait in gather (train.py:7) since 60 s; rank 2 ended with code 0; rank 3 runs train.py:41 "
         "(load_batch); rank 4 failed at train.py:9 (ValueError: no); rank 5 continues with other collectives; "
         "rank 6 has left the group; rank 7 shows no sign of life"
     )
@@ -204,7 +225,7 @@ def test_the_text_of_a_roll(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DEBUG_MODE", "1")
     assert "`--debug` does not compare calls of `torch.distributed` itself" in roll.likely_reason(different)
     many = [Note("waits", "gather", "train.py:7", 0.0)] * 4 + [notes[3], notes[0]]
-    assert roll.in_one_line(many, 60.0).startswith("ranks 0-3, 5 have waited in gather")
+    assert roll.in_one_line(many, 60.0).startswith("ranks 0-3, 5 wait in gather")
 
 
 class Written(Notes):

@@ -327,6 +327,24 @@ def test_errors_of_torch_about_ddp_say_what_to_do_with_this_package(tmp_path: Pa
     assert "Ranks 0, 1 on " in done.stderr
 
 
+def test_a_save_that_one_rank_breaks_is_told_as_its_error(tmp_path: Path) -> None:
+    text = (
+        "class Own:\n"
+        "    def state_dict(self):\n"
+        "        if accelerator.process_index == 1: raise ValueError('no state')\n"
+        "        return {}\n"
+        "    def load_state_dict(self, state): pass\n"
+        "accelerator.register_for_checkpointing(Own())\n"
+        "accelerator.save_state('run')\n"
+    )
+    done = launch(tmp_path, *TWO, script(tmp_path, _fails(text)))
+    assert done.returncode == 1
+    last = done.stderr.rpartition("\n\n")[2].splitlines()
+    assert last[0].startswith("Rank 1 on ") and last[-1] == "ValueError: no state", done.stderr
+    told = next(line for line in done.stderr.splitlines() if " was stopped by an error of rank 1 on " in line)
+    assert "which reads: ValueError: no state (train.py:" in told
+
+
 @pytest.mark.parametrize(("backend", "asked"), [("static", False), ("c10d", False), ("static", True)])
 def test_a_port_that_is_taken_after_it_was_chosen(tmp_path: Path, backend: str, asked: bool) -> None:
     """Of two launches that start together, both find 29500 free; here the other one is already there."""

@@ -1,5 +1,8 @@
 """The Accelerator, by what a user is doing: set up (base), prepare, step, collect, save, stop, report."""
 
+import inspect
+from types import FunctionType
+
 from accelerate.accelerator.collect import Collecting
 from accelerate.accelerator.preemption import Preempting
 from accelerate.accelerator.prepare import Preparing
@@ -68,3 +71,16 @@ class Accelerator(Preparing, Stepping, Collecting, Preempting):
             says from which rank, samples and module it came.
         megatron_lm_plugin: train with Megatron-LM, which splits tensors and layers over processes.
     """
+
+
+def _name_methods_after(kind: type) -> None:
+    """Give methods the name that Python says when arguments do not fit: of the class that users know."""
+    for part in kind.__mro__:
+        if part.__module__.startswith(__name__):
+            for name, method in vars(part).items():
+                function = inspect.unwrap(getattr(method, "__func__", method))
+                if isinstance(function, FunctionType):
+                    function.__qualname__ = f"{kind.__name__}.{name}"
+
+
+_name_methods_after(Accelerator)

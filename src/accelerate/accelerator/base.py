@@ -270,10 +270,6 @@ class AcceleratorBase(AcceleratorFacts):
         return given[0] if given else None
 
 
-# The name that Python says when arguments do not fit.
-AcceleratorBase.__init__.__qualname__ = "Accelerator.__init__"
-
-
 def _check_kind(name: str, setting: Any, kind: type, otherwise: str = "") -> None:
     if setting is not None and not isinstance(setting, kind):
         raise TypeError(f"{name} is {setting!r}: pass a {kind.__name__}{otherwise}.")

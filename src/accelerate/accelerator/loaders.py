@@ -42,7 +42,7 @@ def prepare(
         data_shares=accelerator._strategy.data_shares(),
     )
     prepared.gradient_state = accelerator.gradient_state
-    prepared.position.follows_dataset = config.exact_resume
+    prepared.position.exact_resume = config.exact_resume
     prepared.notes_samples = accelerator._stops_at_nonfinite is not None and isinstance(prepared, DataLoaderShard)
     if accelerator._preemption is not None:
         prepared.between_batches = SaveAndEnd(accelerator)

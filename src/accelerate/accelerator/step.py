@@ -331,7 +331,14 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
     if isinstance(parameters, torch.Tensor):
         return [parameters]
     if isinstance(parameters, torch.nn.Module):
-        raise TypeError(
-            f"Clipping takes parameters, but was given a {type(parameters).__name__}: pass `model.parameters()`."
-        )
-    return list(parameters)
+        raise _no_parameters(parameters)
+    try:
+        return list(parameters)
+    except TypeError:
+        if hasattr(parameters, "__iter__"):
+            raise
+        raise _no_parameters(parameters) from None
+
+
+def _no_parameters(given: object) -> TypeError:
+    return TypeError(f"Clipping takes parameters, but was given {a_kind_of(given)}: pass `model.parameters()`.")

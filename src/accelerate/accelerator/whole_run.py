@@ -22,7 +22,7 @@ from accelerate.checkpoint.run_state import Loaded, Run, load_into, named_parame
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.comm import Communicator, current, set_current
 from accelerate.data_loader.epoch import Snapshot, change, other_order
-from accelerate.data_loader.position import can_go_on_by_itself, dataset_to_move
+from accelerate.data_loader.position import dataset_to_move
 from accelerate.errors import CheckpointError, WrongFolder
 from accelerate.io.torch_format import refused
 
@@ -153,8 +153,8 @@ def _run(
         communicator.size,
         accelerator.state.device_kind,
         models=list(accelerator._models),
-        optimizers=accelerator._optimizers,
-        schedulers=[scheduler for scheduler in accelerator._schedulers if not scheduler.saved_by_engine],
+        optimizers=[prepared.optimizer for prepared in accelerator._optimizers],
+        schedulers=[prepared.scheduler for prepared in accelerator._schedulers if not prepared.saved_by_engine],
         loaders=accelerator._dataloaders,
         custom=accelerator._custom_objects,
         scaler=accelerator.scaler,
@@ -217,7 +217,7 @@ def _restore_window(accelerator: AcceleratorBase, progress: dict[str, Any] | Non
     for numbers, count in progress["counts"]:
         if max(numbers, default=0) < len(models):
             accumulation.counts[tuple(id(models[number]) for number in numbers)] = count
-    accumulation.state._set_sync_gradients(progress["sync_gradients"])
+    accumulation.state.sync_gradients = progress["sync_gradients"]
     items.factor, items._next_factor, items.used = progress["factors"]
     for values in progress["windows"]:
         window = ItemWindow()
@@ -258,7 +258,7 @@ def _check_positions(accelerator: AcceleratorBase, folder: Path, loaded: Loaded)
     for number, (loader, position) in enumerate(zip(accelerator._dataloaders, positions, strict=False)):
         snapshot = Snapshot.from_state_dict(position)
         orders = other_order(snapshot, loader)
-        if orders is not None and (accelerator.dataloader_config.exact_resume or loader.use_stateful_dataloader):
+        if orders is not None and (loader.position.exact_resume or loader.use_stateful_dataloader):
             raise CheckpointError(
                 f"{folder} was saved in the middle of an epoch of loader {number} in the order of its {orders[0]}, and "
                 f"on rank {current().rank} it is now that of a {orders[1]}: prepare it with the `shuffle`, and the "
@@ -266,7 +266,7 @@ def _check_positions(accelerator: AcceleratorBase, folder: Path, loaded: Loaded)
             )
         if loader.num_workers or not snapshot.inside:
             continue
-        by_itself, skips = _way(accelerator, loader, snapshot, loaded.loaders.get(number))
+        by_itself, skips = loader.position.way(snapshot, loader, loaded.loaders.get(number))
         if by_itself:
             dataset, state = loader.dataset, loaded.loaders[number].get("dataset_state")  # as torchdata calls it
         else:
@@ -287,13 +287,6 @@ def _twin(dataset: Any) -> Any:
         twin.__dict__.update(vars(dataset))
         return twin
     return None
-
-
-def _way(accelerator: AcceleratorBase, loader: Any, snapshot: Snapshot | None, own_state: Any) -> tuple[bool, bool]:
-    """Whether a stateful loader goes to its place by itself, and whether a loader is taken there."""
-    has_own = own_state is not None and loader.use_stateful_dataloader
-    by_itself = has_own and (snapshot is None or can_go_on_by_itself(snapshot, loader))
-    return by_itself, not by_itself and (has_own or accelerator.dataloader_config.exact_resume)
 
 
 def _restore_positions(accelerator: AcceleratorBase, loaded: Loaded) -> None:
@@ -321,16 +314,9 @@ def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_st
         )
     for number, loader in enumerate(loaders):
         snapshot = saved[number] if number < len(saved) else None
-        by_itself, skips = _way(accelerator, loader, snapshot, own_states.get(number))
-        if by_itself:
-            loader.load_state_dict(own_states[number])
-        else:
-            loader.forget_state()
-        if snapshot is None:
-            continue
-        if other_order(snapshot, loader) is None and (text := change(snapshot, loader)) is not None:
+        if snapshot is not None and (text := change(snapshot, loader)) is not None:
             changes.append(f"loader {number}: {text}")
-        loader.position.load(snapshot, loader, skips=skips, by_itself=by_itself)
+        loader.position.load(snapshot, loader, own_states.get(number))
     if changes and accelerator.is_main_process:
         logger.warning(
             f"The checkpoint is from a run with another number of processes or samples per step; {'; '.join(changes)}."

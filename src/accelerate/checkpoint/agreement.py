@@ -185,15 +185,15 @@ def together(
 
 
 def settle(target: Path, local: tuple[int, int]) -> None:
-    """Finish or roll back an interrupted replacement, on all ranks together.
+    """Finish an interrupted replacement of a checkpoint, on all ranks together; or roll it back.
 
-    A replacement that exists on some machines only is rolled back. Rank 0 goes first: ranks that share its disk then
-    find nothing to do. local: the local rank and the local world size.
+    One that exists on some machines only is rolled back. Rank 0 goes first: ranks that share its disk then find nothing
+    to do. local: the local rank and the local world size.
     """
     communicator = current()
     gather, first, local_main = communicator.gather_objects, communicator.rank == 0, local[0] == 0
     if communicator.size == local[1]:
-        together(lambda: settle_alone(target), gather, here=first)
+        together(lambda: commit.finish(target), gather, here=first)
         return
     looks = local_main or first
     if all(waiting is None for waiting in together(lambda: commit.pending(target), gather, here=looks)):
@@ -203,16 +203,10 @@ def settle(target: Path, local: tuple[int, int]) -> None:
     everywhere = {save for save in seen[0] if save is not None and all(save in state for state in seen)}
 
     def act() -> None:
-        commit.settle(target, everywhere=commit.pending(target) in everywhere)
+        (commit.finish if commit.pending(target) in everywhere else commit.roll_back)(target)
 
     together(act, gather, here=first)
     together(act, gather, here=local_main and not first)
-
-
-def settle_alone(target: Path) -> None:
-    """`settle` for a single machine, where a replacement exists everywhere or nowhere."""
-    if commit.pending(target) is not None:
-        commit.settle(target, everywhere=True)
 
 
 # How long the main process waits for the first of the others: for once, and where it was known to be alone before.

@@ -9,7 +9,8 @@ One process at a time moves files in a folder (`_alone_in`): an evaluation may l
 whichever of them finds an interrupted move finishes it.
 
 Machines that share no disk each have their own folder. The new checkpoint is valid once it exists on all of them: until
-then none moves its files or deletes an older one, and what does not exist everywhere is rolled back (`settle`).
+then none moves its files or deletes an older one, and what does not exist everywhere is rolled back
+(`agreement.settle`).
 """
 
 from __future__ import annotations
@@ -142,16 +143,21 @@ def pending(target: Path) -> str | None:
     return None if manifest is None else manifest.save
 
 
-def settle(target: Path, everywhere: bool) -> None:
-    """Finish an interrupted replacement; or roll it back, unless it exists on all machines (everywhere)."""
+def finish(target: Path) -> None:
+    """Move the files of a replacement into place, all of them or what an interruption has left; if there is one."""
+    if pending(target) is not None:
+        with _alone_in(target):
+            if pending(target) is not None:  # nobody else has done it meanwhile
+                _move_in(target)
+
+
+def roll_back(target: Path) -> None:
+    """Delete a replacement, if there is one: the checkpoint stays what it was."""
     committed = target / layout.COMMITTED
-    if not committed.is_dir():
-        return
-    with _alone_in(target):
-        if pending(target) is not None and everywhere:
-            _move_in(target)
-        elif committed.is_dir():
-            _discard(committed)
+    if committed.is_dir():
+        with _alone_in(target):
+            if committed.is_dir():
+                _discard(committed)
 
 
 def _move_in(target: Path) -> None:

@@ -35,7 +35,7 @@ from accelerate.text import differences
 from accelerate.torch_internals.modules import has_pre_load_hooks, load_state
 from accelerate.torch_internals.optimizers import has_load_hooks
 from accelerate.torch_internals.tensors import sparse_parts
-from accelerate.unwrap import unwrapped, unwrapped_optimizer
+from accelerate.unwrap import unwrapped
 
 
 def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> Iterator[File]:
@@ -53,7 +53,8 @@ def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> 
 def load(run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kwargs: Any) -> StagedLoad:
     """Read the files and check that they fit. Returns what applies them to the run.
 
-    torch_load: arguments for `torch.load`, which then reads the files. kwargs: for the models' `load_state_dict`.
+    run: its `models_to_load` are unwrapped. torch_load: arguments for `torch.load`, which then reads the files.
+    kwargs: for the models' `load_state_dict`.
     """
     if kwargs.keys() - {"strict", "assign"}:
         _check_keywords(run.models, kwargs)
@@ -92,9 +93,8 @@ class _Target:
 def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Iterator[_Target]:
     assign, strict = kwargs.get("assign", False), kwargs.get("strict", True)
     # An optimizer comes after the weights, which go back if it objects.
-    optimizers = run.optimizers_after_models or run.optimizers
-    fallible = not all(_loads_as_torch(unwrapped_optimizer(optimizer)) for optimizer in optimizers)
-    for number, model in enumerate(map(unwrapped, run.models_to_load)):
+    fallible = not all(map(_loads_as_torch, run.optimizers))
+    for number, model in enumerate(run.models_to_load):
         own_code = loads_by_own_code(model)
         in_place = not (assign or own_code or fallible)
         weights = _read_model(model, run.device, reader, number, in_place)
@@ -108,9 +108,9 @@ def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Itera
 
 
 def _optimizers(run: Run, reader: CheckpointReader, torch_load: dict[str, Any]) -> Iterator[_Target]:
-    for number, optimizer in enumerate(run.optimizers):
-        name, inner = layout.optimizer(number), unwrapped_optimizer(optimizer)
-        as_torch = _loads_as_torch(inner)  # found out now, for a hook may remove itself
+    for number, optimizer in enumerate(run.optimizers_to_load):
+        name = layout.optimizer(number)
+        as_torch = _loads_as_torch(optimizer)  # found out now, for a hook may remove itself
         if reader.has(layout.optimizer_shards(number)):
             state = {"state": {}, **read_full(reader.folder / layout.optimizer_shards(number))}
         elif torch_load:
@@ -122,7 +122,7 @@ def _optimizers(run: Run, reader: CheckpointReader, torch_load: dict[str, Any]) 
         if as_torch:
             state = _quick_to_search(state)
         yield _Target(
-            partial(load_into, optimizer, state, name, inner),
+            partial(load_into, optimizer, state, name),
             None if as_torch else partial(snapshot_optimizer, optimizer),
         )
 
@@ -159,8 +159,7 @@ def _read_model(
 def _places_in(optimizer: Any, device: Device) -> FindDestination:
     """The destination of each tensor in the state of an optimizer."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    inner = unwrapped_optimizer(optimizer)
-    keeps = _loads_as_torch(inner)
+    keeps = _loads_as_torch(optimizer)
 
     def place(keys: tuple[Any, ...]) -> Destination:
         # Counts of steps may stay on the host: torch knows.
@@ -171,7 +170,7 @@ def _places_in(optimizer: Any, device: Device) -> FindDestination:
         parameter: torch.Tensor = parameters[keys[1]]
         if parameter.device.type not in ("cpu", "meta"):
             return parameter.device if device.addressable else CPU
-        state = inner.state.get(parameter) if keeps else None
+        state = optimizer.state.get(parameter) if keeps else None
         there = state.get(keys[2]) if isinstance(state, dict) else None
         return there if isinstance(there, torch.Tensor) and there.device == CPU else CPU
 
@@ -274,7 +273,6 @@ def _loads_as_torch(optimizer: Any) -> bool:
 
 
 def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
-    inner = unwrapped_optimizer(optimizer)
     expected = [len(group["params"]) for group in optimizer.param_groups]
     found = [len(group["params"]) for group in state["param_groups"]]
     if expected != found:
@@ -282,10 +280,10 @@ def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
             f"{path} is of an optimizer with groups of {found} parameters, and this one has {expected}: "
             "create it as it was when the checkpoint was saved."
         )
-    lacking = _lacking(inner, state["param_groups"]) if _loads_as_torch(inner) else []
+    lacking = _lacking(optimizer, state["param_groups"]) if _loads_as_torch(optimizer) else []
     if lacking:
         raise CheckpointError(
-            f"{path} is of another kind of optimizer than {type(inner).__name__}: it lacks "
+            f"{path} is of another kind of optimizer than {type(optimizer).__name__}: it lacks "
             f"{', '.join(lacking)}; create the optimizer as it was when the checkpoint was saved."
         )
 

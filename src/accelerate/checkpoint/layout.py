@@ -27,6 +27,7 @@ from accelerate.errors import CheckpointError
 from accelerate.io import blocks
 from accelerate.io.blocks import FileEntry
 from accelerate.io.disk import is_inside, open_plain, read_json
+from accelerate.io.read_tensors import read_file
 from accelerate.io.safe_load import explaining
 
 # Inside a checkpoint, beside the files whose names are those of older releases.
@@ -230,7 +231,7 @@ class Manifest:
                 raise CheckpointError(f"{folder / MANIFEST} is damaged: load another checkpoint.")
             if contents:
                 with explaining(path):
-                    blocks.read_file(path, entry=expected)
+                    read_file(path, entry=expected)
 
 
 def _sum(content: dict[str, Any]) -> int:

@@ -195,7 +195,6 @@ def _read(
     manifest, names, sentence = _list(folder, run.rank, apart)
     reader = CheckpointReader(folder, share=run.local)
     loaded: list[Loaded] = []
-    loads: list[StagedLoad] = []
 
     def check() -> tuple[str | None, bool]:
         if sentence is not None:
@@ -219,21 +218,25 @@ def _read(
     if run.rank == 0 and not run.models and (reader.has(layout.model(0, True)) or reader.has(layout.model(0, False))):
         logger.warning(f"{folder} holds weights, but no model is prepared for them: call `load_state` after `prepare`.")
     run = replace(run, saved_ranks=_saved_ranks(reader, manifest))
-    if hooked:
-        # Optimizers are left to no hook: where they do not fit, none is called, which might change a model.
-        together(lambda: loads.append(strategy.load(run, reader, torch_load=torch_load, **kwargs)))
+    loads: list[StagedLoad] = []
 
-    def read_models() -> None:
+    def stage(models: list[Any], optimizers: list[Any]) -> None:
+        some = replace(run, models_to_load=models, optimizers_to_load=optimizers)
+        # The weights before an optimizer, which may look at them when it loads.
+        loads.insert(0, strategy.load(some, reader, torch_load=torch_load, **kwargs))
+
+    def stage_models() -> None:
         models = list(run.models)
         for hook in hooks:
             hook(models, str(folder))
-        optimizers = [] if hooked else run.optimizers
-        own = replace(run, models_to_load=models, optimizers=optimizers, optimizers_after_models=run.optimizers)
-        loads.insert(0, strategy.load(own, reader, torch_load=torch_load, **kwargs))
+        stage(models, [] if hooked else run.optimizers)
         if manifest is not None:  # what was read in another way, or by nobody
             manifest.check(folder, reader.unchecked)
 
-    _together_unless_replaced(read_models, folder, began, CheckpointError if hooked else _ReplacedMeanwhile)
+    if hooked:
+        # Optimizers are left to no hook: where they do not fit, none is called, which might change a model.
+        together(lambda: stage([], run.optimizers))
+    _together_unless_replaced(stage_models, folder, began, CheckpointError if hooked else _ReplacedMeanwhile)
     return loaded[0], loads
 
 

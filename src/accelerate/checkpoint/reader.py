@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from accelerate.devices.staging import bytes_of
 from accelerate.errors import CheckpointError
 from accelerate.io import blocks, disk, host_memory
 from accelerate.io.blocks import FileEntry
 from accelerate.io.disk import check_plain
+from accelerate.io.read_tensors import read_file
 from accelerate.io.safe_load import Opened, explaining, missing, read_torch
 from accelerate.io.stored_tensors import FileRange, SafetensorsFile
 
@@ -112,7 +114,7 @@ class CheckpointReader:
                 del places[address]
             else:
                 moved = torch.empty_like(stored, device=target)
-                places[address] = (offset, blocks.flat(moved))
+                places[address] = (offset, bytes_of(moved))
             for holder, keys, _ in users:
                 holder[keys[-1]] = moved
         self._read(name, list(places.values()), mapped)
@@ -137,7 +139,7 @@ class CheckpointReader:
                 found[key] = stored.mapped()
             else:
                 found[key] = torch.empty(stored.shape, dtype=stored.dtype, device=target)
-                places.append((stored.offset, blocks.flat(found[key])))
+                places.append((stored.offset, bytes_of(found[key])))
         self._read(name, places, mapped)
         return found
 
@@ -179,7 +181,7 @@ class CheckpointReader:
     def _read(self, name: str, places: list[tuple[int, torch.Tensor]], mapped: torch.Tensor) -> None:
         places = sorted((place for place in places if len(place[1])), key=lambda place: place[0])
         with explaining(self.folder / name):
-            blocks.read_file(self.folder / name, places, self.unchecked.pop(name, None), self.share, mapped)
+            read_file(self.folder / name, places, self.unchecked.pop(name, None), self.share, mapped)
 
 
 def _brought_in(content: torch.Tensor) -> bool:

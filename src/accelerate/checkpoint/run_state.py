@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.data_loader.rng import global_states, set_global_states
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
 from accelerate.io.host_memory import HostMemory, is_plain
@@ -28,7 +29,7 @@ from accelerate.torch_internals.modules import (
     loads_by_code_of,
     parameters_of,
 )
-from accelerate.unwrap import unwrapped, unwrapped_optimizer
+from accelerate.unwrap import unwrapped
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.save import Part
@@ -39,7 +40,8 @@ PROGRESS = "progress"
 
 @dataclass
 class Run:
-    """The objects of one training run, on one rank."""
+    """The objects of one training run, on one rank: models as prepared, optimizers and schedulers as the script made
+    them."""
 
     rank: int
     ranks: int
@@ -57,10 +59,11 @@ class Run:
     looked_at: set[str] = field(default_factory=set)
     # Which of how many processes of its machine this one is.
     local: tuple[int, int] = (0, 1)
-    # When loading: how many processes wrote the checkpoint, and the models whose weights are not left to a hook.
+    # When loading: how many processes wrote the checkpoint, and what is loaded at a time, for a hook may come between
+    # optimizers and models, and load some of the models itself.
     saved_ranks: int = 0
     models_to_load: list[torch.nn.Module] = field(default_factory=list)
-    optimizers_after_models: list[Any] = field(default_factory=list)  # the optimizers that load after these weights
+    optimizers_to_load: list[Any] = field(default_factory=list)
 
 
 def named_parameters(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
@@ -143,7 +146,7 @@ def read(run: Run, reader: CheckpointReader, **kwargs: Any) -> Loaded:
 def _random_states(states: Any, path: Path) -> Any:
     try:
         # Into others, which changes none of the run. The state of the device is not tried.
-        _restore_into(states or {}, random.Random(), np.random.RandomState(), torch.Generator())
+        set_global_states(_by_name(states or {}), random.Random(), np.random.RandomState(), torch.Generator())
     except Exception as error:
         raise CheckpointError(
             f"{path} holds no random states ({type(error).__name__}: {error}): load another checkpoint."
@@ -162,19 +165,18 @@ def apply_objects(loaded: Loaded, run: Run, undo: ExitStack) -> None:
     for number, (item, state) in enumerate(zip(run.custom, loaded.custom, strict=True)):
         load_into(item, state, layout.custom(number))
     for number, (scheduler, state) in enumerate(zip(run.schedulers, loaded.schedulers, strict=True)):
-        load_into(scheduler, state, layout.scheduler(number), getattr(scheduler, "scheduler", None))
+        load_into(scheduler, state, layout.scheduler(number))
     if run.scaler is not None and loaded.scaler is not None:
         load_into(run.scaler, loaded.scaler, layout.scaler())
 
 
-def load_into(item: Any, state: Any, name: str, inner: Any = None) -> None:
-    """Load a state into an object. name: the file it is from. inner: the object inside a wrapper."""
+def load_into(item: Any, state: Any, name: str) -> None:
+    """Load a state into an object. name: the file it is from."""
     try:
         item.load_state_dict(state)
     except Exception as error:
-        kind = type(item if inner is None else inner).__name__
         raise CheckpointError(
-            f"{name} does not fit the {kind} that it is loaded into ({in_words(error)}): give the same "
+            f"{name} does not fit the {type(item).__name__} that it is loaded into ({in_words(error)}): give the same "
             "objects, in the same order, as when it was saved."
         ) from error
 
@@ -190,35 +192,26 @@ def apply_random_states(loaded: Loaded, run: Run) -> None:
 
 # --- random states ----------------------------------------------------------------------------------------------
 
-_PYTHON, _NUMPY, _TORCH = "random_state", "numpy_random_seed", "torch_manual_seed"
+# Their keys in the file, as 1.x releases have them, by the name of the generator.
+_KEYS = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
 
 
 def capture_random_states(device: Device | None = None) -> dict[str, Any]:
     """The random states of Python, NumPy, torch and the device."""
-    states: dict[str, Any] = {
-        _PYTHON: random.getstate(),
-        _NUMPY: np.random.get_state(),
-        _TORCH: torch.get_rng_state(),
-    }
+    states = {_KEYS[name]: state for name, state in global_states().items()}
     if device is not None and device.name != "cpu":
         states[device.rng_key] = device.stored_rng()
     return states
 
 
-def _restore_into(states: dict[str, Any], python: Any, numpy: Any, generator: torch.Generator) -> None:
-    if _PYTHON in states:
-        version, internal, gauss = states[_PYTHON]
-        python.setstate((version, tuple(internal), gauss))
-    if _NUMPY in states:
-        numpy.set_state(states[_NUMPY])
-    if _TORCH in states:
-        generator.set_state(states[_TORCH].cpu())
-
-
 def restore_random_states(states: dict[str, Any], device: Device | None = None) -> None:
-    _restore_into(states, random, np.random, torch.default_generator)
-    if device is not None and device.rng_key in states:
+    set_global_states(_by_name(states))
+    if device is not None and device.name != "cpu" and device.rng_key in states:
         device.restore_rng(states[device.rng_key])
+
+
+def _by_name(states: dict[str, Any]) -> dict[str, Any]:
+    return {name: states[key] for name, key in _KEYS.items() if key in states}
 
 
 def derive_random_states(states: dict[str, Any], last: dict[str, Any], rank: int, device: Device | None = None) -> None:
@@ -227,19 +220,20 @@ def derive_random_states(states: dict[str, Any], last: dict[str, Any], rank: int
     last: the states of the last rank that has some. If Python's or NumPy's state is the same there, it is the same on
     all ranks, as after `set_seed`, and is set here, too: samplers may shuffle with it, and all ranks need one order.
     """
-    first = int(states[_TORCH].cpu().to(torch.int64).mul(torch.arange(1, states[_TORCH].numel() + 1)).sum())
+    own, others = _by_name(states), _by_name(last)
+    first = int(own["torch"].cpu().to(torch.int64).mul(torch.arange(1, own["torch"].numel() + 1)).sum())
     seed = int(np.random.SeedSequence([abs(first), rank]).generate_state(1)[0])
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
     if device is not None:
         device.seed(seed)
-    shared = {
-        name: states[name]
-        for name in (_PYTHON, _NUMPY)
-        if name in states and pickle.dumps(states[name]) == pickle.dumps(last.get(name))
-    }
-    _restore_into(shared, random, np.random, torch.default_generator)
+    alike = [name for name in ("python", "numpy") if name in own and _same(own[name], others.get(name))]
+    set_global_states({name: own[name] for name in alike})
+
+
+def _same(state: Any, other: Any) -> bool:
+    return pickle.dumps(state) == pickle.dumps(other)
 
 
 # --- rollback ---------------------------------------------------------------------------------------------------
@@ -283,11 +277,9 @@ def _give_back(item: Any, state: Any) -> None:
 
 def snapshot_optimizer(optimizer: Any, undo: ExitStack) -> None:
     """Have `undo` restore the groups and states of an optimizer: loading replaces them and changes no tensor."""
-    inner = unwrapped_optimizer(optimizer)
-    for values in (*inner.param_groups, *inner.state.values()):
+    for values in (*optimizer.param_groups, *optimizer.state.values()):
         undo.callback(values.update, dict(values))
-    for part in (optimizer, inner):
-        undo.callback(part.__dict__.update, dict(part.__dict__))
+    undo.callback(optimizer.__dict__.update, dict(optimizer.__dict__))
 
 
 def snapshot_model(model: torch.nn.Module, undo: ExitStack) -> None:

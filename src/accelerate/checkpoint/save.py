@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from accelerate.checkpoint import commit, layout
-from accelerate.checkpoint.agreement import Background, Gather, one_at_a_time, settle, settle_alone, together
+from accelerate.checkpoint.agreement import Background, Gather, one_at_a_time, settle, together
 from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.run_state import PROGRESS, Run, StateIO, capture_random_states
 from accelerate.comm import current
@@ -114,7 +114,7 @@ def save(
 
 
 def _replace(target: Path, keep: int | None) -> None:
-    commit.settle(target, everywhere=True)
+    commit.finish(target)
     if keep is not None:
         others = [folder for folder in commit.oldest_first(target.parent.parent) if folder != target]
         commit.prune(others, keep - 1)
@@ -131,7 +131,7 @@ def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str, float
 
     def begin() -> tuple[str, str, float]:
         if alone:
-            settle_alone(target)  # here, to save the processes one exchange
+            commit.finish(target)  # here, to save the processes one exchange
         staging = commit.staging_for(target)
         commit.begin(staging)
         return str(staging.relative_to(target.parent)), uuid.uuid4().hex, commit.time_of_saving(target)
@@ -232,7 +232,7 @@ def shared_parts(run: Run, main: bool) -> Iterator[File]:
         return
     for number, scheduler in enumerate(run.schedulers):
         file = File(layout.scheduler(number), scheduler.state_dict())
-        _look_at(file, getattr(scheduler, "scheduler", scheduler), run.looked_at)
+        _look_at(file, scheduler, run.looked_at)
         yield file
     for number, loader in enumerate(run.loaders):
         if getattr(loader, "use_stateful_dataloader", False):

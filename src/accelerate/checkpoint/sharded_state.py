@@ -27,9 +27,10 @@ from accelerate.checkpoint.agreement import explained
 from accelerate.checkpoint.model_weights import split
 from accelerate.comm.tree import recursively_apply
 from accelerate.constants import FSDP_MODEL_NAME
+from accelerate.devices.staging import bytes_of
 from accelerate.errors import CheckpointError, WrongFolder
 from accelerate.io import disk
-from accelerate.io.blocks import FileEntry, flat, summed_up
+from accelerate.io.blocks import FileEntry, summed_up
 from accelerate.io.disk import open_plain
 from accelerate.io.host_memory import HostMemory
 from accelerate.io.safe_load import explaining, load
@@ -298,7 +299,7 @@ def _write_safetensors(reader: FolderReader, path: Path) -> None:
             part = {tensors[name]: _empty(metadata, tensors[name], "cpu") for name in group}
             fill(part, reader)
             for name in group:
-                file.write(flat(part[tensors[name]]).numpy().data)
+                file.write(bytes_of(part[tensors[name]]).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 

@@ -322,22 +322,14 @@ def _class_for(content: Mapping[str, Any]) -> type[BaseConfig]:
 
 def read(path: Path) -> dict[str, Any]:
     """The content of a file as it stands. YAML reads JSON too, so that a name that promises YAML may hold either."""
-    text = path.read_text(encoding="utf-8")
     try:
-        if path.suffix == ".json":
-            content = json.loads(text)
-        else:
-            import yaml
-
-            # Written in C where it is there: ten times as fast.
-            content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except ValueError as error:
-        raise ValueError(f"The config file {path} is not JSON: {error}.") from None
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] != "yaml":
-            raise
-        why = " ".join(str(error).replace('in "<unicode string>"', "in it").split())
-        raise ValueError(f"The config file {path} is not YAML: {why}.") from None
+        text = path.read_text(encoding="utf-8")
+        content = _from_json(text) if path.suffix == ".json" else _from_yaml(text)
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.object[error.start]:#04x} at position {error.start}"
+        raise ValueError(f"The config file {path} is not UTF-8 text ({byte}): save it as UTF-8.") from None
+    except _Unreadable as problem:
+        raise ValueError(f"The config file {path} is not {problem}") from None
     if content is None:
         raise ValueError(
             f"The config file {path} is empty: make one with `accelerate config`, or give another one with "
@@ -353,6 +345,35 @@ def read(path: Path) -> dict[str, Any]:
         _check_keys(inside or {}, f"`{section}` in {path}")
     _check_keys(content, f"The config file {path}")
     return content
+
+
+class _Unreadable(Exception):
+    """What is wrong with a text: its format, where, why, and what to look for."""
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise _Unreadable(
+            f"JSON at line {error.lineno}, column {error.colno} ({error.msg}): check commas, quotes and brackets there "
+            "and in the lines before."
+        ) from None
+
+
+def _from_yaml(text: str) -> Any:
+    import yaml
+
+    around = "check the indentation (spaces alone), colons, quotes and brackets there and in the lines before."
+    try:
+        # Written in C where it is there: ten times as fast.
+        return yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except yaml.MarkedYAMLError as error:
+        mark, why = error.problem_mark, " ".join(str(error.problem).split())
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
+        raise _Unreadable(f"YAML{where} ({why}): {around}") from None
+    except yaml.reader.ReaderError as error:
+        raise _Unreadable(f"YAML at position {error.position} ({error.reason}): remove that character.") from None
 
 
 def _check_keys(content: Mapping[Any, Any], where: str) -> None:
@@ -406,7 +427,8 @@ def _member(kind: type[enum.Enum], value: Any, key: str) -> Any:
         return kind(value)
     except ValueError:
         known = ", ".join(str(member.value) for member in kind)
-        raise ValueError(f"`{key}` is {value!r}: choose one of {known}.") from None
+        meant = did_you_mean(str(value), [str(member.value) for member in kind])
+        raise ValueError(f"`{key}` is {value!r}{meant}: choose one of {known}.") from None
 
 
 def _plain(value: Any) -> Any:

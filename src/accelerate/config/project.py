@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Any, SupportsIndex
+
+from accelerate.errors import a_kind_of
 
 
 @dataclass
@@ -21,7 +24,7 @@ class ProjectConfiguration:
         metadata={"help": "Name checkpoints `checkpoints/checkpoint_<n>` inside `project_dir`."},
     )
     total_limit: int | None = field(
-        default=None, metadata={"help": "Keep at most this many automatically named checkpoints."}
+        default=None, metadata={"help": "Keep at most this many automatically named checkpoints, at least 1."}
     )
     iteration: int = field(default=0, metadata={"help": "The number of the next checkpoint."})
     save_on_each_node: bool = field(
@@ -29,6 +32,8 @@ class ProjectConfiguration:
     )
 
     def __post_init__(self) -> None:
+        _check_limit(self.total_limit)
+        _check_folder("logging_dir", self.logging_dir)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
@@ -36,7 +41,33 @@ class ProjectConfiguration:
 
         Args:
             project_dir: the project folder.
+
+        Raises:
+            TypeError: it is not a path.
         """
+        _check_folder("project_dir", project_dir)
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
+
+
+def _check_folder(name: str, folder: Any) -> None:
+    if not isinstance(folder, str | os.PathLike | None):
+        raise TypeError(
+            f"{name} is {folder!r}, {a_kind_of(folder)}: pass a path, as a str or a Path, or None for no folder."
+        )
+
+
+def _check_limit(limit: Any) -> None:
+    if limit is None:
+        return
+    if not isinstance(limit, SupportsIndex):
+        raise TypeError(
+            f"total_limit is {limit!r}, {a_kind_of(limit)}: pass the number of checkpoints to keep, or None to keep "
+            "all."
+        )
+    if limit.__index__() < 1:
+        raise ValueError(
+            f"total_limit is {limit}, and the newest checkpoint is always kept: pass 1 to keep only that one, or None "
+            "to keep all."
+        )

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate.comm.tree import ignorant_find_batch_size
 from accelerate.data_loader.epoch import EpochPart, Iteration
 from accelerate.data_loader.position import Position
 from accelerate.data_loader.rng import TrackedSampler, undisturbed
-from accelerate.data_loader.samplers import get_sampler, sampler_in_use, sampler_owner
+from accelerate.data_loader.samplers import get_sampler
 from accelerate.data_loader.torch_loaders import stateful_loader
 from accelerate.state import GradientState
 
@@ -179,6 +179,7 @@ class DataLoaderAdapter:
         "tracked_sampler",
         "state",
         "reused",
+        "_new_transfer",
     )
 
     def _join_process(self) -> None:
@@ -203,7 +204,7 @@ class DataLoaderAdapter:
         Args:
             sampler: the new sampler.
         """
-        owner = sampler_owner(self)
+        owner = self.part.sampler_owner
         if owner is None:
             raise ValueError("A loader over an iterable dataset has no sampler to replace.")
         owner.sampler = sampler
@@ -270,6 +271,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         iteration: int = 0,
         _drop_last: bool = False,
         _non_blocking: bool = False,
+        _follows_rank_0: bool = True,
         **kwargs: Any,
     ) -> None:
         super().__init__(dataset, **kwargs)
@@ -277,6 +279,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         self.iteration = iteration
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
+        self._follows_rank_0 = _follows_rank_0
         self.position = Position()
         self._join_process()
 
@@ -310,11 +313,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         Args:
             part: the part of the epoch that is going to be read.
         """
-        self._synchronize()
+        if self._follows_rank_0:
+            self._synchronize()
         self.reset()
         self._expect(part.samples_left)
         self.gradient_state._add_dataloader(self)
-        forward_epoch(part.torch_loader, self.iteration)
+        part.set_epoch(self.iteration)
 
     def _synchronize(self) -> None:
         """Have random states follow those of rank 0."""
@@ -353,7 +357,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             epoch: the number of the epoch.
         """
         self.iteration = epoch
-        forward_epoch(self.part.torch_loader, epoch)
+        self.part.set_epoch(epoch)
 
     # --- its parts ----------------------------------------------------------------------------------------------
 
@@ -404,15 +408,3 @@ def _revived(kind: type[DataLoaderAdapter], own: dict[str, Any]) -> DataLoaderAd
     loader.__dict__.update(own)
     loader._join_process()
     return loader
-
-
-def forward_epoch(torch_loader: Any, epoch: int) -> None:
-    """Tell everything in a loader that knows of epochs which one this is."""
-    batches = None if isinstance(torch_loader.dataset, IterableDataset) else torch_loader.batch_sampler
-    while batches is not None:
-        if hasattr(batches, "set_epoch"):
-            batches.set_epoch(epoch)
-        batches = getattr(batches, "batch_sampler", None)
-    for part in (sampler_in_use(torch_loader), torch_loader.dataset):
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)

@@ -16,7 +16,7 @@ from accelerate.data_loader.epoch import Iteration
 from accelerate.data_loader.rng import Reader, undisturbed
 from accelerate.data_loader.scatter_protocol import Handout, RankBatch
 from accelerate.data_loader.skip_samplers import innermost_skip
-from accelerate.devices import Transfer, transfer_to
+from accelerate.devices import Transfer, transfers_to
 from accelerate.parallel.mesh import shares_of_ranks
 from accelerate.random import synchronize_rng_states
 from accelerate.state import PartialState
@@ -70,6 +70,7 @@ class DataLoaderDispatcher(PreparedLoader):
     def _join_process(self) -> None:
         super()._join_process()
         self.state: PartialState = PartialState()
+        self._new_transfer = transfers_to(self.state.device, self._non_blocking)
         # Processes that share a layer or a sequence get the same part.
         self._share_of_rank = self.data_shares or shares_of_ranks(self.device_mesh, self.state.num_processes)
 
@@ -81,7 +82,7 @@ class DataLoaderDispatcher(PreparedLoader):
         """Rank 0 tells with the last batch."""
 
     def _batches(self, iteration: Iteration) -> Iterator[Any]:
-        transfer = transfer_to(self.state.device, self._non_blocking)
+        transfer = self._new_transfer()
         handout = Handout(current())
         leads = self.state.is_main_process
         parts = self._lead(handout, iteration, transfer) if leads else self._follow(handout)

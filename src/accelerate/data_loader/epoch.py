@@ -17,7 +17,6 @@ from accelerate.data_loader.samplers import (
     SamplerShard,
     SeedableRandomSampler,
     cuts_in_order,
-    sampler_in_use,
     sampler_owner,
 )
 from accelerate.data_loader.skip_samplers import SkipSampler
@@ -83,6 +82,31 @@ class EpochPart:
             return self.indices
         dataset = self.torch_loader.dataset
         return dataset if isinstance(dataset, IterableDatasetShard) else self.torch_loader
+
+    @functools.cached_property
+    def sampler_owner(self) -> Any:
+        """The batch sampler that has the sampler of indices as its `sampler`; None where there is none."""
+        return sampler_owner(self.torch_loader)
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of indices, which decides the order: underneath all batching, sharding and skipping."""
+        owner = self.torch_loader if self.sampler_owner is None else self.sampler_owner
+        sampler = getattr(owner, "sampler", None)
+        while isinstance(sampler, (SkipSampler, SamplerShard)):
+            sampler = sampler.sampler
+        return sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tell everything that knows of epochs which one this is: what makes batches, the sampler, the dataset."""
+        batches = None if self.is_iterable else self.indices
+        while batches is not None:
+            if hasattr(batches, "set_epoch"):
+                batches.set_epoch(epoch)
+            batches = getattr(batches, "batch_sampler", None)
+        for one in (self.sampler, self.torch_loader.dataset):
+            if hasattr(one, "set_epoch"):
+                one.set_epoch(epoch)
 
     @property
     def total_length(self) -> int:
@@ -236,6 +260,9 @@ class PositionedLoader(Protocol):
     def start_epoch(self, part: EpochPart) -> None:
         """An iteration begins: random states follow rank 0, and everything that knows of epochs is told this one."""
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Of a stateful loader: go where it was by itself."""
+
     def forget_state(self) -> None: ...
 
     def forget_workers(self) -> None: ...
@@ -329,17 +356,9 @@ class Snapshot:
 _ORDERS = (SequentialSampler, RandomSampler, SeedableRandomSampler, IndexedRandomSampler)
 
 
-def innermost_sampler(loader: Any) -> Any:
-    """The sampler of indices, underneath all batching, sharding and skipping."""
-    sampler = sampler_in_use(loader)
-    while isinstance(sampler, (SkipSampler, SamplerShard)):
-        sampler = sampler.sampler
-    return sampler
-
-
 def order_of(loader: Any) -> str | None:
     """Which kind of sampler makes the order of a loader, where that is one of those that `prepare` knows."""
-    kind = type(innermost_sampler(loader))
+    kind = type(loader.part.sampler)
     return kind.__name__ if kind in _ORDERS else None
 
 
@@ -354,8 +373,8 @@ def other_order(saved: Snapshot, loader: Any) -> tuple[str, str] | None:
 
 
 def change(saved: Snapshot, loader: Any) -> str | None:
-    """What is different from when it was saved, in the middle of a sentence; None if nothing is."""
-    if saved.has_batches_of(loader):
+    """What became of the batches that are left, in the middle of a sentence; None if they are the same, or all come."""
+    if saved.has_batches_of(loader) or other_order(saved, loader) is not None:
         return None
     saved = saved.next_epoch()
     old, new = saved.batch, loader.total_batch_size
@@ -363,7 +382,7 @@ def change(saved: Snapshot, loader: Any) -> str | None:
     length = _length(loader)
     if length is not None:
         left = max(length - saved.samples - saved.batches * old, 0)
-        drop_last = getattr(sampler_owner(loader), "drop_last", loader.part.torch_loader.drop_last)
+        drop_last = getattr(loader.part.sampler_owner, "drop_last", loader.part.torch_loader.drop_last)
         steps, before = (left // size if drop_last else -(-left // size) for size in (new, old))
         then = "as before" if steps == before else f"instead of {before}"
         text += f", so {steps} steps are left of epoch {saved.epoch} {then}"
@@ -372,7 +391,7 @@ def change(saved: Snapshot, loader: Any) -> str | None:
 
 def _length(loader: Any) -> int | None:
     """How many samples an epoch has, on all processes together: a sampler may give more or fewer than there are."""
-    sampler, owner = innermost_sampler(loader), sampler_owner(loader)
+    sampler, owner = loader.part.sampler, loader.part.sampler_owner
     kept = isinstance(sampler, DistributedSampler) and sampler.num_replicas == loader.num_shards
     if isinstance(loader.dataset, IterableDataset) or kept:
         length: int | None = loader.whole_epoch.samples_left
@@ -388,9 +407,9 @@ def _inexact(saved: Snapshot, loader: Any) -> str:
         if not loader.num_workers:
             return ""
         return " (worker processes read its dataset: the last samples before the checkpoint may come a second time)"
-    owner = sampler_owner(loader)
+    owner = loader.part.sampler_owner
     if owner is None or cuts_in_order(owner):
-        sampler = innermost_sampler(loader)
+        sampler = loader.part.sampler
         if not isinstance(sampler, DistributedSampler) or type(sampler).__iter__ is DistributedSampler.__iter__:
             return ""
         return f" (only its {type(sampler).__name__} knows which samples were seen: some may come twice or not at all)"

@@ -30,13 +30,12 @@ from accelerate.data_loader.epoch import (
     PositionedLoader,
     RngStates,
     Snapshot,
-    innermost_sampler,
     order_of,
     other_order,
 )
 from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.rng import Reader, Replay
-from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler, sampler_owner
+from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler
 from accelerate.state import ending
 
 
@@ -53,11 +52,12 @@ class Phase(Enum):
 class Position:
     """Where the loops over a loader stand; it is shared with the loaders that `skip_first_batches` makes of it.
 
-    follows_dataset: whether to keep the state of a dataset that can be moved, after each batch.
+    exact_resume: the setting of that name: whether a loop goes on in the middle of an epoch, for which the state of a
+    dataset that can be moved is kept after each batch.
     trains: whether the last loop called `backward` for its batches.
     """
 
-    follows_dataset = False
+    exact_resume = False
     trains = False
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Position:
             batches=part.batches,
             earlier=part.steps - part.batches,
             partial=part.steps > 0,
-            moved_dataset=dataset_to_move(loader) if self.follows_dataset and part.is_iterable else None,
+            moved_dataset=dataset_to_move(loader) if self.exact_resume and part.is_iterable else None,
             workers=dict(start["workers"]),
         )
         if resume is not None:
@@ -186,7 +186,7 @@ class Position:
             saved = self._resume.saved
             alike = len(generators) == len(saved.generators)
             return dataclasses.replace(saved, generators=generators) if alike else saved
-        sampler, iteration = innermost_sampler(loader), self.current()
+        sampler, iteration = loader.part.sampler, self.current()
         if iteration is None:
             drawn: DrawnStates = {"before": {}, "workers": dict(self._states_of_workers())}
             progress: dict[str, Any] = {"epoch": loader.iteration, "drawn": drawn}
@@ -208,11 +208,24 @@ class Position:
             order=order_of(loader),
         )
 
-    def load(self, saved: Snapshot, loader: PositionedLoader, *, skips: bool, by_itself: bool) -> None:
+    def way(self, saved: Snapshot | None, loader: PositionedLoader, own_state: Any) -> tuple[bool, bool]:
+        """Whether a stateful loader goes to its place by itself, and whether a loader is taken there."""
+        has_own = own_state is not None and loader.use_stateful_dataloader
+        by_itself = has_own and (saved is None or _can_go_on_by_itself(saved, loader))
+        return by_itself, not by_itself and (has_own or self.exact_resume)
+
+    def load(self, saved: Snapshot | None, loader: PositionedLoader, own_state: Any = None) -> None:
         """Have the next iteration follow the interrupted one.
 
-        skips: and start where that one was. by_itself: where a stateful loader goes, as it has loaded its own state.
+        saved: None where a checkpoint has none. own_state: what a stateful loader said of itself, in a file of its own.
         """
+        by_itself, skips = self.way(saved, loader, own_state)
+        if by_itself:
+            loader.load_state_dict(own_state)
+        else:
+            loader.forget_state()
+        if saved is None:
+            return
         self._reset()
         if loader.persistent_workers:
             loader.forget_workers()  # new ones start with the states that are loaded
@@ -246,7 +259,7 @@ class Position:
         """The dataset that has a state from one epoch to the next, and is read here."""
         if loader.use_stateful_dataloader:
             return stateful_dataset(loader)
-        return dataset_to_move(loader) if self.follows_dataset else None
+        return dataset_to_move(loader) if self.exact_resume else None
 
 
 class Resume:
@@ -316,7 +329,7 @@ class Resume:
         rng.set_global_states(self._loaded)
         # A generator may be shared with another loader. It stays where it is if the order is still being drawn, and not
         # from the place where it was when the checkpoint was saved.
-        if rng.draws_at_once(innermost_sampler(loader)) or (self.same_batches and part.steps):
+        if rng.draws_at_once(loader.part.sampler) or (self.same_batches and part.steps):
             rng.set_generators(loader, self._loaded["generators"])
         self._loaded = None
 
@@ -331,7 +344,7 @@ class Resume:
         return Replay(reader, steps, names, before)
 
 
-def can_go_on_by_itself(saved: Snapshot, loader: Any) -> bool:
+def _can_go_on_by_itself(saved: Snapshot, loader: Any) -> bool:
     """Whether a stateful loader comes to its place when it loads its own state."""
     return not saved.partial and saved.has_readers_of(loader) and not _minds_iterating_twice(loader)
 
@@ -349,13 +362,13 @@ def _minds_iterating_twice(loader: Any) -> bool:
 def _follow_order(goal: Snapshot, loader: PositionedLoader) -> dict[str, Any] | None:
     """Have a loader shuffle as the one of the checkpoint; returns the random states that the epoch began with."""
     loader.iteration = goal.epoch
-    sampler, start = innermost_sampler(loader), goal.start
+    sampler, start = loader.part.sampler, goal.start
     if isinstance(sampler, SeedableRandomSampler) and goal.seed is not None:
         sampler.initial_seed = goal.seed
     if goal.generators and not rng.generators(loader) and isinstance(sampler, RANDOM_SAMPLERS):
         sampler.generator = torch.Generator()  # several processes shuffled by one; a single one has none
     elif start is not None and not goal.generators and isinstance(sampler, RANDOM_SAMPLERS):
-        batches = sampler_owner(loader)
+        batches = loader.part.sampler_owner
         at_once = batches is not None and rng.makes_all_at_once(loader, batches)
         start = {**start, "generators": [rng.state_of_one(start, sampler, at_once)]}
     rng.set_generators(loader, goal.generators)

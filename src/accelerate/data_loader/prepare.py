@@ -109,6 +109,7 @@ def prepare_data_loader(
         "use_stateful_dataloader": use_stateful_dataloader,
         "_drop_last": dataloader.drop_last,
         "_non_blocking": non_blocking,
+        "_follows_rank_0": state.num_processes > 1,
         "torch_device_mesh": torch_device_mesh,
     }
     dataset = dataloader.dataset

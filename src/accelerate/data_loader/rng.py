@@ -78,24 +78,30 @@ def draws_at_once(sampler: Any) -> bool:
 
 # --- to keep and to set -----------------------------------------------------------------------------------------
 
-_GLOBAL: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
-    "python": (random.getstate, lambda state: random.setstate((state[0], tuple(state[1]), state[2]))),
-    # numpy imports its generators at their first use.
-    "numpy": (lambda: np.random.get_state(), lambda state: np.random.set_state(state)),
-    "torch": (torch.get_rng_state, lambda state: torch.set_rng_state(torch.as_tensor(state))),
+_GLOBAL: dict[str, Callable[[], Any]] = {
+    "python": random.getstate,
+    "numpy": lambda: np.random.get_state(),  # numpy imports its generators at their first use
+    "torch": torch.get_rng_state,
 }
 NAMES = tuple(_GLOBAL)
 
 
 def global_states(names: Iterable[str] = NAMES) -> dict[str, Any]:
-    return {name: _GLOBAL[name][0]() for name in names}
+    """The states of the global generators of this process, by name."""
+    return {name: _GLOBAL[name]() for name in names}
 
 
-def set_global_states(states: dict[str, Any]) -> None:
-    """Set those that are among `states`."""
-    for name, (_, put) in _GLOBAL.items():
-        if name in states:
-            put(states[name])
+def set_global_states(
+    states: dict[str, Any], python: Any = random, numpy: Any = None, generator: torch.Generator | None = None
+) -> None:
+    """Set those that are among `states`: of the global generators, or of others that are given in their place."""
+    if "python" in states:
+        version, internal, gauss = states["python"]
+        python.setstate((version, tuple(internal), gauss))
+    if "numpy" in states:
+        (np.random if numpy is None else numpy).set_state(states["numpy"])
+    if "torch" in states:
+        (generator or torch.default_generator).set_state(torch.as_tensor(states["torch"]).cpu())
 
 
 def drawn_since(before: dict[str, Any]) -> set[str]:

@@ -11,7 +11,7 @@ import torch
 from accelerate.data_loader.base import PreparedLoader
 from accelerate.data_loader.epoch import EpochPart, Iteration
 from accelerate.data_loader.iterable import PartlyRepeated
-from accelerate.devices import transfer_to
+from accelerate.devices import transfers_to
 from accelerate.random import synchronize_rng_states
 
 
@@ -37,7 +37,7 @@ class DataLoaderShard(PreparedLoader):
     def __init__(
         self,
         dataset: Any,
-        device: torch.device | None = None,
+        device: torch.device | str | int | None = None,
         rng_types: list[Any] | None = None,
         synchronized_generator: torch.Generator | None = None,
         skip_batches: int = 0,
@@ -48,6 +48,7 @@ class DataLoaderShard(PreparedLoader):
         iteration: int = 0,
         **kwargs: Any,
     ) -> None:
+        self._device = device
         super().__init__(
             dataset,
             skip_batches=skip_batches,
@@ -58,9 +59,22 @@ class DataLoaderShard(PreparedLoader):
             iteration=iteration,
             **kwargs,
         )
-        self.device = device
         self.rng_types = rng_types
         self.synchronized_generator = synchronized_generator
+
+    def _join_process(self) -> None:
+        super()._join_process()
+        self.device = self._device
+
+    @property
+    def device(self) -> torch.device | str | int | None:
+        """Where batches go; None leaves them where they are. A script may assign another one between two epochs."""
+        return self._device
+
+    @device.setter
+    def device(self, device: torch.device | str | int | None) -> None:
+        self._device = device
+        self._new_transfer = transfers_to(device, self._non_blocking)
 
     def _synchronize(self) -> None:
         if self.rng_types is not None:
@@ -68,7 +82,7 @@ class DataLoaderShard(PreparedLoader):
 
     def _batches(self, iteration: Iteration) -> Iterator[Any]:
         part = iteration.part
-        transfer = transfer_to(self.device, self._non_blocking)
+        transfer = self._new_transfer()
         counts_of = getattr(part.shard, "counts", None) or _none_repeated
         tells_position = self.use_stateful_dataloader or iteration.moved_dataset is not None
 

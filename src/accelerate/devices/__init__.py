@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ __all__ = [
     "choose",
     "copies_behind",
     "kind_of",
-    "transfer_to",
+    "transfers_to",
 ]
 
 # In the order of preference; the processor is last because it is always available.
@@ -68,13 +69,13 @@ def copies_behind(device: torch.device) -> bool:
     return kind is not None and kind.copies_behind
 
 
-def transfer_to(device: torch.device | str | int | None, non_blocking: bool = False) -> Transfer:
-    """How batches get to `device`; None leaves them where they are."""
+def transfers_to(device: torch.device | str | int | None, non_blocking: bool = False) -> Callable[[], Transfer]:
+    """What makes the transfer of each iteration, by which batches get to `device`; None leaves them where they are."""
     if device is None:
-        return Transfer()
+        return Transfer
     device = torch.device(device)
     kind = kind_of(device)
-    return BlockingTransfer(device, non_blocking) if kind is None else kind.transfer(device, non_blocking)
+    return partial(BlockingTransfer if kind is None else kind.transfer, device, non_blocking)
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool:

@@ -166,9 +166,8 @@ class Device:
 
     # --- what goes to the device, and between processes ---------------------------------------------------------
 
-    def transfer(self, device: torch.device, non_blocking: bool) -> Transfer:
-        """How batches get to `device`, one of this kind."""
-        return BlockingTransfer(device, non_blocking)
+    # Called with a device of this kind, and whether not to wait for copies: how the batches of an iteration get there.
+    transfer: Callable[[torch.device, bool], Transfer] = BlockingTransfer
 
     def join(self, world: World, options: dict[str, Any], attempt: int = 0) -> torch_dist.Joined | None:
         """Join the processes of `world`; None where this one is alone.

@@ -75,7 +75,7 @@ class Scattered:
     def onto(self, memory: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """The copies that gather it in `memory`: pairs of a target and a source."""
         words, at = memory.view(self._words.dtype), 0
-        for source in _between(self._words, self._first, self._last):
+        for source in rows_between(self._words, self._first, self._last):
             yield words[at : at + source.numel()].view(source.shape), source
             at += source.numel()
 
@@ -83,7 +83,7 @@ class Scattered:
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def _between(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
+def rows_between(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
     """The elements from `first` to `last` of a tensor, in logical order, as rows and parts of rows."""
     if tensor.dim() == 1:
         yield tensor[first:last]
@@ -91,11 +91,11 @@ def _between(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tens
     row = tensor.numel() // len(tensor)
     start, end = -(-first // row), last // row
     if start > end:  # in the midst of one
-        yield from _between(tensor[end], first - end * row, last - end * row)
+        yield from rows_between(tensor[end], first - end * row, last - end * row)
         return
     if first < start * row:
-        yield from _between(tensor[start - 1], first - (start - 1) * row, row)
+        yield from rows_between(tensor[start - 1], first - (start - 1) * row, row)
     if start < end:
         yield tensor[start:end]
     if end * row < last:
-        yield from _between(tensor[end], 0, last - end * row)
+        yield from rows_between(tensor[end], 0, last - end * row)

@@ -6,7 +6,7 @@ import torch
 
 from accelerate.config.enums import DistributedType
 from accelerate.devices.base import Device, Memory
-from accelerate.devices.transfer import CpuTransfer, Transfer
+from accelerate.devices.transfer import CpuTransfer
 
 
 class CPU(Device):
@@ -52,5 +52,4 @@ class CPU(Device):
     def lacks_fp8(self) -> str | None:
         return None  # emulated, where a library can
 
-    def transfer(self, device: torch.device, non_blocking: bool) -> Transfer:
-        return CpuTransfer(device, non_blocking)
+    transfer = CpuTransfer

@@ -355,7 +355,17 @@ class Stager:
         for _ in range(self._count):
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._threads.append(thread)
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # the process has too many, or ends: those that have started do the work
+                self._threads.pop()
+                if not self._threads and not isinstance(self._lane, PlainLane):
+                    raise
+                break
+        if not self._threads:  # the caller does it
+            self._todo.put(None)
+            self._run()
+            return
         # A thread that is inside of torch when Python ends takes the process down with it.
         atexit.register(self._leave)
 
@@ -422,6 +432,12 @@ def run_tasks(job: Job, tasks: Sequence[Task], lane: Lane, size: int, most: int,
 
     size: that of each thread's two buffers.
     """
+    if len(tasks) == 1 and isinstance(lane, PlainLane):  # which is not worth a thread
+        try:
+            tasks[0].bring(lane, Buffers(lane, size, 1).free)
+        finally:
+            job.end()
+        return
     stager = Stager(lane, size, min(most, len(tasks)), name)
     try:
         stager.begin(job, tasks)
@@ -432,9 +448,11 @@ def run_tasks(job: Job, tasks: Sequence[Task], lane: Lane, size: int, most: int,
         raise
     finally:
         stager.close()
+        job.files.close()
     if job.error is not None:
         raise job.error
-    job.mark.synchronize()
+    if tasks:
+        job.mark.synchronize()
 
 
 def _has_begun(thread: threading.Thread) -> bool:

@@ -105,7 +105,7 @@ class Notes:
 
 
 def in_one_line(notes: Sequence[Note], now: float | None = None) -> str:
-    """Who is where: `rank 0 has waited in gather (train.py:7) for 61 s; rank 1 ended with code 0`."""
+    """Who is where: `rank 0 waits in gather (train.py:7) since 61 s; rank 1 ended with code 0`."""
     now = time.time() if now is None else now
     groups: dict[tuple[str, ...], list[int]] = {}
     for rank, note in enumerate(notes):
@@ -152,8 +152,8 @@ def was_intended(note: Note) -> bool:
 # What is said of one rank, and of several, by the kind of their notes.
 _PREDICATES = {
     "waits": (
-        "has waited in {note.call} ({note.line}) for {waited:.0f} s",
-        "have waited in {note.call} ({note.line}) for {waited:.0f} s",
+        "waits in {note.call} ({note.line}) since {waited:.0f} s",
+        "wait in {note.call} ({note.line}) since {waited:.0f} s",
     ),
     "runs": ("runs {note.line} ({note.call})", "run {note.line} ({note.call})"),
     "ended": ("has ended", "have ended"),
@@ -166,7 +166,10 @@ _PREDICATES = {
 
 # Calls of a training step in which DDP and FSDP talk.
 _IN_A_STEP = ("backward", "forward")
-_EVEN = "loaders returned by `accelerator.prepare` end together; for others use `accelerator.join_uneven_inputs`"
+EVEN = (
+    "loaders returned by `accelerator.prepare` end together, unless `even_batches=False` was asked for; for others use "
+    "`accelerator.join_uneven_inputs`"
+)
 
 
 def likely_reason(notes: Sequence[Note]) -> str:
@@ -182,7 +185,7 @@ def likely_reason(notes: Sequence[Note]) -> str:
     if ended := sorted(by_kind.get("ended", []) + by_kind.get("left", [])):
         return (
             f"The others wait for {_named(ended)}, which ended before: look for a loop that is shorter there "
-            f"({_EVEN}), or a call that only some ranks make."
+            f"({EVEN}), or a call that only some ranks make."
         )
     waiting = [notes[rank] for rank in by_kind.get("waits", [])]
     training = [rank for rank in by_kind.get("waits", []) if notes[rank].call in _IN_A_STEP]
@@ -191,7 +194,7 @@ def likely_reason(notes: Sequence[Note]) -> str:
         return (
             f"In a training step, {_named(training)} {'wait' if len(training) > 1 else 'waits'} for {_named(beyond)}, "
             f"which {'have' if len(beyond) > 1 else 'has'} already moved on: look for a loop with fewer batches there "
-            f"({_EVEN}), or for a collective under a condition."
+            f"({EVEN}), or for a collective under a condition."
         )
     if len({(note.call, note.line) for note in waiting}) > 1:
         stops = "stops at the first such place"
@@ -199,7 +202,8 @@ def likely_reason(notes: Sequence[Note]) -> str:
             stops = "does not compare calls of `torch.distributed` itself, nor training steps"
         return (
             "Ranks wait in different calls, which the others never make: look for a collective under a "
-            f"condition such as `if accelerator.is_main_process:`; `--debug` {stops}."
+            "condition such as `if accelerator.is_main_process:`, or in a loop that is longer on some ranks, as with "
+            f"`even_batches=False`; `--debug` {stops}."
         )
     if silent := by_kind.get("silent"):
         return (

@@ -1,9 +1,8 @@
-"""Moving tensors to and from files: block by block, in several threads, touching each byte once.
+"""Writing files block by block, in several threads, touching each byte once. `read_tensors` reads them.
 
-Each thread takes one block, copies it from the device or reads it from disk, computes its checksum, and passes it on.
-The bus, the checksums and the disk work at the same time, and at most one block per thread is in memory besides the
-tensors themselves. In host memory a block is handled in steps, so that the data is still in the processor's cache when
-it is written. Data that is only verified, or that stays in host memory, is read from the page cache without a copy.
+Each thread takes one block, copies it from the device, computes its checksum, and writes it. The bus, the checksums and
+the disk work at the same time, and at most one block per thread is in memory besides the tensors themselves. In host
+memory a block is handled in steps, so that the data is still in the processor's cache when it is written.
 """
 
 from __future__ import annotations
@@ -19,12 +18,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from accelerate.constants import MANIFEST_NAME
 from accelerate.devices.block_copies import BlockCopies, Scattered
-from accelerate.devices.staging import Free, Job, Lane, lane_of_caller, run_tasks
+from accelerate.devices.staging import bytes_of
 from accelerate.errors import CheckpointError
 from accelerate.io import disk
 from accelerate.io.disk import threads
@@ -80,16 +78,10 @@ Piece = bytes | torch.Tensor | Scattered
 _T = TypeVar("_T")
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor; its own memory, if it is contiguous."""
-    # By strides: a single element may keep those of the row it was taken from, which no view of bytes has.
-    return tensor.detach().contiguous().as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
 def piece(tensor: torch.Tensor) -> Piece:
     """A tensor as a piece of a file."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    return flat(tensor) if tensor.is_contiguous() else Scattered(tensor)
+    return bytes_of(tensor) if tensor.is_contiguous() else Scattered(tensor)
 
 
 def joined(contents: Iterable[bytes | torch.Tensor]) -> list[Piece]:
@@ -183,108 +175,6 @@ def _by_piece(count: int, blocks: Iterable[list[_Sum]]) -> list[list[_Sum]]:
     return parts
 
 
-def read_file(
-    path: Path,
-    places: Sequence[tuple[int, torch.Tensor]] = (),
-    entry: FileEntry | None = None,
-    share: tuple[int, int] = (0, 1),
-    content: torch.Tensor | None = None,
-) -> None:
-    """Read a file into tensors at given offsets, and verify its checksums on the way.
-
-    places: pairs of an offset and a flat uint8 tensor, sorted by offset. entry: the file's entry in the manifest.
-    share: (index, count) of the processes that read the same file at once; each verifies its share of the blocks.
-    content: the bytes of the file from `mapped`, if it is mapped already, since mapping is half of the work.
-    """
-    size = path.stat().st_size
-    if entry is not None and size != entry.size:  # of blocks that are gone, no checksum would tell
-        raise damaged(path)
-    if content is None:
-        content = mapped(path) if entry is not None else torch.empty(0)
-    most = max(READERS // share[1], 1)
-    devices = list(dict.fromkeys(tensor.device for _, tensor in places if _is_away(tensor)))
-    # Nearly always there is one device at most: what is for others is read again, by itself.
-    first = [(at, tensor) for at, tensor in places if not _is_away(tensor) or tensor.device == devices[0]]
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        reading = _Reading(path, descriptor, size, first, entry, share, content)
-        if devices:
-            reading.by_buffers(devices[0], most)
-        else:
-            _each_block(size, reading.block, most)
-        for device in devices[1:]:
-            others = [(at, tensor) for at, tensor in places if _is_away(tensor) and tensor.device == device]
-            _Reading(path, descriptor, size, others, None, share, content).by_buffers(device, most)
-    finally:
-        os.close(descriptor)
-
-
-def _is_away(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cpu"
-
-
-@dataclass
-class _Reading:
-    """One file on its way into tensors in host memory and on one device."""
-
-    path: Path
-    descriptor: int
-    size: int
-    places: Sequence[tuple[int, torch.Tensor]]
-    entry: FileEntry | None
-    share: tuple[int, int]
-    content: torch.Tensor
-
-    def __post_init__(self) -> None:
-        self.starts = [offset for offset, _ in self.places]
-
-    def by_buffers(self, device: torch.device, most: int) -> None:
-        """Read all blocks, those for the device through pinned buffers, on the caller's stream."""
-        job = Job()
-        tasks = [_Block(job, self, start) for start in range(0, self.size, BLOCK)]
-        run_tasks(job, tasks, lane_of_caller(device), BLOCK, most, "checkpoint-reader")
-
-    def block(self, start: int, lane: Lane | None = None, free: Free | None = None) -> None:
-        """Read one block, and verify its checksum before any of it is sent to a device."""
-        end = min(start + BLOCK, self.size)
-        expected = None
-        if self.entry is not None and start // BLOCK % self.share[1] == self.share[0]:
-            expected = self.entry.crc32[start // BLOCK]
-        wanted = list(_overlapping(self.places, self.starts, start, end))
-        if not wanted and expected is None:
-            return
-        # What stays on the host is read to its place, the rest of the block to a buffer.
-        away = [(at, tensor) for at, tensor in wanted if _is_away(tensor)]
-        here = [(at, tensor) for at, tensor in wanted if not _is_away(tensor)]
-        checked, total = expected is not None, None
-        if not away:
-            total = _from_map(self.content[start:end], [(at - start, tensor) for at, tensor in here], checked)
-        if total is None:
-            # All of what is to be copied to a device has to be there at once, and is read so: between two steps the
-            # threads, as many as there are processors, wait for each other. What is only summed up has not.
-            buffer = free() if away and free is not None else None
-            step = STEP if buffer is None else BLOCK
-            view = _view(torch.empty(step, dtype=torch.uint8, device="cpu")) if buffer is None else buffer.view
-            memory = _in_steps(_filled_up(here, view, start, end), step)
-            total = _read_into(self.descriptor, memory, start, self.path, checked)
-        if checked and total != expected:
-            raise damaged(self.path)
-        if away and lane is not None and buffer is not None:
-            for at, tensor in away:
-                lane.send([tensor], buffer.bytes[at - start : at - start + len(tensor)], buffer.left)
-
-
-class _Block(NamedTuple):
-    """One block, as a task for a thread with pinned buffers."""
-
-    job: Job
-    reading: _Reading
-    start: int
-
-    def bring(self, lane: Lane, free: Free) -> None:
-        self.reading.block(self.start, lane, free)
-
-
 def mapped(path: Path) -> torch.Tensor:
     """The bytes of a file, mapped without a copy; empty if the system cannot map it."""
     with suppress(RuntimeError):
@@ -299,10 +189,13 @@ def summed_up(path: Path) -> FileEntry:
     descriptor = os.open(path, os.O_RDONLY)
 
     def move(start: int) -> int:
-        content = _filled_up(
-            [], _view(torch.empty(STEP, dtype=torch.uint8, device="cpu")), start, min(start + BLOCK, size)
-        )
-        return _read_into(descriptor, _in_steps(content, STEP), start, path, True)
+        end, total, buffer = min(start + BLOCK, size), 0, memoryview(bytearray(STEP))
+        for at in range(start, end, STEP):
+            step = buffer[: min(STEP, end - at)]
+            if not disk.read(descriptor, [step], at):
+                raise damaged(path)  # it has become shorter
+            total = crc32(step, total)
+        return total
 
     try:
         return FileEntry(size, _each_block(size, move, READERS))
@@ -314,7 +207,7 @@ def _view(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
-def damaged(path: Path) -> CheckpointError:
+def damaged(path: Path | str) -> CheckpointError:
     return CheckpointError(
         f"{path} is damaged, its checksum is not the one it was written with: copy the checkpoint again, load another "
         f"one, or if it was replaced on purpose, delete {MANIFEST_NAME}."
@@ -353,43 +246,6 @@ def _each_block(size: int, move: Callable[[int], _T], most: int) -> list[_T]:
             raise
 
 
-def _sum(content: Sequence[Any], total: int = 0) -> int:
-    for view in content:
-        total = crc32(view, total)
-    return total
-
-
-def _from_map(block: torch.Tensor, places: Sequence[tuple[int, torch.Tensor]], checked: bool) -> int | None:
-    """Copy a block of a mapped file into tensors. Returns its checksum, or None if the block has to be read."""
-    if not len(block) or not disk.bring_in(block.data_ptr(), len(block)):
-        return None
-    source, targets = block.numpy(), [(at, tensor.numpy()) for at, tensor in places]
-    for _, target in targets:
-        disk.get_pages(target.ctypes.data, len(target))
-    total = 0
-    size = STEP if targets else len(source)
-    for start in range(0, len(source), size):
-        step = source[start : start + size]
-        total = _sum([step], total) if checked else 0
-        for at, target in targets:
-            first, last = max(start, at), min(start + len(step), at + len(target))
-            if first < last:  # by NumPy: see `host_memory.copy`
-                np.copyto(target[first - at : last - at], source[first:last])
-    return total
-
-
-def _read_into(descriptor: int, steps: Iterable[list[memoryview]], offset: int, path: Path, checked: bool) -> int:
-    """Read a file into memory from an offset on. Returns its checksum if `checked`."""
-    total = 0
-    for step in steps:
-        if not disk.read(descriptor, step, offset):
-            raise damaged(path)  # it has become shorter
-        offset += sum(map(len, step))
-        if checked:
-            total = _sum(step, total)
-    return total
-
-
 def _within(ends: list[int], start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """The pieces between two offsets of a file: the number of each, and the start and end of the range within it."""
     number = bisect.bisect_right(ends, start)
@@ -400,41 +256,6 @@ def _within(ends: list[int], start: int, end: int) -> Iterator[tuple[int, int, i
         if ends[number] > first:
             yield number, max(start - first, 0), min(end, ends[number]) - first
         number += 1
-
-
-def _overlapping(
-    places: Sequence[tuple[int, torch.Tensor]], starts: list[int], start: int, end: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """The slices of tensors that lie between two offsets of a file."""
-    number = max(bisect.bisect_right(starts, start) - 1, 0)
-    while number < len(places) and places[number][0] < end:
-        offset, tensor = places[number]
-        first, last = max(start, offset), min(end, offset + len(tensor))
-        if first < last:
-            yield first, tensor[first - offset : last - offset]
-        number += 1
-
-
-def _filled_up(
-    places: list[tuple[int, torch.Tensor]], buffer: memoryview, start: int, end: int
-) -> Iterator[memoryview]:
-    """Memory to read a range of a file into: tensors where they have an offset in it, a buffer for the gaps.
-
-    The buffer holds the whole range, or one step of it and is then reused in each step.
-    """
-
-    def rest(at: int, until: int) -> Iterator[memoryview]:
-        while at < until:
-            place = (at - start) % len(buffer)
-            yield (piece := buffer[place : place + until - at])
-            at += len(piece)
-
-    at = start
-    for offset, tensor in places:
-        yield from rest(at, offset)
-        yield _view(tensor)
-        at = offset + len(tensor)
-    yield from rest(at, end)
 
 
 def _in_steps(content: Iterable[Any], size: int) -> Iterator[list[memoryview]]:

@@ -17,7 +17,7 @@ import torch
 
 from accelerate.devices import copies_behind, page_lock
 from accelerate.devices.page_lock import Locker, whole_pages
-from accelerate.io.blocks import flat
+from accelerate.devices.staging import bytes_of
 from accelerate.io.disk import threads
 from accelerate.io.stored_tensors import view_of
 
@@ -111,7 +111,7 @@ def copy(copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         if not source.is_contiguous() or source.is_conj() or source.is_neg():
             target.copy_(source)
             continue
-        to, of = flat(target).numpy(), flat(source).numpy()
+        to, of = bytes_of(target).numpy(), bytes_of(source).numpy()
         parts += [(to[start : start + _PART], of[start : start + _PART]) for start in range(0, len(of), _PART)]
 
     def work() -> None:

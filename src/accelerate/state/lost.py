@@ -21,7 +21,7 @@ from accelerate.comm import Communicator
 from accelerate.diagnosis import watch as hang
 from accelerate.diagnosis.place import at_line
 from accelerate.diagnosis.remedies import remedy
-from accelerate.diagnosis.roll import Note, how_it_ended, was_intended
+from accelerate.diagnosis.roll import EVEN, Note, how_it_ended, was_intended
 from accelerate.environments import World
 from accelerate.torch_internals.process_groups import default_store
 
@@ -30,7 +30,7 @@ _COURTESY_SECONDS = 1.0
 # The note of the first rank that said why: for the others to find at once, without reading those of all.
 _CAUSE = "accelerate/cause"
 
-# How the errors of a broken connection read, in gloo, NCCL and torch's store.
+# How the errors of a broken connection read, in gloo, NCCL and torch's store, and of a save that another rank broke.
 _SIGNS = (
     "Connection closed by peer",
     "reset by peer",
@@ -39,6 +39,7 @@ _SIGNS = (
     "Read error",
     "NCCL",
     "Socket",
+    "see that rank's traceback",  # of `checkpoint/agreement.py`: what a save raises on ranks that had no part in it
 )
 
 
@@ -170,7 +171,7 @@ def _sentence(watch: Watch) -> str | None:
         how = ways.pop() if len(ways) == 1 else ""
         reason = "look there for the reason"
         if all(map(was_intended, ended.values())):
-            reason = "look for a loop that is shorter there, or a call that only some ranks make"
+            reason = f"look for a loop that is shorter there ({EVEN}), or a call that only some ranks make"
         return (
             f"{here} needed rank{'s' * several} {', '.join(map(str, ended))}, which had ended already{how}: {reason}."
         )

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.comm import Communicator, current
+from accelerate.errors import a_kind_of
 
 if TYPE_CHECKING:
     import torch
@@ -180,8 +181,13 @@ def split_inputs(inputs: Any, index: int, count: int, apply_padding: bool = Fals
         return type(inputs)(  # type: ignore[call-arg]
             {key: split_inputs(value, index, count, apply_padding) for key, value in inputs.items()}
         )
-    if isinstance(inputs, (str, bytes)) or not hasattr(inputs, "__len__"):
+    if isinstance(inputs, (str, bytes)) or not (hasattr(inputs, "__len__") or hasattr(inputs, "__iter__")):
         return inputs
+    if not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
+        raise TypeError(
+            f"`split_between_processes` was given {a_kind_of(inputs)}, which cannot be cut into parts: pass a list, as "
+            "in `list(inputs)`."
+        )
     share, extras = divmod(len(inputs), count)
     start = index * share + min(index, extras)
     end = start + share + (index < extras)

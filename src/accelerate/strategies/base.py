@@ -290,3 +290,20 @@ class Strategy:
         # The files have the names of the models inside, as `state_dict` gave them.
         inside = [self.unwrap(model, keep_torch_compile=False) for model in run.models_to_load]
         return full_state.load(replace(run, models_to_load=inside), reader, torch_load=torch_load, **kwargs)
+
+
+class WholeStepStrategy(Strategy):
+    """What engines have in common that own the whole step: they make model and optimizer anew, cast, step, and write
+    their own files."""
+
+    places_models = True
+    owns_precision = True
+    divides_loss = True
+    needs_even_batches = True
+    saves_alone = False
+    can_roll_back = False
+    keeps_parameters = False
+    can_leave_steps_out = False
+
+    def weights(self, models: list[torch.nn.Module]) -> list[dict[str, Any]]:
+        return []  # the engine writes them itself

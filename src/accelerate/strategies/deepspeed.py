@@ -40,9 +40,9 @@ from accelerate.state import AcceleratorState
 from accelerate.strategies import deepspeed_checkpoint
 from accelerate.strategies import deepspeed_checks as checks
 from accelerate.strategies import deepspeed_pieces as pieces
+from accelerate.strategies.base import WholeStepStrategy
 from accelerate.strategies.deepspeed_plan import Plan, plans, settle
 from accelerate.strategies.deepspeed_settings import open_again
-from accelerate.strategies.whole_step import WholeStepStrategy
 from accelerate.torch_internals.optimizers import call_stepped
 
 logger = logging.getLogger(__name__)

@@ -115,12 +115,12 @@ def save_fsdp_optimizer(
         use_dcp: as in `save_fsdp_model`.
     """
     engine = _engine(accelerator)
-    full = gathers(fsdp_plugin)
+    optimizer, full = unwrapped_optimizer(optimizer), gathers(fsdp_plugin)
     if full or use_dcp:
         parts = engine.optimizer_parts([model], optimizer, optimizer_index, gathers=full)
         _write(parts, output_dir)
     else:
-        content = unwrapped_optimizer(optimizer).state_dict()
+        content = optimizer.state_dict()
         _save_own(content, layout.own_optimizer(optimizer_index, _rank(accelerator)), output_dir)
 
 
@@ -147,16 +147,16 @@ def load_fsdp_optimizer(
         use_dcp: as in `save_fsdp_model`.
     """
     engine = _engine(accelerator)
-    inner = unwrapped_optimizer(optimizer)
+    optimizer = unwrapped_optimizer(optimizer)
     if not use_dcp and not gathers(fsdp_plugin):
         own_file = Path(input_dir) / layout.own_optimizer(optimizer_index, _rank(accelerator))
-        content = _agreed(lambda: _load_own(own_file, inner.state_dict()))
-        inner.load_state_dict(content)
+        content = _agreed(lambda: _load_own(own_file, optimizer.state_dict()))
+        optimizer.load_state_dict(content)
         return
     content = _agreed(
         lambda: engine.read_optimizer([model], optimizer, CheckpointReader(Path(input_dir)), optimizer_index),
     )
-    engine.put_optimizer_pieces([model], inner, content)
+    engine.put_optimizer_pieces([model], optimizer, content)
 
 
 def _engine(accelerator: Any) -> Sharded:

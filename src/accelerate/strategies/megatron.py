@@ -32,8 +32,7 @@ from accelerate.engines.megatron_lm import (
 )
 from accelerate.errors import NotYetSupported, a_kind_of, warn
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Outputs
-from accelerate.strategies.whole_step import WholeStepStrategy
+from accelerate.strategies.base import Outputs, WholeStepStrategy
 
 
 class Megatron(WholeStepStrategy):

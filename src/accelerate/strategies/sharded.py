@@ -38,7 +38,7 @@ from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.rebind import Moved
 from accelerate.torch_internals.modules import parameters_of
-from accelerate.unwrap import unwrapped, unwrapped_optimizer
+from accelerate.unwrap import unwrapped
 
 
 @dataclass
@@ -253,7 +253,7 @@ class Sharded(Strategy):
 
     def optimizer_parts(self, models: list[nn.Module], optimizer: Any, number: int, *, gathers: bool) -> Iterator[Part]:
         """The parts of a checkpoint for one optimizer."""
-        content = self.optimizer_pieces(models, unwrapped_optimizer(optimizer))
+        content = self.optimizer_pieces(models, optimizer)
         if not gathers:
             yield Shards(layout.optimizer_shards(number), "optimizer", content)
             return
@@ -268,7 +268,7 @@ class Sharded(Strategy):
         models = [self.read_model(model, reader, number, strict) for number, model in enumerate(run.models_to_load)]
         optimizers = [
             self.read_optimizer(run.models, optimizer, reader, number)
-            for number, optimizer in enumerate(run.optimizers)
+            for number, optimizer in enumerate(run.optimizers_to_load)
         ]
         waiting, exchanged = read_gradients(run, reader, alike=not self.takes_back)
 
@@ -276,8 +276,8 @@ class Sharded(Strategy):
             for model, pieces in zip(run.models_to_load, models, strict=True):
                 self.put_pieces(model, pieces)
             self.put_gradients(run.models, waiting, exchanged)
-            for optimizer, content in zip(run.optimizers, optimizers, strict=True):
-                self.put_optimizer_pieces(run.models, unwrapped_optimizer(optimizer), content)
+            for optimizer, content in zip(run.optimizers_to_load, optimizers, strict=True):
+                self.put_optimizer_pieces(run.models, optimizer, content)
 
         return StagedLoad(apply)
 
@@ -329,7 +329,7 @@ class Sharded(Strategy):
         if reader.has(folder):
             content = read(reader.folder / folder, lambda keys, size, dtype: _place(like(keys), size, dtype))
             return {"state": {}, **content}
-        content = to_names(reader.content(layout.optimizer(number)), self.names(models, unwrapped_optimizer(optimizer)))
+        content = to_names(reader.content(layout.optimizer(number)), self.names(models, optimizer))
         state = {
             name: {key: _cut(value, likes.get(name)) for key, value in values.items()}
             for name, values in content["state"].items()

@@ -77,7 +77,7 @@ class XLAFSDP(XLAReplicated):
 
         def apply_in_place() -> None:
             staged.apply_in_place()
-            for optimizer in run.optimizers:
+            for optimizer in run.optimizers_to_load:
                 self._cut_states(optimizer)
 
         return StagedLoad(apply_in_place, staged.apply_fallible)

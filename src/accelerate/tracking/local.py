@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from accelerate import __version__
+from accelerate.errors import warn
 from accelerate.per_rank import PerRank
 from accelerate.runs import store
 from accelerate.state import PartialState
@@ -55,7 +56,7 @@ class LocalTracker(GeneralTracker):
     def start(self) -> None:
         state = PartialState()
         self._first = state.is_main_process
-        self._said_trouble = False
+        self._said_trouble = self._said_left_out = False
         self._recorder = Recorder(self.path, _identity(self.run_name, state, next(_numbers.get())), _gauges(state))
         self._recorder.start()
         overheard.listen(self._recorder)
@@ -107,7 +108,16 @@ class LocalTracker(GeneralTracker):
             self._recorder.event(kind, text)
 
     def _say_trouble(self, trouble: str | None = None) -> None:
-        """Raise, once in a run, what the thread that writes has met with; what a tracker raises becomes a warning."""
+        """Say, once in a run, what was left out, and raise what the thread that writes has met with.
+
+        What a tracker raises becomes a warning.
+        """
+        if self._recorder.left_out is not None and not self._said_left_out:
+            self._said_left_out = True
+            warn(
+                f"The tracker {self.name!r} keeps numbers and texts, and was given {self._recorder.left_out}, which is "
+                "left out: log each number under a name of its own."
+            )
         trouble = self._recorder.trouble or trouble
         if trouble is not None and not self._said_trouble:
             self._said_trouble = True

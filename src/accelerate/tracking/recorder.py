@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accelerate.errors import a_kind_of
 from accelerate.runs import store
 from accelerate.tracking.base import as_number
 
@@ -100,6 +101,7 @@ class Recorder:
         self.path = path
         self.who = who
         self.trouble: str | None = None  # why the last write failed, for the training's thread to say
+        self.left_out: str | None = None  # the first value that is not kept, with its kind, for the same thread
         self.state: str | None = None
         self.reason: str | None = None
         self._gauges = gauges
@@ -326,6 +328,8 @@ class Recorder:
             if number is not None:
                 self._number += 1
                 yield Point(record.kind, name, self._number, step, record.time, _stored(number))
+            elif value is not None and self.left_out is None:
+                self.left_out = f"{name!r}, {a_kind_of(value)}"
 
     def _run_row(self, connection: sqlite3.Connection) -> int | None:
         """The run in the file. The first rank makes its row, or goes on with that of an earlier attempt."""

@@ -15,7 +15,7 @@ from torch import nn
 from accelerate import Accelerator, init_empty_weights, skip_first_batches
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import GeneralTracker
-from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, RNGType
+from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, ProjectConfiguration, RNGType
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net
 
@@ -33,12 +33,42 @@ def sgd(*models: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([parameter for model in models for parameter in model.parameters()], lr=0.1)
 
 
-def test_a_model_where_its_parameters_are_clipped() -> None:
+def test_python_names_the_accelerator_where_arguments_do_not_fit() -> None:
+    accelerator: Any = Accelerator(cpu=True)
+    for name in ("init_trackers", "backward", "gather", "prepare_model", "no_sync", "trigger_sync_in_backward"):
+        with pytest.raises(TypeError, match=rf"^Accelerator\.{name}\(\) missing 1 required positional argument"):
+            getattr(accelerator, name)()
+    with pytest.raises(TypeError, match=r"^Accelerator\.__init__\(\) got an unexpected keyword argument"):
+        Accelerator(presicion="fp16")  # type: ignore[call-arg]
+
+
+def test_a_project_folder_that_is_no_path_is_refused_before_anything_is_set_up() -> None:
+    with pytest.raises(TypeError, match=r"^project_dir is 3, an int: pass a path"):
+        Accelerator(cpu=True, project_dir=3)  # type: ignore[arg-type]
+    assert AcceleratorState._shared_state == {}
+    with pytest.raises(TypeError, match=r"^project_dir is 3, an int: pass a path"):
+        Accelerator(cpu=True, project_dir=3, project_config=ProjectConfiguration())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"), [(Net(), "a Net"), (nn.ModuleList(), "a ModuleList"), (None, "a NoneType"), (1.0, "a float")]
+)
+def test_something_else_where_parameters_are_clipped(wrong: Any, kind: str) -> None:
     accelerator = Accelerator(cpu=True)
-    model = accelerator.prepare(Net())
     for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
-        with pytest.raises(TypeError, match=r"was given a Net: pass `model\.parameters\(\)`"):
-            clip(model, 1.0)
+        with pytest.raises(TypeError) as refused:
+            clip(wrong, 1.0)
+        assert str(refused.value) == f"Clipping takes parameters, but was given {kind}: pass `model.parameters()`."
+
+
+def _failing_parameters() -> Iterator[torch.Tensor]:
+    yield torch.ones(1)
+    raise TypeError("of the script itself")
+
+
+def test_an_error_of_the_parameters_themselves_is_shown_where_they_are_clipped() -> None:
+    with pytest.raises(TypeError, match="of the script itself"):
+        Accelerator(cpu=True).clip_grad_norm_(_failing_parameters(), 1.0)
 
 
 def _a_number() -> None:

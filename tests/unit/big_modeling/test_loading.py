@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from accelerate import (
     load_checkpoint_in_model,
 )
 from accelerate.big_modeling.weight_files import open_weights
-from accelerate.devices.staging import HostTensor, Job, PlainLane
+from accelerate.devices.staging import HostTensor, PlainLane
 from accelerate.errors import CheckpointError
 from accelerate.io import read_tensors
 from accelerate.utils import OffloadedWeightsLoader, load_state_dict
@@ -88,11 +87,7 @@ def test_pieces_and_buffers(model: Net, tmp_path: Path, monkeypatch: pytest.Monk
     load_checkpoint_in_model(found, folder)
     assert same(found, model)
 
-    def as_on_a_gpu(self: read_tensors.Read, job: Job, pieces: Callable[..., Any] = read_tensors.Read.pieces) -> Any:
-        self.casts, self.by_buffers = False, True
-        return pieces(self, job)
-
-    monkeypatch.setattr(read_tensors.Read, "pieces", as_on_a_gpu)
+    monkeypatch.setattr(read_tensors, "_is_away", lambda tensor: True)
     found = Net()
     load_checkpoint_in_model(found, folder)
     assert same(found, model)
@@ -119,6 +114,7 @@ def test_buffers_of_one_device_are_not_used_for_another(monkeypatch: pytest.Monk
             self.sent.append(content.data_ptr())
             super().send(outs, content, mark)
 
+    monkeypatch.setattr(read_tensors, "_is_away", lambda tensor: True)
     monkeypatch.setattr(read_tensors, "lane_of_caller", Watched)
     monkeypatch.setattr(read_tensors, "PIECE", 8)
     devices = [torch.device("cpu"), torch.device("cpu", 0)] * 2
@@ -518,8 +514,12 @@ def test_all_ranks_are_told_what_the_first_cannot_read(tmp_path: Path) -> None:
     run_world(load_what_is_missing, 2, str(tmp_path))
 
 
+@pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_pieces_are_cast_as_they_come(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_cast_as_they_come(
+    dtype: torch.dtype, away: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_tensors, "_is_away", lambda tensor: away)  # as on a GPU, if it is True
     monkeypatch.setattr(read_tensors, "PIECE", 64)
     weights = {"a": torch.randn(33, 7), "b": torch.randn(50).half(), "c": torch.arange(20), "d": torch.tensor(2.0)}
     save_file(weights, tmp_path / "w.safetensors", metadata={"format": "pt"})

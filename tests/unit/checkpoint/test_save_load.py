@@ -42,6 +42,7 @@ from accelerate.checkpointing import (
 from accelerate.devices import CPU
 from accelerate.errors import CheckpointError
 from accelerate.io import blocks, disk, host_memory
+from accelerate.io.read_tensors import read_file
 from accelerate.io.stored_tensors import write_safetensors
 from accelerate.utils import ProjectConfiguration
 from tests.harness.torch_features import refuses_defaultdict
@@ -867,19 +868,19 @@ def test_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int) -> N
         assert (tmp_path / "x").read_bytes() == content
         assert entry == blocks.summed_up(tmp_path / "x") and len(entry.crc32) == 10
         places = [(at, torch.zeros(size, dtype=torch.uint8)) for at, size in ((2, 5), (9, 24), (40, 10), (77, 18))]
-        blocks.read_file(tmp_path / "x", places, entry)
+        read_file(tmp_path / "x", places, entry)
         assert all(bytes(found.tolist()) == content[at : at + len(found)] for at, found in places)
     for place in range(95):
         damaged = bytearray(content)
         damaged[place] ^= 4
         (tmp_path / "x").write_bytes(damaged)
         with pytest.raises(CheckpointError, match="x is damaged"):
-            blocks.read_file(tmp_path / "x", places, entry)
+            read_file(tmp_path / "x", places, entry)
         # Two that read it together compare half of it each.
         found = 0
         for rank in range(2):
             try:
-                blocks.read_file(tmp_path / "x", places, entry, (rank, 2))
+                read_file(tmp_path / "x", places, entry, (rank, 2))
             except CheckpointError:
                 found += 1
         assert found == 1
@@ -989,7 +990,7 @@ def test_a_file_that_has_become_shorter(tmp_path: Path) -> None:
     entry = blocks.write_file(tmp_path / "x", [content])
     os.truncate(tmp_path / "x", blocks.BLOCK)
     with pytest.raises(CheckpointError, match="x is damaged"):
-        blocks.read_file(tmp_path / "x", [(0, content)], entry)
+        read_file(tmp_path / "x", [(0, content)], entry)
 
 
 AT_EXIT = """

@@ -199,6 +199,38 @@ def test_a_file_that_cannot_be_read_says_so(tmp_path: Path, name: str, text: str
     assert "<unicode" not in str(caught.value)  # the name that PyYAML has for it
 
 
+INDENTED = b"compute_environment: LOCAL_MACHINE\n  distributed_type: MULTI_CPU\n"
+AROUND = "check the indentation (spaces alone), colons, quotes and brackets there and in the lines before."
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        (
+            "c.yaml",
+            INDENTED,
+            f"is not YAML at line 2, column 19 (mapping values are not allowed in this context): {AROUND}",
+        ),
+        ("c.yaml", b"a: [1\nb: 2\n", f"is not YAML at line 2, column 2 (did not find expected ',' or ']'): {AROUND}"),
+        ("c.yaml", b"a: 1\n\tb: 2\n", f"found a tab character that violates indentation): {AROUND}"),
+        ("c.yaml", b"a: \x07\n", " characters are not allowed): remove that character."),
+        (
+            "c.json",
+            b'{"a": 1,\n "b" 2}',
+            "is not JSON at line 2, column 6 (Expecting ':' delimiter): check commas, quotes ",
+        ),
+        ("c.yaml", "a: 1".encode("utf-16"), "is not UTF-8 text (byte 0xff at position 0): save it as UTF-8."),
+    ],
+)
+def test_where_and_why_a_file_cannot_be_read(tmp_path: Path, name: str, content: bytes, sentence: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(ValueError) as told:
+        load_config_from_file(path)
+    assert str(told.value).startswith(f"The config file {path} is not ")
+    assert sentence in str(told.value)
+
+
 @pytest.mark.parametrize("text", ["", "# nothing yet\n"])
 def test_an_empty_file_is_called_so(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.yaml"
@@ -296,6 +328,7 @@ def test_sagemaker(tmp_path: Path) -> None:
             r"config\.yaml, `num_processes` should be a whole number of at least 1, not 'two'\.$",
         ),
         ({"distributed_type": "SOME"}, r"config\.yaml, `distributed_type` is 'SOME': choose one of NO, "),
+        ({"distributed_type": "MULTI_CUP"}, r"is 'MULTI_CUP' \(did you mean `MULTI_CPU`\?\): choose one of NO, "),
         ({"fsdp_config": 3}, r"`fsdp_config` in .*config\.yaml should hold names and values, but holds int\.$"),
         ({"compute_environment": "AMAZON_SAGEMAKER"}, r"config\.yaml, there is no ec2_instance_type, iam_role_name: "),
     ],

@@ -1,7 +1,9 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy
 import pytest
 
 from accelerate.config.accumulation import GradientAccumulationPlugin
@@ -42,6 +44,47 @@ def test_project_folders() -> None:
     assert late.logging_dir is None
     late.set_directories("c")
     assert late.logging_dir == "c"
+
+
+@pytest.mark.parametrize(
+    ("limit", "kind", "sentence"),
+    [
+        ("3", TypeError, "total_limit is '3', a str: pass the number of checkpoints to keep, or None to keep all."),
+        (2.0, TypeError, "total_limit is 2.0, a float: pass the number of checkpoints to keep, or None to keep all."),
+        (
+            0,
+            ValueError,
+            "total_limit is 0, and the newest checkpoint is always kept: pass 1 to keep only that one",
+        ),
+        (-1, ValueError, "total_limit is -1, and the newest checkpoint is always kept: pass 1 to keep only that one"),
+    ],
+)
+def test_a_limit_of_checkpoints_that_cannot_be_is_refused_at_once(limit: Any, kind: type, sentence: str) -> None:
+    with pytest.raises(kind) as refused:
+        ProjectConfiguration("a", total_limit=limit)
+    assert str(refused.value).startswith(sentence)
+
+
+def test_a_limit_of_checkpoints_is_any_whole_number_from_one_on() -> None:
+    for limit in (None, 1, numpy.int64(3)):
+        assert ProjectConfiguration("a", total_limit=limit).total_limit == limit
+
+
+@pytest.mark.parametrize("wrong", [3, b"runs", ["runs"]])
+def test_a_folder_of_a_project_that_is_no_path_is_refused(wrong: Any) -> None:
+    with pytest.raises(TypeError) as refused:
+        ProjectConfiguration(wrong)
+    kind = {int: "an int", bytes: "a bytes", list: "a list"}[type(wrong)]
+    assert (
+        str(refused.value)
+        == f"project_dir is {wrong!r}, {kind}: pass a path, as a str or a Path, or None for no folder."
+    )
+    with pytest.raises(TypeError, match="logging_dir is "):
+        ProjectConfiguration("a", logging_dir=wrong)
+    project = ProjectConfiguration("a")
+    with pytest.raises(TypeError, match="project_dir is "):
+        project.set_directories(wrong)
+    assert (project.project_dir, project.logging_dir) == ("a", "a")
 
 
 def test_dynamo_defaults() -> None:

@@ -147,5 +147,5 @@ def test_a_snapshot_is_a_dict_of_its_names_and_older_ones_lack_some() -> None:
         del state[name]
     older = Snapshot.from_state_dict(state)
     assert (older.drawn, older.order, older.broken, older.after, older.dataset) == (None,) * 5
-    loader.position.load(older, loader, skips=True, by_itself=False)
+    loader.position.load(older, loader)
     assert len(list(loader)) == SAMPLES // 2

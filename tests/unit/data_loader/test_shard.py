@@ -349,6 +349,25 @@ def test_own_samplers_and_batch_samplers_are_used_and_told_the_epoch() -> None:
     assert batches.epoch == 4
 
 
+class CountingBatches(BatchSampler):
+    """A batch sampler that shuffles by the epoch it was told."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_batch_sampler_in_the_place_of_a_sampler_is_told_the_epoch(processes: int) -> None:
+    batches = CountingBatches(Backwards(10), 3, False)
+    loader = prepared(DataLoader(Numbers(), sampler=batches, batch_size=None), num_processes=processes, process_index=0)
+    loader.set_epoch(4)
+    assert batches.epoch == 4
+    list(loader), list(loader)
+    assert batches.epoch == 5
+
+
 def test_without_batches_indices_are_shared_out() -> None:
     plain = DataLoader(Numbers(5), batch_size=None)
     parts = [prepared(plain, num_processes=2, process_index=rank) for rank in range(2)]
@@ -422,3 +441,12 @@ def test_one_process_reads_in_the_order_of_the_plain_loader() -> None:
         torch.manual_seed(3)
         loader = prepared(plain, dispatch_batches=dispatch)
         assert [values(loader) for _ in range(2)] == expected
+
+
+def test_a_script_may_assign_another_device() -> None:
+    loader: Any = DataLoaderShard(list(range(4)), device=torch.device("cpu"))
+    assert next(iter(loader)).device.type == "cpu"
+    loader.device = "meta"
+    assert loader.device == "meta" and next(iter(loader)).device.type == "meta"
+    loader.device = None
+    assert next(iter(loader)).device.type == "cpu"

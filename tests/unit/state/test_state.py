@@ -295,6 +295,26 @@ def test_split_of_tensors_and_arrays(make: Any) -> None:
     assert type(parts(make(5), 2, True)[1]) is type(make(1))
 
 
+@pytest.mark.parametrize(
+    ("inputs", "kind"),
+    [
+        ((item for item in "abc"), "a generator"),
+        (map(str, [1, 2]), "a map"),
+        (iter([1, 2]), "a list_iterator"),
+        ({1, 2}, "a set"),
+        ({"a": 1}.keys(), "a dict_keys"),
+    ],
+)
+def test_what_can_be_read_and_not_cut_is_not_given_to_every_process(inputs: Any, kind: str) -> None:
+    with pytest.raises(TypeError) as refused:
+        parts(inputs, 2)
+    assert str(refused.value) == (
+        f"`split_between_processes` was given {kind}, which cannot be cut into parts: pass a list, as in "
+        "`list(inputs)`."
+    )
+    assert parts(inputs, 1) == [inputs]
+
+
 def test_split_of_unequal_values() -> None:
     with pytest.raises(ValueError, match="'a': 1, 'b': 2"):
         parts({"a": [1], "b": [1, 2]}, 2)

@@ -76,7 +76,7 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {"loss": tensor, "array": np.float32(2), "eval": {"acc": 0.5}, "words": "hello", HOSTILE: 1}, step=7
     )
     tensor += 1  # it is the value at the time of the call that counts
-    accelerator.log({"loss": math.nan, "picture": object(), "many": torch.ones(3)})
+    accelerator.log({"loss": math.nan})
     warnings.filterwarnings("always", message="look out")
     warnings.warn("look out", stacklevel=1)
     logging.getLogger("elsewhere").warning("and %s", "there")
@@ -354,6 +354,24 @@ def test_no_value_keeps_others_from_the_file(tmp_path: Path) -> None:
     recorded(tmp_path, [({"loss": 1.0}, step) for step in (5, math.nan, math.inf, None)])
     project, run = only_run(tmp_path)
     assert [step for step, _ in values(project, run, "loss")] == [5, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [([0.5, 0.7], "a list"), (torch.ones(3), "a Tensor"), (np.ones(2), "a ndarray"), (object(), "an object")],
+)
+def test_a_value_that_is_not_kept_is_said_once(tmp_path: Path, value: Any, kind: str) -> None:
+    accelerator = started(tmp_path)
+    accelerator.log({"loss": 1.0, "nothing": None}, step=0)
+    sentence = rf"keeps numbers and texts, and was given 'eval/per class', {kind}, which is left out: log each number"
+    with pytest.warns(UserWarning, match=sentence) as told:
+        accelerator.log({"eval": {"per class": value}, "loss": 2.0}, step=1)
+        accelerator.log({"more": value}, step=2)
+        accelerator.end_training()
+    assert len(told) == 1
+    project, run = only_run(tmp_path)
+    assert [number for _, number in values(project, run, "loss")] == [1.0, 2.0]
+    assert {each.name for each in run.metrics} == {"loss"}
 
 
 def test_a_restart_counts_on(tmp_path: Path) -> None:
