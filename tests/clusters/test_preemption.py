@@ -130,7 +130,7 @@ def test_a_script_that_does_not_resume_is_told_once(
 
     monkeypatch.setenv("ACCELERATE_RESUME", "auto")
     forgotten = accelerator()
-    with pytest.warns(UserWarning, match="with `--resume auto`, but the script has loaded no checkpoint") as told:
+    with pytest.warns(UserWarning, match="with `--resume auto`, but the script has not loaded a checkpoint") as told:
         forgotten.save_state()
         forgotten.save_state()
     assert len(told) == 1 and told[0].filename == __file__

@@ -43,7 +43,7 @@ def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
     if len(indexes) == 1:
         return _indexed(indexes[0])
     raise ValueError(
-        f"{checkpoint} holds no weights ({SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME}) and {len(indexes)} indexes of shards: "
+        f"{checkpoint} has no weights ({SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME}) and {len(indexes)} indexes of shards: "
         "pass a file of weights, the index of a sharded checkpoint, or a folder with either."
     )
 

@@ -103,7 +103,7 @@ def reading(path: Path) -> Iterator[sqlite3.Connection]:
         with closing(_reader(path)) as connection:
             connection.execute("BEGIN")
             if check(connection, path) == 0:
-                raise FileNotFoundError(f"{path} holds no runs yet.")
+                raise FileNotFoundError(f"{path} has no runs yet.")
             yield connection
     except sqlite3.Error as error:
         raise OSError(f"{path} cannot be read: {error}.") from error

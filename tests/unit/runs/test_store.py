@@ -93,7 +93,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
         pass
     path.unlink()
     path.touch()
-    with pytest.raises(OSError, match=r"runs\.sqlite holds no runs yet\."):
+    with pytest.raises(OSError, match=r"runs\.sqlite has no runs yet\."):
         runs_of(path)
     path.write_text("text" * 1000)
     with pytest.raises(OSError, match=r"runs\.sqlite cannot be read: file is not a database\."):
