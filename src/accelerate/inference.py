@@ -140,8 +140,8 @@ def _traced(model: nn.Module, split_points: list[str], args: Any, kwargs: Any) -
     )
     if pipe.num_stages != state.num_processes:
         raise ValueError(
-            f"Cut at {', '.join(split_points) or 'no module'}, the model has {pipe.num_stages} stages, and there are "
-            f"{state.num_processes} processes: give one split point less than processes."
+            f"Cut at {', '.join(split_points) or 'no module'}, the model has {pipe.num_stages} stages, but there "
+            f"are {state.num_processes} processes: give one split point fewer than processes."
         )
     return pipe
 
@@ -296,7 +296,7 @@ def _find_split_points(model: nn.Module, stages: int, no_split_module_classes: l
         first.setdefault(place, name)
     if len(first) < stages:
         raise ValueError(
-            f"This {type(model).__name__} has {len(places)} parts that can be separated ({', '.join(places)}) and "
+            f"This {type(model).__name__} has {len(places)} parts that can be separated ({', '.join(places)}), but "
             f"there are {stages} processes: start no more processes than it has parts."
         )
     return [first[number] for number in range(1, stages)]
@@ -309,8 +309,8 @@ def _output_structure(model: nn.Module, args: Any, kwargs: Any) -> Any:
     for number, value in enumerate(values):
         if isinstance(value, torch.Tensor) and value.ndim == 0:
             raise ValueError(
-                f"Output {number} of this {type(model).__name__} is a single number, which cannot be put together from "
-                "the pieces of a batch: let the model return one for each sample."
+                f"Output {number} of this {type(model).__name__} is a single number, which cannot be combined from "
+                "the chunks of a batch: let the model return one for each sample."
             )
     return structure
 
@@ -324,9 +324,9 @@ def _refuse_late_inputs(model: nn.Module, pipe: Any) -> None:
         late = [node.name for node in stage.all_input_nodes if node.op not in known and not _of_stage(node)]
         if late:
             raise ValueError(
-                f"Stage {number} of this {type(model).__name__} needs {', '.join(late)}, and only the first stage is "
-                "given the inputs of the model and nothing else: compute it inside of the first stage and hand it on "
-                "from there, or cut the model at another split point."
+                f"Stage {number} of this {type(model).__name__} needs {', '.join(late)}, but only the first stage "
+                "gets the inputs of the model, and nothing else: compute it inside the first stage and pass it on "
+                "from there, or split the model at another point."
             )
 
 
@@ -338,8 +338,9 @@ def _refuse_several_tensors(model: nn.Module, pipe: Any) -> None:
         tensors = len(pipe.get_stage_module(number).graph.find_nodes(op="placeholder"))
         if tensors > 1:
             raise RuntimeError(
-                f"Stage {number} of this {type(model).__name__} is handed {tensors} tensors, and torch "
-                f"{torch.__version__} waits for one on CPUs: update torch, or cut the model at another split point."
+                f"Stage {number} of this {type(model).__name__} receives {tensors} tensors, but torch "
+                f"{torch.__version__} can receive only one on CPUs: update torch, or split the model at another "
+                "point."
             )
 
 
@@ -369,8 +370,9 @@ def _outputs(model: nn.Module, pipe: Any) -> list[Any]:
             found.append(_FromLast(place))
         else:
             raise ValueError(
-                f"Output {number} of this {type(model).__name__} is there before the last stage begins, and only that "
-                "gives outputs: let the model return only what it computes last, or cut it at another split point."
+                f"Output {number} of this {type(model).__name__} is computed before the last stage, but only the "
+                "last stage returns outputs: let the model return only what it computes last, or split it at "
+                "another point."
             )
     return found
 

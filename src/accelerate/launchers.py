@@ -278,8 +278,8 @@ test_launch.__test__ = False  # type: ignore[attr-defined]
 def _check_arguments(function: Any, args: Any, **numbers: Any) -> None:
     if not callable(function):
         raise TypeError(
-            f"The first argument is {reprlib.repr(function)}, {a_kind_of(function)}, and not a function: pass "
-            "the function without calling it, and its arguments as `args`."
+            f"The first argument is {reprlib.repr(function)}, {a_kind_of(function)}, not a function: pass the "
+            "function without calling it, and its arguments as `args`."
         )
     if isinstance(args, (str, Mapping)) or not isinstance(args, Iterable):
         shown = reprlib.repr(args)
@@ -328,8 +328,8 @@ def _check_ready(function: Callable[..., Any], start_method: str) -> None:
     # The processes forget the state of a trial, and the function makes its own.
     if PartialState._shared_state != {} and not _made_by_trial():
         raise ValueError(
-            "An Accelerator or PartialState has already been made in this notebook, so the function could use that one "
-            "instead of its own: restart the kernel, and make it inside the function only."
+            "An Accelerator or PartialState has already been created in this notebook, so the function could use "
+            "that one instead of its own: restart the kernel, and create it inside the function only."
         )
     if start_method == "spawn":
         if _is_of_notebook(function) and not has_package("cloudpickle"):
@@ -356,8 +356,8 @@ def _check_chips(num_processes: int, start_method: str) -> None:
 
     if chips() not in (0, num_processes):
         raise ValueError(
-            f"num_processes is {num_processes}, and this TPU has {chips()} chips: pass 1, or leave it out to have one "
-            "for each chip."
+            f"num_processes is {num_processes}, but this TPU has {chips()} chips: pass 1, or leave it out to have "
+            "one for each chip."
         )
     if start_method == "fork" and has_started():
         raise RuntimeError(

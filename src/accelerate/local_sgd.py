@@ -30,14 +30,14 @@ class LocalSGD:
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled and accelerator._stops_at_nonfinite is not None:
             raise ValueError(
-                'Under LocalSGD a gradient is that of one process, and nonfinite="stop" needs all of them to see it: '
-                'pass nonfinite="skip" to the Accelerator, or leave it out.'
+                'Under LocalSGD each process has its own gradients, but nonfinite="stop" needs the same ones on '
+                'all of them: pass nonfinite="skip" to the Accelerator, or leave it out.'
             )
         strategy = accelerator._strategy
         if self.enabled and not strategy.saves_alone:
             raise NotYetSupported(
-                f"LocalSGD with {type(strategy).__name__}, whose processes have parts of a model and not copies to be "
-                "averaged,",
+                f"LocalSGD with {type(strategy).__name__}, whose processes hold shards of a model and not copies "
+                "that can be averaged,",
                 "leave it out, or train with DDP.",
             )
         self.accelerator = accelerator

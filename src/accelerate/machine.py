@@ -50,7 +50,7 @@ def install_xla(upgrade: bool = False) -> None:
         upgrade: upgrade torch first.
     """
     if "google.colab" not in sys.modules:
-        raise RuntimeError("`install_xla` is for notebooks of Google Colab: elsewhere, `pip install torch_xla[tpu]`.")
+        raise RuntimeError("`install_xla` is for Google Colab notebooks: elsewhere, `pip install torch_xla[tpu]`.")
     install = [sys.executable, "-m", "pip", "install"]
     if upgrade:
         subprocess.run([*install, "--upgrade", "torch"], check=True)

@@ -127,7 +127,7 @@ def _check_arguments(function: Callable[..., Any], args: tuple[Any, ...]) -> Non
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if not names:
         name = getattr(function, "__name__", repr(function))
-        raise TypeError(f"There is no place for the batch size: give `{name}` a first parameter for it.")
+        raise TypeError(f"`{name}` has no parameter for the batch size: add one as its first.")
     if len(args) + 1 > len(names):
         call = ", ".join(f"{name}={value!r}" for name, value in zip(names[1:], args[1:], strict=False))
         name = getattr(function, "__name__", repr(function))
@@ -194,6 +194,6 @@ def _raise(error: Exception, cut_off: bool) -> NoReturn:
     if cut_off and attempts.met_again():
         raise RuntimeError(
             f"Rank {PartialState().process_index} has lost the others, after the process group was rebuilt because "
-            "memory had run out: prepare models inside of the function that is given the batch size."
+            "memory had run out: prepare models inside the function that takes the batch size."
         ) from error
     raise error

@@ -7,7 +7,7 @@ from accelerate.memory import find_executable_batch_size
 __all__ = ["find_executable_batch_size"]
 
 warnings.warn(
-    "accelerate.memory_utils is an old place: import find_executable_batch_size from accelerate.",
+    "accelerate.memory_utils is deprecated: import find_executable_batch_size from accelerate.",
     FutureWarning,
     stacklevel=2,
 )

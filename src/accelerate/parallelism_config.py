@@ -97,7 +97,7 @@ class ParallelismConfig:
         sizes = self._sizes
         if sizes["cp"] > 1 and sizes["sp"] > 1:
             raise ValueError(
-                f"cp_size={sizes['cp']} and sp_size={sizes['sp']} both cut the sequence: leave one of them at 1."
+                f"cp_size={sizes['cp']} and sp_size={sizes['sp']} both split the sequence: leave one of them at 1."
             )
         split = [f"{axis}_size={sizes[axis]}" for axis in ("tp", "cp") if sizes[axis] > 1]
         if split and sizes["dp_replicate"] > 1 and sizes["dp_shard"] == 1:

@@ -26,7 +26,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     try:
         seed = operator.index(seed)
     except TypeError as error:
-        raise TypeError(f"`set_seed` takes a whole number, and was given {seed!r}.") from error
+        raise TypeError(f"`set_seed` takes a whole number, but was given {seed!r}.") from error
     state = PartialState()
     if device_specific:
         seed += state.process_index

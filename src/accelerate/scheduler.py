@@ -114,9 +114,9 @@ class AcceleratedScheduler:
     @staticmethod
     def _say_it_has_ended(steps: int, each: int) -> None:
         warn(
-            f"The learning-rate schedule of {steps} steps ended after {steps // each} optimizer steps, "
-            f"and training goes on: a prepared scheduler moves {each} steps (one per process) each time. If it should "
-            "last longer, give it the number of steps of a single process, or pass "
+            f"The learning-rate schedule of {steps} steps ended after {steps // each} optimizer steps, but training "
+            f"continues: a prepared scheduler moves {each} steps (one per process) each time. If it should last "
+            "longer, give it the number of steps of a single process, or pass "
             "`step_scheduler_with_optimizer=False` to the Accelerator."
         )
 

@@ -57,4 +57,4 @@ Trainer(torch.nn.Linear(1, 1), arguments)
     command = [sys.executable, "-W", "ignore", "-c", code]
     result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
     assert result.returncode != 0
-    assert "DeepSpeed is installed and cannot be imported (ModuleNotFoundError: " in result.stderr, result.stderr
+    assert "DeepSpeed is installed but cannot be imported (ModuleNotFoundError: " in result.stderr, result.stderr

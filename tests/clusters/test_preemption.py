@@ -110,12 +110,12 @@ def test_a_signal_in_the_first_step_saves_too(step: int, tmp_path: Path) -> None
 
 def test_settings_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
-    with pytest.raises(ValueError, match="`preemption` is 'ignore': it is 'save'"):
+    with pytest.raises(ValueError, match="`preemption` is 'ignore': choose 'save'"):
         Accelerator(cpu=True, project_config=project, preemption="ignore")
-    with pytest.raises(ValueError, match="`preemption` is 'save' and needs a place for checkpoints"):
+    with pytest.raises(ValueError, match="`preemption` is 'save' and needs a folder for checkpoints"):
         Accelerator(cpu=True, preemption="save")
     monkeypatch.setenv("ACCELERATE_RESUME", "auto")
-    with pytest.raises(ValueError, match=r"`--resume` \(the variable ACCELERATE_RESUME\) is 'auto' and needs a place"):
+    with pytest.raises(ValueError, match=r"`--resume` \(the variable ACCELERATE_RESUME\) is 'auto' and needs a folder"):
         Accelerator(cpu=True, project_dir=str(tmp_path))
     assert not Accelerator(cpu=True, project_config=project).resume()  # an empty project
 
@@ -130,7 +130,7 @@ def test_a_script_that_does_not_resume_is_told_once(
 
     monkeypatch.setenv("ACCELERATE_RESUME", "auto")
     forgotten = accelerator()
-    with pytest.warns(UserWarning, match="with `--resume auto`, but the script has loaded no checkpoint") as told:
+    with pytest.warns(UserWarning, match="with `--resume auto`, but the script has not loaded a checkpoint") as told:
         forgotten.save_state()
         forgotten.save_state()
     assert len(told) == 1 and told[0].filename == __file__

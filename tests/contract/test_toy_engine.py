@@ -194,8 +194,8 @@ def _says_what_it_cannot(folder: str) -> list[str]:
 def test_it_says_what_it_cannot_do(tmp_path: Path) -> None:
     (said,) = run_world(_says_what_it_cannot, 1, str(tmp_path / "checkpoint"), env=ALONE | TOY)
     assert len(said) == 2
-    assert "Toy keeps its state where no copy of it can be taken" in said[0]
-    assert "loaded in part before it failed" in said[1] and "load another checkpoint" in said[1]
+    assert "the state of Toy cannot be copied while training continues" in said[0]
+    assert "partly loaded before it failed" in said[1] and "load another checkpoint" in said[1]
 
 
 class _Box(nn.Module):

@@ -267,11 +267,11 @@ def refusals_of_two(folder: str) -> list[str]:
 def test_what_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
     run_world(save_one, 1, str(tmp_path), timeout=60)
     damage, shapes = run_world(refusals, 1, str(tmp_path), timeout=60)[0]
-    assert "is damaged, its checksum is not the one it was written with" in damage
+    assert "is damaged: its checksum differs from the one it was written with" in damage
     assert "are not those of this Linear: 0.bias (24,) for nothing" in shapes
     pieces, stage = run_world(refusals_of_two, 2, str(tmp_path), timeout=60)[0]
-    assert "was saved on 1 processes, and there are 2: in stage 3 the pieces of frozen parameters" in pieces
-    assert "was saved in another stage of ZeRO, and those of stage 3 are other pieces" in stage
+    assert "was saved on 1 processes, but there are 2: in stage 3, shards of frozen parameters" in pieces
+    assert "was saved in another stage of ZeRO, whose shards differ from those of stage 3" in stage
 
 
 def killed(folder: str, rank: int, moment: int) -> None:

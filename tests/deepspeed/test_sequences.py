@@ -146,6 +146,6 @@ def refused() -> list[str]:
 
 def test_refusals_are_one_sentence() -> None:
     early, no_config, attention = run_world(refused, 2, timeout=60)[0]
-    assert early.startswith("No model shares its sequences yet")
+    assert early.startswith("No model splits its sequences yet")
     assert no_config.startswith("sp_size=2 needs a model of transformers")
     assert attention.startswith("This LlamaForCausalLM has the attention 'eager'")

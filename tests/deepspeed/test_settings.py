@@ -93,11 +93,11 @@ def test_everything_that_does_not_fit_is_one_error() -> None:
         fill(plugin, objects(own, schedule, model=nn.Linear(1, 1)))
     text = str(caught.value)
     for part in (
-        "'optimizer' is in the config, and the script has made SGD",
-        "'scheduler' is in the config, and the script has made a StepLR",
-        "train_batch_size is 7 in the config, and 4 samples x 3 accumulation steps x 2 processes are 24",
+        "'optimizer' is in the config, but the script has created SGD",
+        "'scheduler' is in the config, but the script has created a StepLR",
+        "train_batch_size is 7 in the config, but 4 samples x 3 accumulation steps x 2 processes are 24",
         "Linear has neither `config.hidden_size`",
-        "zero_something is 'auto', and there is nothing",
+        "zero_something is 'auto', but there is nothing",
     ):
         assert part in text, text
     assert plugin.is_auto("gradient_clipping"), "nothing was filled in"
@@ -208,10 +208,10 @@ def test_refusals_are_one_sentence() -> None:
     expected = (
         "ValueError: DeepSpeed makes one engine of a model and its optimizer",
         "ValueError: This Sequential has 2 optimizers",
-        "NotImplementedError: This process has its DeepSpeed plugins",
+        "NotImplementedError: The first `Accelerator()` of this process has set its DeepSpeed plugins",
         "RuntimeError: DeepSpeed would lose the gradients",
-        "ValueError: DeepSpeed clips gradients by their norm alone",
-        "ValueError: DeepSpeed clips gradients by their norm of type 2",
+        "ValueError: DeepSpeed clips gradients only by their norm:",
+        "ValueError: DeepSpeed clips gradients only by their 2-norm",
         "ValueError: DeepSpeed's optimizers take no closure",
         "RuntimeError: The gradients of this DeepSpeed engine are not complete",
         "ValueError: DeepSpeed has no fp16 on this cpu",
@@ -304,10 +304,10 @@ def unlikely() -> list[str]:
 
 def test_what_trains_nothing_or_stays_where_it_is_is_said() -> None:
     assert run_world(unlikely, 1, timeout=120)[0] == [
-        "DeepSpeed has offload_param for stage 3 of ZeRO, and this is stage 2: nothing is offloaded by it.",
-        "DeepSpeed has offload_optimizer for stages 1, 2, 3 of ZeRO, and this is stage 0: nothing is offloaded by it.",
-        "`optimizer.step()` did nothing, since DeepSpeed steps with the gradients of `accelerator.backward(loss)` "
-        "alone: call it in place of `loss.backward()`.",
+        "DeepSpeed has offload_param for stage 3 of ZeRO, but this is stage 2: nothing is offloaded.",
+        "DeepSpeed has offload_optimizer for stages 1, 2, 3 of ZeRO, but this is stage 0: nothing is offloaded.",
+        "`optimizer.step()` did nothing, because DeepSpeed steps only with gradients of `accelerator.backward(loss)`: "
+        "call that instead of `loss.backward()`.",
         "None of the parameters that this AdamW trains needs a gradient, so DeepSpeed has nothing to train: prepare "
         "the Sequential without an optimizer, or unfreeze some of them.",
     ]
@@ -330,7 +330,7 @@ def wrong_disks(folder: str) -> list[str]:
 
 def test_a_disk_needs_a_folder_and_stage_3(tmp_path: Path) -> None:
     found = run_world(wrong_disks, 1, str(tmp_path), timeout=60)[0]
-    assert found[0].startswith("offload_optimizer is set to a disk, and the DeepSpeed config has no folder for it")
+    assert found[0].startswith("offload_optimizer is set to a disk, but the DeepSpeed config has no folder for it")
     assert found[1].startswith("DeepSpeed would keep offload_optimizer in memory, not on a disk, in stage 2")
 
 
@@ -384,7 +384,7 @@ def without_what_it_needs(folder: str) -> dict[str, str]:
     used = torch.optim.AdamW(net.parameters())
     net(torch.ones(1, 6)).sum().backward()
     used.step()
-    with pytest.warns(UserWarning, match="states of this AdamW are not taken over"):
+    with pytest.warns(UserWarning, match="states of this AdamW are dropped"):
         acc.prepare(net, used, DataLoader(training.data(), batch_size=4))
     acc.save_state(Path(folder, "state"))  # DeepSpeed by itself fails where old states are left
     acc.free_memory()
@@ -448,7 +448,7 @@ def asked_in_vain() -> list[str]:
 def test_what_is_wrong_is_said_before_any_engine_is_made() -> None:
     found = run_world(asked_in_vain, 1, timeout=60)[0]
     expected = (
-        "DeepSpeed makes one engine of a model and its optimizer, and AdamW came without its model",
+        "DeepSpeed makes one engine of a model and its optimizer, but AdamW came without its model",
         "This Sequential has 2 optimizers",
         "DeepSpeed has no SGD on the host: use Adam, AdamW or Adagrad",
         "DeepSpeed does not vouch for ZeRO with the optimizer 'SGD' of its config",
@@ -535,9 +535,9 @@ def several_numbers() -> list[str]:
 def test_plugins_that_accumulate_differently() -> None:
     differs, follows = run_world(several_numbers, 1, timeout=60)[0]
     assert differs.startswith(
-        "The DeepSpeed plugin 'two' says gradient_accumulation_steps=2, and the engines that were"
+        "The DeepSpeed plugin 'two' says gradient_accumulation_steps=2, but the engines that were"
     )
     assert "accumulate 4:" in differs
     assert follows.startswith(
-        "The DeepSpeed config says gradient_accumulation_steps=3, and the Accelerator was given 2"
+        "The DeepSpeed config says gradient_accumulation_steps=3, but the Accelerator was given 2"
     )

@@ -155,7 +155,7 @@ def test_a_filter_a_recipe_and_mistakes(monkeypatch: pytest.MonkeyPatch) -> None
     assert not ao.has_ao_layers(never_trained)
 
     AcceleratorState._reset_state(True)
-    with pytest.raises(ValueError, match="AORecipeKwargs is for mixed_precision='fp8', and it is 'bf16'"):
+    with pytest.raises(ValueError, match="AORecipeKwargs is for mixed_precision='fp8', but mixed_precision is 'bf16'"):
         Accelerator(mixed_precision="bf16", cpu=True, kwargs_handlers=[handler])
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "te")
     with pytest.raises(ValueError, match="with Transformer Engine here, since it is not installed: use"):
@@ -173,7 +173,7 @@ def test_a_torchao_that_is_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ImportError, match=r"The recipes of torchao take release 0\.9 or newer"):
         AORecipeKwargs()
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "ao")
-    with pytest.raises(ValueError, match=r"since torchao 0.18.0 does not work .*; it takes 0.9 or newer\)"):
+    with pytest.raises(ValueError, match=r"since torchao 0.18.0 does not work .*; it needs 0.9 or newer\)"):
         Accelerator(mixed_precision="fp8", cpu=True)
 
 

@@ -118,7 +118,7 @@ def keeps_what_was_saved(folder: str) -> None:
     assert run.net.iteration == 1
     training.end(run.acc)
     other = Training(tp_degree=2)
-    with pytest.raises(CheckpointError, match="saved with tp_degree=1 and pp_degree=2, and they are 2 and 1 here"):
+    with pytest.raises(CheckpointError, match="saved with tp_degree=1 and pp_degree=2, but here they are 2 and 1"):
         other.acc.load_state(path)
     training.end(other.acc)
     weights = Training(pp_degree=2, no_load_optim=True)

@@ -290,7 +290,7 @@ def refuses() -> None:
             training.accelerator(**settings)
         assert "\n" not in str(caught.value)
 
-    refused(ValueError, "does not fit into the 2 that there are: start a multiple of 3", tp_degree=3)
+    refused(ValueError, "does not fit the 2 processes of this run: start a multiple of 3", tp_degree=3)
     refused(NotImplementedError, "cp_size", context_parallel_size=2)
     refused(NotImplementedError, "use FSDP", use_custom_fsdp=True)
     refused(ValueError, "set tp_degree to 2 or", sequence_parallelism=True)
@@ -306,7 +306,9 @@ def refuses() -> None:
         acc.prepare(net, MegatronLMDummyScheduler(optimizer, total_num_steps=4))
     small = dict.fromkeys(("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"), 2)
     other = GPTNeoXForCausalLM(GPTNeoXConfig(**small, intermediate_size=2))
-    with pytest.raises(ValueError, match=r"type 'gpt_neox' are not built .* `MegatronLMPlugin\(custom_model_provider"):
+    with pytest.raises(
+        ValueError, match=r"type 'gpt_neox' cannot be built .* `MegatronLMPlugin\(custom_model_provider"
+    ):
         acc.prepare(other)
     with pytest.raises(ValueError, match="pass a `MegatronLMDummyScheduler`"):
         acc.prepare(net, optimizer, loader, torch.optim.lr_scheduler.ConstantLR(optimizer))
@@ -326,7 +328,7 @@ def refuses() -> None:
     with pytest.raises(ValueError, match="trains one model"):
         acc.prepare(net, training.model(1))
     prepared = acc.prepare(net, optimizer, loader)[0]
-    with pytest.raises(ValueError, match="by their norm alone"):
+    with pytest.raises(ValueError, match="only by their norm"):
         acc.clip_grad_value_(prepared.parameters(), 1.0)
     with pytest.raises(ValueError, match="trains one model"):
         acc.prepare(training.model(1))
@@ -348,18 +350,18 @@ def refuses_data() -> None:
 
     dummy = MegatronLMDummyDataLoader
     refused(
-        r"`MegatronLMDummyDataLoader` has names that .*: `micro_batch_sise` \(did you mean `micro_batch_size`\?\);",
+        r"`MegatronLMDummyDataLoader` has unknown names: `micro_batch_sise` \(did you mean `micro_batch_size`\?\);",
         dummy(micro_batch_sise=4),
     )
-    refused("too late for `tensor_model_parallel_size`: set `tp_degree`", dummy(tensor_model_parallel_size=2))
+    refused("cannot be used to set `tensor_model_parallel_size`: set `tp_degree`", dummy(tensor_model_parallel_size=2))
     refused(
         r"`MegatronLMDummyScheduler` has .*: `warmup_num_step` \(did you mean `warmup_num_steps`\?\)",
         lambda optimizer: MegatronLMDummyScheduler(optimizer, total_num_steps=4, warmup_num_step=2),
     )
     four = [dummy(micro_batch_size=4, seq_length=training.LENGTH)] * 4
-    refused("4 of them were given", *four, train_iters=2)
+    refused("4 of them were passed", *four, train_iters=2)
     refused(
-        "made of one `MegatronLMDummyDataLoader`", dummy(micro_batch_size=4), dummy(micro_batch_size=2), train_iters=2
+        "made from one `MegatronLMDummyDataLoader`", dummy(micro_batch_size=4), dummy(micro_batch_size=2), train_iters=2
     )
     acc = training.accelerator(
         custom_megatron_datasets_provider_function=lambda counts: (Texts(8), Texts(8), None),
@@ -384,16 +386,16 @@ def takes_batches() -> None:
         assert found.item() == pytest.approx(wanted)
         with pytest.raises(TypeError, match="takes a batch as keywords"):
             net(batch["input_ids"])
-        with pytest.raises(ValueError, match="`labels` has 2 rows, and the batch has 4 samples"):
+        with pytest.raises(ValueError, match="`labels` has 2 rows, but the batch has 4 samples"):
             net(input_ids=batch["input_ids"], labels=batch["labels"][:2])
-        with pytest.raises(ValueError, match="have 17 tokens, and the model has positions for 16"):
+        with pytest.raises(ValueError, match="have 17 tokens, but the model has only 16 positions"):
             net(input_ids=torch.ones(4, 17, dtype=torch.long))
         with pytest.raises(ValueError, match=r"have the shape \[12\], .* give the loader a `batch_size`"):
             net(input_ids=batch["input_ids"][0])
         if "tp_degree" in settings:  # else a stage waits for the one that has the error
             with pytest.raises(ValueError, match="needs `input_ids` of a batch, which has labels"):
                 net(labels=batch["labels"])
-        with pytest.raises(NotImplementedError, match="LocalSGD with Megatron, whose processes have parts of a model"):
+        with pytest.raises(NotImplementedError, match="LocalSGD with Megatron, whose processes hold shards of a model"):
             LocalSGD(acc, net, 2)
         training.end(acc)
 

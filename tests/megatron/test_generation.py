@@ -163,7 +163,7 @@ def refused() -> list[str]:
 def test_what_cannot_be_done_is_said() -> None:
     both, beams, cold, likely, long, right = run_world(refused, 1)[0]
     assert "either `max_length` or `max_new_tokens`" in both
-    assert "Beams are not drawn" in beams and "num_beams" in beams
+    assert "Beam search does not sample" in beams and "num_beams" in beams
     assert "`temperature`" in cold and "`top_p`" in likely
     assert long == "33 tokens are more than the 32 positions that this model has learned."
     assert "padded on the left" in right

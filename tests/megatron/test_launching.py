@@ -51,11 +51,11 @@ def test_a_script_without_a_plugin(tmp_path: Path) -> None:
 def test_processes_that_do_not_fit(tmp_path: Path) -> None:
     result = launched(tmp_path, "--num_processes", "3", "--megatron_lm_tp_degree", "2")
     assert result.returncode != 0
-    assert "take a multiple of 2 processes, and there are 3" in result.stderr
+    assert "take a multiple of 2 processes, but there are 3" in result.stderr
     assert "Traceback" not in result.stderr
     planned = launched(tmp_path, "--num_processes", "3", "--megatron_lm_tp_degree", "2", "--dry_run")
     assert planned.returncode == 0, planned.stderr
-    assert "take a multiple of 2 processes, and there are 3" in " ".join(planned.stdout.split())
+    assert "take a multiple of 2 processes, but there are 3" in " ".join(planned.stdout.split())
 
 
 ALONE = """
@@ -72,13 +72,13 @@ def test_megatron_core_that_is_not_installed(tmp_path: Path) -> None:
     assert result.returncode != 0
     assert result.stderr == "accelerate launch: `--use_megatron_lm` needs Megatron-LM: pip install megatron-core\n"
     alone = run(tmp_path, sys.executable, "-c", ALONE)
-    last = "ImportError: Megatron-LM was asked for and is not installed: pip install megatron-core"
+    last = "ImportError: Megatron-LM was requested but is not installed: pip install megatron-core"
     assert alone.stderr.splitlines()[-1] == last
 
 
 def test_a_machine_without_gpus(tmp_path: Path) -> None:
     alone = run(tmp_path, sys.executable, "-c", ALONE)
-    said = "Megatron-LM runs on GPUs that are devices of `torch.cuda`, and rank 0 is on cpu: start it on such GPUs"
+    said = "Megatron-LM runs on GPUs that are devices of `torch.cuda`, but rank 0 is on cpu: start it on such GPUs"
     assert said in alone.stderr.splitlines()[-1]
 
 
@@ -88,6 +88,6 @@ def test_megatron_core_that_cannot_be_imported(tmp_path: Path) -> None:
     (tmp_path / "megatron" / "core" / "__init__.py").write_text("raise RuntimeError('made for another torch')\n")
     alone = run(tmp_path, sys.executable, "-c", ALONE)
     said = (
-        "ImportError: megatron-core is installed and cannot be imported (RuntimeError: made for another torch): install"
+        "ImportError: megatron-core is installed but cannot be imported (RuntimeError: made for another torch): install"
     )
     assert alone.stderr.splitlines()[-1].startswith(said)

@@ -104,18 +104,18 @@ def names_of_attention() -> dict[str, str]:
 
 def test_kernels_of_attention() -> None:
     [said] = run_world(names_of_attention, 1)
-    assert "'flash' is one of Transformer Engine: `pip install" in said["flash"]
-    assert "'fast' is none of megatron-core's: flash, fused, unfused, local, auto." in said["fast"]
+    assert "'flash' needs Transformer Engine: `pip install" in said["flash"]
+    assert "'fast' is not one of megatron-core's: flash, fused, unfused, local, auto." in said["fast"]
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"use_custom_fsdp": True}, "use FSDP"),
     ({"context_parallel_size": 2}, "cp_size"),
-    ({"pipeline_model_parallel_split_rank": 1}, "which megatron-core has no more"),
+    ({"pipeline_model_parallel_split_rank": 1}, "which megatron-core no longer has"),
     ({"sequence_parallelism": True}, "set tp_degree to 2"),
-    ({"tp_degree": -1, "pp_degree": -2}, "tp_degree=-1 of the MegatronLMPlugin has to be 1 or more"),
+    ({"tp_degree": -1, "pp_degree": -2}, "tp_degree=-1 of the MegatronLMPlugin must be a whole number of at least 1"),
     ({"num_micro_batches": 0}, "num_micro_batches=0"),
-    ({"tp_degree": "2"}, "tp_degree='2' of the MegatronLMPlugin has to be 1 or more, a whole number"),
+    ({"tp_degree": "2"}, "tp_degree='2' of the MegatronLMPlugin must be a whole number of at least 1"),
     ({"recompute_num_layers": 0}, "recompute_num_layers=0"),  # of which megatron-core would make chunks without end
     ({"eval_interval": 0}, "eval_interval=0"),
     ({"recompute_granularity": "half"}, "recompute_granularity='half' .*: full, selective"),
@@ -134,7 +134,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"other_megatron_args": {"tp_degree": 2}}, r"`tp_degree` \(a field of the MegatronLMPlugin itself\)"),
     ({"other_megatron_args": {"tensor_model_parallel_size": 2}}, "`tensor_model_parallel_size`: set `tp_degree`"),
-    ({"other_megatron_args": {"lr_decay_style": "cosine"}}, "too late for `lr_decay_style`: set `lr_decay_style` of"),
+    (
+        {"other_megatron_args": {"lr_decay_style": "cosine"}},
+        "cannot be used to set `lr_decay_style`: set `lr_decay_style` of",
+    ),
 ]
 
 

@@ -137,5 +137,5 @@ def other_state_dicts() -> list[str]:
 def test_other_state_dicts() -> None:
     missing, unknown, size = run_world(other_state_dicts, 1)[0]
     assert "has no 'transformer.h.1.mlp.c_fc.bias'" in missing
-    assert unknown == "1 weights have no place in a gpt2 model of Megatron-LM: score.weight."
+    assert unknown == "1 weights have no counterpart in a gpt2 model of Megatron-LM: score.weight."
     assert "transformer.wpe.weight" in size and "[16, 32]" in size and "[32, 32]" in size

@@ -164,7 +164,7 @@ def test_an_interrupt_is_that_of_python(tmp_path: Path) -> None:
 
 def test_an_accelerator_that_exists_already_is_refused() -> None:
     Accelerator(cpu=True)
-    with pytest.raises(ValueError, match="already been made in this notebook"):
+    with pytest.raises(ValueError, match="already been created in this notebook"):
         notebook_launcher(print, num_processes=2)
 
 
@@ -188,7 +188,7 @@ def test_a_trial_on_one_process_does_not_stand_in_the_way(tmp_path: Path, monkey
     # One that the notebook itself made does stand in the way.
     PartialState._reset_state()
     PartialState(cpu=True)
-    with pytest.raises(ValueError, match="already been made in this notebook"):
+    with pytest.raises(ValueError, match="already been created in this notebook"):
         notebook_launcher(print, num_processes=2)
 
 

@@ -87,7 +87,7 @@ def test_a_function_that_has_no_place_for_the_batch_size() -> None:
     @find_executable_batch_size
     def train() -> None: ...
 
-    with pytest.raises(TypeError, match="give `train` a first parameter for it"):
+    with pytest.raises(TypeError, match="`train` has no parameter for the batch size"):
         train()
 
 

@@ -87,7 +87,7 @@ def test_one_process_keeps_its_states(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_seed_that_is_no_number_changes_nothing() -> None:
     before = random.getstate()
-    with pytest.raises(TypeError, match="`set_seed` takes a whole number, and was given 'abc'"):
+    with pytest.raises(TypeError, match="`set_seed` takes a whole number, but was given 'abc'"):
         set_seed("abc")  # type: ignore[arg-type]
     assert random.getstate() == before
     set_seed(np.int64(3))  # type: ignore[arg-type]

@@ -216,7 +216,7 @@ def test_too_short_for_the_warm_up(clock: Clock, capsys: pytest.CaptureFixture[s
     with accelerator.step_timer() as timer:
         train(clock, accelerator, *loop)
     assert timer.steps == 0
-    assert "no step was measured, because the loop was over after 1 of 1 to warm up" in capsys.readouterr().out
+    assert "no step was measured, because the loop ended after 1 of 1 warm-up steps" in capsys.readouterr().out
     with pytest.raises(ValueError, match="warmup is -1"):
         accelerator.step_timer(warmup=-1)
 

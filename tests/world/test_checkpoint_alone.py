@@ -143,8 +143,8 @@ def _who_comes_after_the_time(folder: str) -> tuple[str, int]:
 def test_nobody_is_waited_for_without_end_and_a_save_can_be_tried_again(tmp_path: Path) -> None:
     (first, *sizes), (second, *_), _ = run_world(_who_comes_after_the_time, 3, str(tmp_path))
     assert sizes == [3]
-    assert "Rank 0 has waited" in first and "1 of 2 others came" in first
-    assert "Rank 1 has waited" in second and "did not call it" in second
+    assert "Rank 0 waited" in first and "1 of the 2 other ranks arrived" in first
+    assert "Rank 1 waited" in second and "did not call it" in second
 
 
 def test_waiting_ends_with_the_patience_of_the_process_group() -> None:

@@ -207,7 +207,7 @@ def _refusing_model(folder: str) -> set[float]:
             raise ValueError("not today")
 
     run.accelerator.unwrap_model(run.model).register_load_state_dict_post_hook(check)
-    with pytest.raises(CheckpointError, match=r"has not taken the weights .*not today"):
+    with pytest.raises(CheckpointError, match=r"did not accept the weights .*not today"):
         run.accelerator.load_state(run.folder)
     return run.values()
 
@@ -396,7 +396,7 @@ def _wrong_folders(folder: str) -> list[str]:
 def test_all_ranks_say_the_same_of_a_wrong_folder(tmp_path: Path) -> None:
     first, second = run_world(_wrong_folders, 2, str(tmp_path))
     assert first == second
-    assert first[0] == f"There is no folder {tmp_path / 'nowhere'}: give the folder of a checkpoint to load."
+    assert first[0] == f"There is no folder {tmp_path / 'nowhere'}: pass the folder of a checkpoint."
 
 
 def _refused_folders(folder: str) -> list[str]:

@@ -385,7 +385,7 @@ def test_another_number_of_processes(tmp_path: Path, saved: int) -> None:
             assert sorted(done + rest) == list(range(SAMPLES)), (kind, loaded)
             assert sorted(index for rank in found for index in rank[kind][1]) == list(range(SAMPLES)), (kind, loaded)
             assert len({rank[kind][3] for rank in found}) == loaded  # no two ranks draw the same
-            messages = [text for text in found[0][kind][2] if "another number of processes or samples" in text]
+            messages = [text for text in found[0][kind][2] if "a different number of processes or samples" in text]
             if kind in OF_ONE_SIZE and loaded == saved:
                 assert messages == []  # nothing is different
                 continue
@@ -394,7 +394,7 @@ def test_another_number_of_processes(tmp_path: Path, saved: int) -> None:
             if kind == "batches without a size":
                 continue  # how many samples a step has is not known
             new, left = loaded * (BATCH if kind in OF_ONE_SIZE else size), SAMPLES - len(done)
-            assert f"{saved} processes and {saved * BATCH} samples per step became {loaded} and {new}" in message
+            assert f"{saved} processes with {saved * BATCH} samples per step are now {loaded} with {new}" in message
             now, then = -(-left // new), -(-left // (saved * BATCH))
             compared = "as before" if now == then else f"instead of {then}"
             assert f"so {now} steps are left of epoch 0 {compared}" in message
@@ -456,7 +456,9 @@ def test_where_it_cannot_be_exact_it_says_so() -> None:
     sampler = OwnDistributed(Numbers(SAMPLES), 1, 0)
     told = text(DataLoader(Numbers(SAMPLES), 2, sampler=sampler))
     assert "only its OwnDistributed knows which samples were seen: some may come twice or not at all" in told
-    assert "its OwnBatches now makes other batches" in text(DataLoader(Numbers(SAMPLES), batch_sampler=OwnBatches(3)))
+    assert "its OwnBatches now makes different batches" in text(
+        DataLoader(Numbers(SAMPLES), batch_sampler=OwnBatches(3))
+    )
     told = text(DataLoader(Stream(), 2, num_workers=1))
     assert "worker processes read its dataset: the last samples before the checkpoint may come a second time" in told
     for exact in (

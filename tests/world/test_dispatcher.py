@@ -408,7 +408,7 @@ def a_batch_that_cannot_travel() -> None:
 def test_bad_batches_are_errors_on_every_rank() -> None:
     outcomes = world_outcomes(a_batch_that_cannot_be_cut, 2, grace=20)
     assert [outcome.error for outcome in outcomes] == ["TypeError", "RuntimeError"]
-    assert "cannot be cut into 2 pieces" in outcomes[0].message and "cannot be cut" in outcomes[1].message
+    assert "cannot be split over 2 ranks" in outcomes[0].message and "cannot be split" in outcomes[1].message
     outcomes = world_outcomes(a_batch_that_cannot_travel, 2, grace=20)
     assert outcomes[0].error in ("PicklingError", "AttributeError") and outcomes[1].error == "RuntimeError"
 

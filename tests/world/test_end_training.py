@@ -137,7 +137,7 @@ def asked_after_the_end() -> str:
 
 def test_who_asks_others_after_the_end_is_told_so() -> None:
     for rank, told in enumerate(run_world(asked_after_the_end, 2)):
-        assert f"process group of rank {rank} is gone" in told
+        assert f"process group of rank {rank} has been destroyed" in told
 
 
 def talked_at_the_end() -> list[Any]:

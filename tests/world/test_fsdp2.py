@@ -479,7 +479,7 @@ def _older_torch() -> None:
     setattr(dist, name, reduce)
     fsdp2.fully_shard = lambda module, *, mesh: module  # type: ignore[assignment]
     accelerator.state.fsdp_plugin.ignored_modules = "head"
-    with pytest.raises(RuntimeError, match=r"leaves parameters whole .* since torch 2\.7, and this is"):
+    with pytest.raises(RuntimeError, match=r"leave parameters unsharded .* since torch 2\.7, but this is"):
         accelerator.prepare(Tower())
 
 

@@ -182,7 +182,7 @@ def _loose_parameter(version: int) -> None:
     plain, loose = Tower(), nn.Parameter(torch.ones(3))
     model, _ = accelerator.prepare(plain, torch.optim.SGD([*plain.parameters(), loose], lr=0.1, momentum=0.9))
     if version == 1:
-        with pytest.raises(CheckpointError, match="of no prepared model"):
+        with pytest.raises(CheckpointError, match="belong to no prepared model"):
             accelerator.save_state("checkpoint")
     else:
         accelerator.save_state("checkpoint")

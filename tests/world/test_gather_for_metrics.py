@@ -91,7 +91,7 @@ def loaders(n: int, size: int, processes: int, rank: int) -> Iterator[tuple[str,
         shifting = DataLoader(Numbers(n), batch_sampler=Shifting(n, size))
         yield "split, short in the middle", prepared(shifting, split_batches=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "it is kept as it is"
+        warnings.simplefilter("ignore")  # "it is not sharded again"
         yield "distributed", prepared(DataLoader(Numbers(n), size, sampler=distributed(False, False)))
         yield "distributed, shuffled", prepared(DataLoader(Numbers(n), size, sampler=distributed(True, False)))
         batch_sampler = BatchSampler(distributed(False, False), size, False)

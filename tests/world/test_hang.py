@@ -202,8 +202,8 @@ def test_the_text_of_a_roll(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert roll.in_one_line(notes, 100.0) == (
         "ranks 0, 1 wait in gather (train.py:7) since 60 s; rank 2 ended with code 0; rank 3 runs train.py:41 "
-        "(load_batch); rank 4 failed at train.py:9 (ValueError: no); rank 5 goes on with other collectives; rank 6 has "
-        "left the group; rank 7 shows no sign of life"
+        "(load_batch); rank 4 failed at train.py:9 (ValueError: no); rank 5 continues with other collectives; "
+        "rank 6 has left the group; rank 7 shows no sign of life"
     )
     assert "rank 4, which failed" in roll.likely_reason(notes)
     assert "rank 2, which ended before" in roll.likely_reason(notes[:4])

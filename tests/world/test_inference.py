@@ -69,7 +69,7 @@ def _too_many() -> None:
 
 def test_too_many_points() -> None:
     for outcome in world_outcomes(_too_many, 2):
-        assert "has 3 stages, and there are 2 processes" in outcome.message
+        assert "has 3 stages, but there are 2 processes" in outcome.message
 
 
 class Several(Net):
@@ -98,7 +98,7 @@ def _late_input() -> None:
 
 def test_an_input_that_a_later_stage_needs() -> None:
     for outcome in world_outcomes(_late_input, 2):
-        assert "Stage 1 of this Late needs scale, and only the first stage is given the inputs" in outcome.message
+        assert "Stage 1 of this Late needs scale, but only the first stage gets the inputs" in outcome.message
 
 
 class Turned(nn.Module):
@@ -136,7 +136,7 @@ def _several_tensors() -> None:
 
 def test_several_tensors_where_torch_waits_for_one() -> None:
     for outcome in world_outcomes(_several_tensors, 2):
-        assert "Stage 1 of this Turned is handed 2 tensors, and torch" in outcome.message
+        assert "Stage 1 of this Turned receives 2 tensors, but torch" in outcome.message
 
 
 def _outputs() -> None:
@@ -146,15 +146,15 @@ def _outputs() -> None:
             with torch.no_grad():
                 torch.testing.assert_close(model(*batch(size)), Several(kind)(*batch(size)))
     for kind, message in (
-        ("hidden", "Output 1 of this Several is there before the last stage begins"),
-        ("input", "Output 1 of this Several is there before the last stage begins"),
+        ("hidden", "Output 1 of this Several is computed before the last stage"),
+        ("input", "Output 1 of this Several is computed before the last stage"),
         ("sum", "Output 1 of this Several is a single number"),
     ):
         with pytest.raises(ValueError, match=message):
             prepare_pippy(Several(kind), "layers.1", example_args=batch(4))
     with pytest.raises(ValueError, match=r"'layer\.1' is not a module of this Net: .* such as layers\.1, "):
         prepare_pippy(Net(), "layer.1", example_args=batch(4))
-    with pytest.raises(ValueError, match=r"has 1 parts that can be separated \(0\) and there are 2 processes: start"):
+    with pytest.raises(ValueError, match=r"has 1 parts that can be separated \(0\), but there are 2 processes: start"):
         prepare_pippy(nn.Sequential(nn.Linear(4, 4)), example_args=batch(4)[:1])
 
 

@@ -154,7 +154,7 @@ def test_a_signal_is_named_in_words(tmp_path: Path) -> None:
     assert "memory ran out: try a smaller batch" in done.stderr.splitlines()[-1]
     alone = launch(tmp_path, "--cpu", script(tmp_path, "os.kill(os.getpid(), signal.SIGSEGV)"))
     assert alone.returncode == 128 + signal.SIGSEGV
-    assert "was ended by SIGSEGV: a library touched memory" in alone.stderr
+    assert "was ended by SIGSEGV: a library accessed invalid memory" in alone.stderr
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends children of a killed process")

@@ -95,4 +95,4 @@ def refused() -> str:
 
 
 def test_shards_are_not_averaged() -> None:
-    assert all("whose processes have parts of a model and not copies" in said for said in run_world(refused, 2))
+    assert all("whose processes hold shards of a model and not copies" in said for said in run_world(refused, 2))

@@ -147,7 +147,7 @@ class Own(torch.optim.Optimizer):
 
 
 def test_what_it_refuses() -> None:
-    with pytest.raises(ValueError, match="nonfinite is 'ignore': it is 'skip' or 'stop', or not given"):
+    with pytest.raises(ValueError, match="nonfinite is 'ignore': pass 'skip' or 'stop', or leave it out"):
         Accelerator(cpu=True, nonfinite="ignore")
     accelerator = Accelerator(cpu=True, nonfinite="skip")
     parameter = nn.Parameter(torch.ones(1))
@@ -237,13 +237,13 @@ def on_two() -> dict[str, Any]:
         fresh(nonfinite="stop", dataloader_config=DataLoaderConfiguration(dispatch_batches=True)), {10}
     )
     accelerator = fresh(nonfinite="stop")
-    with pytest.raises(ValueError, match="Under LocalSGD a gradient is that of one process"):
+    with pytest.raises(ValueError, match="Under LocalSGD each process has its own gradients"):
         LocalSGD(accelerator, nn.Linear(1, 1), 2)
     with pytest.raises(ValueError, match="some processes take fewer steps"), accelerator.join_uneven_inputs([]):
         pass
     accelerator.even_batches = False
     accelerator.prepare(DataLoader(Numbered(), batch_size=2))
-    with pytest.raises(ValueError, match="even_batches=False leaves some processes with one batch fewer"):
+    with pytest.raises(ValueError, match="With even_batches=False, some processes get one batch fewer"):
         accelerator.prepare(DataLoader(Numbered(), batch_size=12))
     return found
 

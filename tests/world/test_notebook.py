@@ -65,7 +65,7 @@ def test_a_notebook(tmp_path: Path) -> None:
     assert "Rank 1 of fail failed" in failed["error"]
     assert failed["error"].rstrip().endswith("ValueError: the second one is ill")
     assert "raise ValueError('the second one is ill')" in failed["error"]
-    assert "has already been made in this notebook" in late["error"]
+    assert "has already been created in this notebook" in late["error"]
 
 
 def test_an_interrupted_cell_ends_as_one_that_ran_here(tmp_path: Path) -> None:

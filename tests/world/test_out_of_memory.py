@@ -55,7 +55,7 @@ def test_searches_that_fail_do_so_on_all_ranks() -> None:
     )
     for rank, text in enumerate((outside, other)):
         assert text.startswith(f"RuntimeError: Rank {rank} has lost the others, after the process group was rebuilt")
-        assert "prepare models inside of the function" in text
+        assert "prepare models inside the function" in text
 
 
 RESTARTED = """

@@ -220,7 +220,7 @@ def refuses_another_number() -> None:
     with pytest.raises(ValueError, match="one of 2 processes, but torch_xla finds 4 devices"):
         PartialState()
     xr.world_size, xr.addressable_device_count = (lambda: 2), (lambda: 2)
-    with pytest.raises(ValueError, match="has 2 cores, as those of v2 and v3 do"):
+    with pytest.raises(ValueError, match="has 2 cores, as on TPU v2 and v3"):
         PartialState()
     xr.addressable_device_count = lambda: 1
     with pytest.raises(ValueError, match="does not run on an XLA device"):

@@ -151,7 +151,7 @@ def test_settings_of_a_launch() -> None:
 
 
 def refuses() -> None:
-    with pytest.raises(ValueError, match="is one process for all chips of one machine, and there are 2 processes"):
+    with pytest.raises(ValueError, match="uses one process for all chips of one machine, but there are 2 processes"):
         PartialState()
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
 
@@ -162,7 +162,7 @@ def test_several_processes_do_not_shard() -> None:
 
 def comes_too_late() -> None:
     assert PartialState().device.type == "xla"  # which takes one device for itself
-    with pytest.raises(ValueError, match="was in use before FSDP was asked for"):
+    with pytest.raises(ValueError, match="was in use before FSDP was set up"):
         Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
 
 

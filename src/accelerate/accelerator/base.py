@@ -116,7 +116,7 @@ class AcceleratorBase(AcceleratorFacts):
         _check_kind("gradient_accumulation_plugin", gradient_accumulation_plugin, GradientAccumulationPlugin)
         accumulation = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         if nonfinite not in (None, "skip", "stop"):
-            raise ValueError(f"nonfinite is {nonfinite!r}: it is 'skip' or 'stop', or not given.")
+            raise ValueError(f"nonfinite is {nonfinite!r}: pass 'skip' or 'stop', or leave it out.")
         self.project_configuration = project_config or ProjectConfiguration(project_dir=project_dir)
         if project_dir is not None and self.project_dir is None:
             self.project_configuration.set_directories(project_dir)
@@ -125,7 +125,9 @@ class AcceleratorBase(AcceleratorFacts):
         self._resume_is_due = self._resume is not None  # the launch says so, and the script has loaded nothing yet
         self._take_handlers(kwargs_handlers or [])
         if deepspeed_plugin is not None and deepspeed_plugins is not None:
-            raise ValueError("Pass either `deepspeed_plugin` or `deepspeed_plugins`, not both: they mean the same.")
+            raise ValueError(
+                "Pass either `deepspeed_plugin` or `deepspeed_plugins`, not both: they mean the same thing."
+            )
         if dynamo_plugin is not None and dynamo_backend is not None:
             raise ValueError("Pass either `dynamo_plugin` or `dynamo_backend`, not both.")
         with AcceleratorState._forgotten_if_refused():
@@ -167,14 +169,14 @@ class AcceleratorBase(AcceleratorFacts):
             )
             if self._strategy.places_models and not self._precision.can_be_sharded:
                 raise NotYetSupported(
-                    f"mixed_precision={self.state.mixed_precision!r} by {self.fp8_backend.value} with a sharded model",
+                    f"mixed_precision={self.state.mixed_precision!r} with {self.fp8_backend.value} and a sharded model",
                     "use torchao (pass AORecipeKwargs(), or launch with `--fp8_backend ao`), or DDP.",
                 )
             self._strategy.precision = self._precision
             if nonfinite is not None and not self._strategy.can_leave_steps_out:
                 raise ValueError(
-                    f"nonfinite={nonfinite!r} does not work with {type(self._strategy).__name__}, whose gradients are "
-                    "not seen before a step: leave it out."
+                    f"nonfinite={nonfinite!r} does not work with {type(self._strategy).__name__}, which does not "
+                    "show its gradients before a step: leave it out."
                 )
             accumulation = self._strategy.accumulation(accumulation)
         # Whether several processes have outputs for the same samples, so that some of them do not count.
@@ -257,10 +259,12 @@ class AcceleratorBase(AcceleratorFacts):
         given = [recipe for name in _RECIPES.values() if (recipe := getattr(self, name)) is not None]
         names = " and ".join(type(recipe).__name__ for recipe in given)
         if len(given) > 1:
-            raise ValueError(f"kwargs_handlers contains {names}, and one library computes in fp8: pass one of them.")
+            raise ValueError(
+                f"kwargs_handlers contains {names}, but only one library can compute in fp8: pass one of them."
+            )
         if given and self.state.mixed_precision != "fp8":
             raise ValueError(
-                f"{names} is for mixed_precision='fp8', and it is {self.state.mixed_precision!r}: pass "
+                f"{names} is for mixed_precision='fp8', but mixed_precision is {self.state.mixed_precision!r}: pass "
                 "mixed_precision='fp8', or leave the handler out."
             )
         return given[0] if given else None

@@ -61,12 +61,12 @@ class AcceleratorFacts(ProcessControl):
 
     @property
     def use_distributed(self) -> bool:
-        """Whether several processes are at work."""
+        """Whether there are several processes."""
         return self.state.use_distributed
 
     @property
     def multi_device(self) -> bool:
-        """Whether several processes are at work, each on a device of its own other than the CPU."""
+        """Whether there are several processes, each on its own device other than the CPU."""
         return self.use_distributed and self.device.type != "cpu"
 
     @property
@@ -81,7 +81,7 @@ class AcceleratorFacts(ProcessControl):
 
     @property
     def deepspeed_engine_wrapped(self) -> Any:
-        """The engine of DeepSpeed that was made last, for scripts that call it directly; None where there is none."""
+        """The DeepSpeed engine that was created last, for scripts that call it directly; None where there is none."""
         return self._strategy.engine_wrapped()
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
@@ -123,12 +123,12 @@ class AcceleratorFacts(ProcessControl):
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """The place of this process among those that share each layer."""
+        """The rank of this process among those that share each layer."""
         return self._axis_rank("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """The place of this process among those that share each sequence."""
+        """The rank of this process among those that share each sequence."""
         return self._axis_rank("cp")
 
     @property
@@ -138,7 +138,7 @@ class AcceleratorFacts(ProcessControl):
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The place of this process among those that share one copy of the model."""
+        """The rank of this process among those that share one copy of the model."""
         return self._axis_rank("dp_shard")
 
     @property
@@ -217,7 +217,7 @@ class AcceleratorFacts(ProcessControl):
 
     @property
     def step(self) -> int:
-        """How many micro-batches `accumulate` has seen since a loader has last come to its end."""
+        """How many micro-batches `accumulate` has seen since a loader last ended."""
         return self._accumulation.step
 
     @step.setter
@@ -228,7 +228,7 @@ class AcceleratorFacts(ProcessControl):
 
     @property
     def sync_gradients(self) -> bool:
-        """Whether gradients are synchronised at the micro-batch at hand, and the optimizer steps."""
+        """Whether gradients are synchronized at the current micro-batch, and the optimizer steps."""
         return self.gradient_state.sync_gradients
 
     @sync_gradients.setter

@@ -151,8 +151,8 @@ class _StepsInBetween(_Check):
         _say(
             accelerator,
             f"This {type(optimizer).__name__} steps in the middle of an accumulation window of "
-            f"{accelerator.gradient_accumulation_steps} micro-batches, since it is not the one that "
-            f"`accelerator.prepare()` returns, which waits for the last of them: {remedy}.",
+            f"{accelerator.gradient_accumulation_steps} micro-batches: it is not the optimizer that "
+            f"`accelerator.prepare()` returns, which steps only after the last of them; {remedy}.",
         )
 
     def is_over(self) -> bool:

@@ -50,12 +50,12 @@ def prepare(
         inside.worker_init_fn = OutlivesSignals(inside.worker_init_fn)
     if accelerator._strategy.needs_even_batches and _ends_unevenly(prepared):
         raise ValueError(
-            "even_batches=False leaves some processes with one batch fewer than others here, and a sharded model has "
-            "to be called equally often on all of them: use even_batches=True, or drop_last=True in the loader."
+            "With even_batches=False, some processes get one batch fewer than others here, but a sharded model "
+            "must be called equally often on all of them: use even_batches=True, or drop_last=True in the loader."
         )
     if accelerator._stops_at_nonfinite is not None and _ends_unevenly(prepared):
         raise ValueError(
-            'even_batches=False leaves some processes with one batch fewer than others here, and nonfinite="stop" '
+            'With even_batches=False, some processes get one batch fewer than others here, but nonfinite="stop" '
             'needs all of them at each step: pass nonfinite="skip" to the Accelerator, or use even_batches=True.'
         )
     if isinstance(prepared, DataLoaderShard) and accelerator.num_processes > 1 and not config.even_batches:

@@ -23,7 +23,7 @@ class Preempting(Saving):
     def should_stop(self) -> bool:
         """Whether SIGTERM or SIGUSR1 has reached any rank: True on every rank from the same step on.
 
-        Ask once per step, on all ranks, where a checkpoint would be right. From the first time on, these signals no
+        Check it once per step, on all ranks, where a checkpoint can be saved. From the first time on, these signals no
         longer end the process by themselves. No collective is needed for it.
 
         Example:
@@ -94,8 +94,8 @@ class SaveAndEnd:
             then = (
                 "continues from there on the machines that are left or have joined."
                 if regroups or elastic
-                else f"ends with code {PREEMPTED}. It continues there when it is started with `accelerate launch "
-                "--resume auto` and the script calls `accelerator.resume()`."
+                else f"ends with code {PREEMPTED}. It continues from there when it is started with `accelerate "
+                "launch --resume auto` and the script calls `accelerator.resume()`."
             )
             print(f"\n{reason}: the run was saved to {folder} and {then}", file=sys.stderr, flush=True)
         if regroups:

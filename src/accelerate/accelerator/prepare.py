@@ -435,8 +435,8 @@ def _moved(model: torch.nn.Module, kind: Device, device: torch.device) -> torch.
         if not empty:
             raise
     raise ValueError(
-        f"{empty} of the {len(parameters)} parameters of this {type(model).__name__} have no values (they are on the "
-        "meta device): load its weights first, or build it outside of `init_empty_weights`."
+        f"{empty} of the {len(parameters)} parameters of this {type(model).__name__} have no values (they are on "
+        "the meta device): load its weights first, or build it outside `init_empty_weights`."
     )
 
 
@@ -451,8 +451,9 @@ def _warn_of_offloaded(optimizer: torch.optim.Optimizer) -> None:
     offloaded = sum(isinstance(value, OffloadedParameter) and value.requires_grad for value in empty)
     if offloaded:
         warn(
-            f"This {type(optimizer).__name__} has {offloaded} parameters that are offloaded, which get no gradients "
-            "and are not trained: keep on a device what you train, and call requires_grad_(False) on the rest."
+            f"This {type(optimizer).__name__} has {offloaded} parameters that are offloaded, so they get no "
+            "gradients and are not trained: keep the parameters you train on a device, and call "
+            "requires_grad_(False) on the rest."
         )
 
 

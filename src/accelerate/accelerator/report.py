@@ -76,7 +76,7 @@ class Reporting(AcceleratorBase):
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers started on this process. What was logged before has reached those that are not slow."""
+        """The trackers started on this process. Values logged before have reached those that are not slow."""
         self._running.in_order(self._running.all)
         return self._running.all
 
@@ -173,7 +173,7 @@ class Reporting(AcceleratorBase):
             self._running.note(kind, text)
 
     def end_training(self) -> None:
-        """Say that training is over: trackers write what they still hold and end, the process group is taken down.
+        """End training: trackers write their remaining values and end, and the process group is destroyed.
 
         Trackers get 300 seconds for it, or those of `ACCELERATE_TRACKER_TIMEOUT`; one that takes longer is named in a
         warning and left behind.
@@ -205,7 +205,7 @@ class Reporting(AcceleratorBase):
         if handler.output_trace_dir is None:
             return
         if profiler.profiler is None:  # an error in torch, at the end of a training that went well
-            warn("The profile has no trace: nothing was recorded, because the loop was over before its schedule began.")
+            warn("The profile has no trace: nothing was recorded, because the loop ended before its schedule began.")
         else:
             folder = Path(handler.output_trace_dir)
             folder.mkdir(parents=True, exist_ok=True)

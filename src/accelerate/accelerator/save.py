@@ -159,8 +159,8 @@ class Saving(Reporting):
         self._resume_is_due = False
         if self.is_main_process:
             warn(
-                "The run was launched with `--resume auto`, but the script has loaded no checkpoint, so it started "
-                "from the beginning: call `accelerator.resume()` when everything is prepared and registered."
+                "The run was launched with `--resume auto`, but the script has not loaded a checkpoint, so it started "
+                "from the beginning: call `accelerator.resume()` after everything is prepared and registered."
             )
 
     def load_state(
@@ -205,8 +205,8 @@ class Saving(Reporting):
         ]
         if wrong:
             raise ValueError(
-                f"register_for_checkpointing was given {', '.join(wrong)}: what is saved with a checkpoint needs both "
-                "`state_dict` and `load_state_dict`."
+                f"register_for_checkpointing was given {', '.join(wrong)}: registered objects need both `state_dict` "
+                "and `load_state_dict`."
             )
         self._custom_objects.extend(objects)
 

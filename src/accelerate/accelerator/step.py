@@ -55,7 +55,7 @@ class Stepping(AcceleratorBase):
             if hasattr(loss, "backward"):
                 raise
             raise TypeError(
-                f"`backward` needs the loss as a tensor, and was given {a_kind_of(loss)}: pass what the loss "
+                f"`backward` needs the loss as a tensor, but was given {a_kind_of(loss)}: pass what the loss "
                 "function returned, without `.item()`."
             ) from None
         state.backwards += 1
@@ -64,8 +64,8 @@ class Stepping(AcceleratorBase):
         """Nothing has been prepared that would divide the gradients again."""
         if scaler.is_enabled() and not has_scaled(scaler):  # until the first loss: said once
             warn(
-                f"fp16 multiplies gradients by {scaler.get_scale():g}, and no optimizer was prepared that would divide "
-                "them again before it steps: pass it to `accelerator.prepare()`."
+                f"fp16 scales gradients by {scaler.get_scale():g}, but no optimizer was prepared that would unscale "
+                "them before its step: pass it to `accelerator.prepare()`."
             )
 
     def _special_backward(self, loss: torch.Tensor, num_items: Any, kwargs: dict[str, Any]) -> None:
@@ -163,8 +163,8 @@ class Stepping(AcceleratorBase):
         """
         if self._strategy.needs_even_batches:
             warnings.warn(
-                "No process can leave a sharded model while others go on, so `join_uneven_inputs` does nothing here: "
-                "prepare loaders with even_batches=True.",
+                "No process can leave a sharded model while others continue, so `join_uneven_inputs` does nothing "
+                "here: prepare loaders with even_batches=True.",
                 stacklevel=3,
             )
         if self.num_processes == 1 or self._strategy.needs_even_batches:
@@ -172,7 +172,7 @@ class Stepping(AcceleratorBase):
             return
         if self._stops_at_nonfinite is not None:
             raise ValueError(
-                'Inside of `join_uneven_inputs` some processes take fewer steps, and nonfinite="stop" needs all of '
+                'Inside `join_uneven_inputs`, some processes take fewer steps, but nonfinite="stop" needs all of '
                 'them at each: pass nonfinite="skip" to the Accelerator, or leave it out.'
             )
         from accelerate.data_loader import BatchSamplerShard
@@ -183,8 +183,8 @@ class Stepping(AcceleratorBase):
         )
         if even_batches is not None and len(changed) < len(shards):
             warnings.warn(
-                "`even_batches` has no effect on loaders of iterable datasets, of which "
-                f"{len(shards) - len(changed)} of the {len(shards)} prepared loaders are.",
+                f"`even_batches` has no effect on loaders of iterable datasets: {len(shards) - len(changed)} of the "
+                f"{len(shards)} prepared loaders have one.",
                 stacklevel=3,
             )
         before = [shard.even_batches for shard in changed]
@@ -341,6 +341,4 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
 
 
 def _no_parameters(given: object) -> TypeError:
-    return TypeError(
-        f"The gradients of parameters are clipped, and this is {a_kind_of(given)}: pass `model.parameters()`."
-    )
+    return TypeError(f"Clipping takes parameters, but was given {a_kind_of(given)}: pass `model.parameters()`.")

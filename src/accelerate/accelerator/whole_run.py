@@ -135,7 +135,7 @@ def _agreed_source(accelerator: AcceleratorBase, input_dir: str | os.PathLike[st
     found, passed_over = load.newest(Path(config.project_dir or ""), _local(accelerator))
     if current().rank == 0:
         for sentence in passed_over:
-            logger.warning(f"An incomplete checkpoint is passed over: {sentence}")
+            logger.warning(f"An incomplete checkpoint is skipped: {sentence}")
     return found, True
 
 
@@ -240,8 +240,8 @@ def _captured_position(accelerator: AcceleratorBase, number: int) -> dict[str, A
     if mark not in accelerator._files_looked_at:
         accelerator._files_looked_at.add(mark)
         logger.warning(
-            f"The state of the {type(loader.dataset).__name__} of loader {number} holds {kind}, which load_state "
-            "would refuse, so it is not saved, and after a load the dataset is read again up to where it was: have "
+            f"The state of the {type(loader.dataset).__name__} of loader {number} contains {kind}, which load_state "
+            "does not load, so it is not saved; after a load, the dataset is read again up to its position: have "
             "`state_dict` return tensors and plain values."
         )
     return position | dict.fromkeys(states)
@@ -260,9 +260,10 @@ def _check_positions(accelerator: AcceleratorBase, folder: Path, loaded: Loaded)
         orders = other_order(snapshot, loader)
         if orders is not None and (loader.position.exact_resume or loader.use_stateful_dataloader):
             raise CheckpointError(
-                f"{folder} was saved in the middle of an epoch of loader {number} in the order of its {orders[0]}, and "
-                f"on rank {current().rank} it is now that of a {orders[1]}: prepare it with the `shuffle`, and the "
-                "`shuffle` and `use_seedable_sampler` of the DataLoaderConfiguration, that it had then."
+                f"{folder} was saved in the middle of an epoch of loader {number}, in the order of its {orders[0]}, "
+                f"but on rank {current().rank} its order now comes from a {orders[1]}: prepare it with the same "
+                "`shuffle`, and the same `shuffle` and `use_seedable_sampler` in the DataLoaderConfiguration, as when "
+                "it was saved."
             )
         if loader.num_workers or not snapshot.inside:
             continue
@@ -319,7 +320,8 @@ def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_st
         loader.position.load(snapshot, loader, own_states.get(number))
     if changes and accelerator.is_main_process:
         logger.warning(
-            f"The checkpoint is from a run with another number of processes or samples per step; {'; '.join(changes)}."
+            "The checkpoint is from a run with a different number of processes or samples per step; "
+            f"{'; '.join(changes)}."
         )
 
 
@@ -329,16 +331,16 @@ def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_st
 @cache
 def _say_that_it_waits(engine: str) -> None:
     logger.warning(
-        f"save_state(async_save=True) returns when the checkpoint is on the disk: {engine} keeps its state where no "
-        "copy of it can be taken while training goes on."
+        f"save_state(async_save=True) returns only when the checkpoint is on disk: the state of {engine} cannot be "
+        "copied while training continues."
     )
 
 
 @cache
 def _tell_once() -> None:
     logger.warning(
-        "Only the main process called save_state, and the others did not join it: the checkpoint lacks their random "
-        "states, and a load derives new ones for them; call save_state on all processes."
+        "Only the main process called save_state: the checkpoint lacks the random states of the others, and a load "
+        "derives new ones for them; call save_state on all processes."
     )
 
 
@@ -379,11 +381,11 @@ def _free(target: Path, config: Any, own: Path | None) -> Path:
     if later or target.exists():
         wrong = f"{target} exists already"
         if not target.exists():
-            wrong = f"{later[-1]} belongs to another run, and the next checkpoint of this run would be {target.name}"
+            wrong = f"{later[-1]} belongs to another run, but the next checkpoint of this run would be {target.name}"
         raise WrongFolder(
-            f"{wrong}: set `accelerator.project_configuration.iteration` to the number that the next "
-            "checkpoint should have, load the last one first (`load_state()`, or `resume()` under `--resume auto`), or "
-            "give another `project_dir`."
+            f"{wrong}: load the last one first (`load_state()`, or `resume()` under `--resume auto`), set "
+            "`accelerator.project_configuration.iteration` to the number of the next checkpoint, or use another "
+            "`project_dir`."
         )
     return target
 
@@ -393,7 +395,7 @@ def _source(config: Any, input_dir: str | os.PathLike[str] | None) -> str | None
     if input_dir is not None:
         folder = Path(os.path.expanduser(input_dir))
         if not folder.is_dir():
-            raise WrongFolder(f"There is no folder {folder}: give the folder of a checkpoint to load.")
+            raise WrongFolder(f"There is no folder {folder}: pass the folder of a checkpoint.")
         return str(folder)
     if not config.automatic_checkpoint_naming or config.project_dir is None:
         raise WrongFolder(

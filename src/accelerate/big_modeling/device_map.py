@@ -233,8 +233,8 @@ class _DeviceMapPlanner:
         roomy = any(self.limits[device] >= offloaded + self.used[device] for device in self.gpus)
         if offloaded > 0 and self.count_buffers and self.gpus and not roomy:
             warnings.warn(
-                f"Modules that are offloaded have {convert_bytes(offloaded)} of buffers, which stay on a GPU, and "
-                "none has that much room left: use offload_buffers=True if memory runs out.",
+                f"Offloaded modules have {convert_bytes(offloaded)} of buffers, which stay on a GPU, but no GPU has "
+                "that much memory left: pass offload_buffers=True if memory runs out.",
                 stacklevel=3,
             )
         if self.too_small:

@@ -75,7 +75,7 @@ def dispatch_model(
     """
     given: Any = device_map
     if isinstance(given, str):  # as `load_checkpoint_and_dispatch` takes
-        raise ValueError(f"device_map is {given!r}: give a map, as `infer_auto_device_map` finds one.")
+        raise ValueError(f"device_map is {given!r}: pass a device map, such as `infer_auto_device_map` returns.")
     # Looked up in its public place, where clients put another one for models with tensors that are in no map.
     big_modeling.check_device_map(model, device_map)
     refuse_devices(device_map)
@@ -139,9 +139,7 @@ def _dispatch(
     if on_disk and offload_index is None:
         if offload_dir is None:
             placed = ", ".join(name or "the whole model" for name in on_disk)
-            raise ValueError(
-                f"The device map puts {placed} on disk, and there is no folder for that: give offload_dir."
-            )
+            raise ValueError(f"The device map puts {placed} on disk, but there is no folder for it: pass offload_dir.")
         state = state_to_offload(model, common["offload_buffers"])
         keep_on_disk(offload_dir, _placed(state, device_map, on_disk))
     elif on_disk and offload_index is not None:
@@ -206,12 +204,13 @@ def _move(model: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     if not only_casts and any(hasattr(module, "_hf_hook") for module in model.modules()):
         if any(parameter.is_meta for parameter in model.parameters()):
             raise RuntimeError(
-                f"This {type(model).__name__} cannot be moved by `{name}`: its device map keeps some of its weights on "
-                "the CPU or on disk, where they are brought in from; dispatch it with another device map instead."
+                f"This {type(model).__name__} cannot be moved by `{name}`: its device map keeps some of its weights "
+                "on the CPU or on disk and brings them in when they are used; dispatch it with another device map "
+                "instead."
             )
         logger.warning(
-            f"`{name}` moves the weights of {a_kind_of(model)} that is spread over devices, and its hooks go on "
-            "as before: dispatch it with another device map instead."
+            f"`{name}` moves the weights of {a_kind_of(model)} that is spread over devices, but its hooks stay as "
+            "they were: dispatch it with another device map instead."
         )
     return getattr(type(model), name)(model, *args, **kwargs)
 

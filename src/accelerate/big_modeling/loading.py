@@ -126,7 +126,7 @@ def load_checkpoint_in_model(
     given: Any = device_map
     if isinstance(given, str):
         raise ValueError(
-            f"device_map is {given!r}: give a map, or use `load_checkpoint_and_dispatch`, which finds one."
+            f"device_map is {given!r}: pass a device map, or use `load_checkpoint_and_dispatch`, which infers one."
         )
     tied = find_tied_parameters(model)
     if not tied and check_tied_parameters_in_config(model):
@@ -140,7 +140,7 @@ def load_checkpoint_in_model(
         check_tied_parameters_on_same_device(tied, device_map)
         on_disk = [name or "the whole model" for name, device in device_map.items() if device == "disk"]
         if on_disk and offload_folder is None:
-            raise ValueError(f"The device map puts {some_of(on_disk)} on disk: give an offload_folder for that.")
+            raise ValueError(f"The device map puts {some_of(on_disk)} on disk: pass an offload_folder.")
     contents = Contents({}, {}, {})
     for path in weight_files(checkpoint):
         contents.add(open_weights(path))
@@ -245,7 +245,7 @@ class _Loader:
             if all(read.into is None for read in reads.values()):
                 raise
             raise CheckpointError(
-                f"The weights of this {type(self.model).__name__} may be loaded in part, since {error}"
+                f"The weights of this {type(self.model).__name__} may be partly loaded, because {error}"
             ) from error
         for name, read in reads.items():
             if read.into is None and read.result is not None:

@@ -296,8 +296,8 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     lost = [name for name, value in state.items() if isinstance(value, torch.Tensor) and value.is_meta]
     if lost:
         raise RuntimeError(
-            f"{some_of(lost)} of this {type(model).__name__} cannot be saved, since nothing says where their values "
-            "are: load them before saving."
+            f"{some_of(lost)} of this {type(model).__name__} cannot be saved, because nothing says where their "
+            "values are: load them before saving."
         )
     return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
 

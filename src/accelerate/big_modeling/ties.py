@@ -101,5 +101,5 @@ def device_of(name: str, device_map: Mapping[str, int | str | torch.device]) -> 
     """Return the device that a map gives to a tensor or module: that of its own entry, or of the closest parent."""
     entry = closest_entry(name, device_map)
     if entry is None:
-        raise ValueError(f"The device map has no place for {name}: add it, or a module that contains it, or ''.")
+        raise ValueError(f"The device map has no device for {name}: add it, or a module that contains it, or ''.")
     return device_map[entry]

@@ -36,14 +36,15 @@ def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
             return [path / name]
     if not path.exists():
         raise ValueError(
-            f"{checkpoint} is not there: give a file of weights, the index of its shards, or their folder."
+            f"{checkpoint} does not exist: pass a file of weights, the index of a sharded checkpoint, or a "
+            "folder with either."
         )
     indexes = sorted(path.glob("*.index.json"))
     if len(indexes) == 1:
         return _indexed(indexes[0])
     raise ValueError(
-        f"{checkpoint} holds no weights ({SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME}) and {len(indexes)} indexes of shards: "
-        "give a file of weights, the index of its shards, or the folder of either."
+        f"{checkpoint} has no weights ({SAFE_WEIGHTS_NAME}, {WEIGHTS_NAME}) and {len(indexes)} indexes of shards: "
+        "pass a file of weights, the index of a sharded checkpoint, or a folder with either."
     )
 
 
@@ -103,7 +104,7 @@ def _check_format(path: Path, metadata: dict[str, str] | None) -> None:
         logger.warning(f"{path} does not say which library its weights are for: torch is assumed.")
     elif metadata.get("format") in _OF_OTHERS:
         raise ValueError(
-            f"{path} says that its weights have the format {metadata['format']!r}, and a model of torch needs 'pt': "
+            f"{path} says that its weights have the format {metadata['format']!r}, but a PyTorch model needs 'pt': "
             "convert them first."
         )
     elif metadata.get("format") not in _FORMATS:
@@ -120,7 +121,7 @@ def _open_torch(path: Path) -> Contents:
         # Files of the first versions of torch cannot be mapped; another fault shows again.
         weights = read_torch(path)
     if not isinstance(weights, dict):
-        raise CheckpointError(f"{path} holds {a_kind_of(weights)} and no state dict: give a file of weights.")
+        raise CheckpointError(f"{path} holds {a_kind_of(weights)} and not a state dict: pass a file of weights.")
     tensors: dict[str, StoredTensor] = {
         name: HostTensor(value.detach().contiguous().resolve_conj().resolve_neg())
         for name, value in weights.items()
@@ -136,7 +137,9 @@ Shape = tuple[int, ...]
 def refuse_shapes(model: nn.Module, checkpoint: Any, shapes: Mapping[str, tuple[Shape, Shape]]) -> None:
     """Raise an error if tensors have other shapes in a checkpoint than in the model. shapes: both, by name."""
     wrong = [
-        f"{name} has shape {there} there and {here} here" for name, (there, here) in shapes.items() if there != here
+        f"{name} has shape {there} in it and {here} in the model"
+        for name, (there, here) in shapes.items()
+        if there != here
     ]
     if wrong:
         raise Unfit(

@@ -101,8 +101,8 @@ def one_at_a_time() -> Iterator[None]:
     with turn.lock:
         if turn.taken:
             raise CheckpointError(
-                "A checkpoint is being saved or loaded, and another save or load came between in the same thread, as "
-                "from a signal handler: set a flag in the handler, and save in the loop."
+                "save_state or load_state was called while another save or load is in progress in the same thread, for "
+                "example from a signal handler: set a flag in the handler, and save in the loop."
             )
         turn.taken = True
         try:
@@ -260,8 +260,8 @@ class SaveRendezvous:
             if waited > QUIET and here < others and not said:
                 said = True
                 logger.warning(
-                    f"Rank 0 waits in save_state for the other processes ({here} of {others} are there): all "
-                    f"should call it; if none has after {self._patience:g} seconds, rank 0 saves alone."
+                    f"Rank 0 waits in save_state for the other processes ({here} of {others} have arrived): all of "
+                    f"them should call it; if none has after {self._patience:g} seconds, rank 0 saves alone."
                 )
             if here == others:
                 store.set(f"{attempt}/found", "all")
@@ -274,7 +274,7 @@ class SaveRendezvous:
                 return "alone"
         store.add("attempt", 1)  # who is called again meets at another one, where nobody was counted yet
         store.set(f"{attempt}/found", "")
-        raise _nobody_came(f"{here} of {others} others came")
+        raise _nobody_came(f"{here} of the {others} other ranks arrived")
 
     def _follow(self, store: _Keys, point: int) -> Callers:
         attempt = store.add("attempt", 0)
@@ -348,8 +348,8 @@ def _waiting(store: Any) -> Iterator[float]:
 
 def _nobody_came(who: str) -> CheckpointError:
     return CheckpointError(
-        f"Rank {current().rank} has waited in save_state for as long as the process group allows, and {who}: see what "
-        "the other processes are doing, and call save_state on all of them, or on the main process alone."
+        f"Rank {current().rank} waited in save_state until the timeout of the process group, and {who}: find out what "
+        "the other processes are doing, and call save_state on all of them, or only on the main process."
     )
 
 

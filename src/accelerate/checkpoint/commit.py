@@ -52,7 +52,7 @@ def staging_for(target: Path) -> Path:
     if target.is_dir():
         return target / f"{layout.STAGING}{_identity()}"
     if os.path.lexists(target):
-        raise CheckpointError(f"{target} is not a folder (but a file, or a broken link): choose another one.")
+        raise CheckpointError(f"{target} is a file or a broken link, not a folder: choose another one.")
     return _beside(target, ".", f"{layout.STAGING}{_identity()}")
 
 
@@ -167,7 +167,8 @@ def _move_in(target: Path) -> None:
     for parent in {(target / name).parent for name in (*new.files, *(old.files if old is not None else ()))}:
         if not parent.resolve().is_relative_to(target.resolve()):
             raise CheckpointError(
-                f"{parent} leads out of the checkpoint, where nothing is moved or deleted: remove it."
+                f"{parent} leads out of the checkpoint through a link, and nothing outside it is moved or deleted: "
+                "remove the link."
             )
     gone = (old.files if old is not None else {}).keys() - new.files.keys()
     with disk.freed_behind(target / name for name in (*new.files, *gone)):
@@ -208,7 +209,7 @@ def _alone_in(folder: Path) -> Iterator[None]:
             except BlockingIOError:
                 if time.monotonic() > end:
                     raise CheckpointError(
-                        f"Another process has been replacing the checkpoint in {folder} for {_PATIENCE:.0f} s: see "
+                        f"Another process has been replacing the checkpoint in {folder} for {_PATIENCE:.0f} s: check "
                         "whether it was stopped, end it, or choose another folder."
                     ) from None
                 time.sleep(0.01)
@@ -292,7 +293,7 @@ def _clean_one(path: Path, identity: str, now: float) -> None:
     if not path.is_dir():
         return
     if not _is_dead(identity, now - path.stat().st_mtime):
-        logger.info(f"{path} belongs to a run that may be alive and is left alone.")
+        logger.info(f"{path} belongs to a run that may still be alive, so it is kept.")
     elif path.name.startswith(layout.DELETING):
         disk.remove_tree(path)
     else:

@@ -133,8 +133,8 @@ def _check_keywords(models: list[torch.nn.Module], kwargs: dict[str, Any]) -> No
             inspect.signature(model.load_state_dict).bind({}, **kwargs)
         except TypeError as error:
             raise TypeError(
-                f"load_state was given {', '.join(kwargs)}, and the load_state_dict of {type(model).__name__} {error}: "
-                "leave that out."
+                f"load_state was given {', '.join(kwargs)}, but the load_state_dict of {type(model).__name__} {error}: "
+                "leave it out."
             ) from None
 
 
@@ -235,8 +235,8 @@ def _expanded(
         part = dense_view(value, tensor)
         if not torch.equal(part.expand_as(value), value):
             raise CheckpointError(
-                f"{name} of this {type(model).__name__} was made with `expand`, so that several of its values share "
-                f"one memory location, and those in {folder} differ: make it a copy (`.clone()`)."
+                f"{name} of this {type(model).__name__} was created with `expand`, so several of its elements share "
+                f"one memory location, but their values in {folder} differ: make it a copy (`.clone()`)."
             )
         weights[name] = tensor
         yield dense_view(tensor, tensor), part
@@ -257,7 +257,7 @@ def _load_model(
         into(weights, **kwargs)
     except Exception as error:
         raise CheckpointError(
-            f"This {type(model).__name__} has not taken the weights in {folder} ({in_words(error)}): create it as it "
+            f"This {type(model).__name__} did not accept the weights in {folder} ({in_words(error)}): create it as it "
             "was when the checkpoint was saved."
         ) from error
 
@@ -277,13 +277,13 @@ def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
     found = [len(group["params"]) for group in state["param_groups"]]
     if expected != found:
         raise CheckpointError(
-            f"{path} is of an optimizer with groups of {found} parameters, and this one has {expected}: "
+            f"{path} belongs to an optimizer with groups of {found} parameters, but this one has {expected}: "
             "create it as it was when the checkpoint was saved."
         )
     lacking = _lacking(optimizer, state["param_groups"]) if _loads_as_torch(optimizer) else []
     if lacking:
         raise CheckpointError(
-            f"{path} is of another kind of optimizer than {type(optimizer).__name__}: it lacks "
+            f"{path} belongs to another kind of optimizer than {type(optimizer).__name__}: it lacks "
             f"{', '.join(lacking)}; create the optimizer as it was when the checkpoint was saved."
         )
 
@@ -425,6 +425,6 @@ def to_indices(state: dict[str, Any], names: Names) -> dict[str, Any]:
 def _another(groups: list[dict[str, Any]], names: Names) -> CheckpointError:
     found, expected = [len(group["params"]) for group in groups], [len(group) for group in names]
     return CheckpointError(
-        f"The checkpoint is of an optimizer with groups of {found} parameters, and this one has {expected}, or other "
-        "ones: create the model and the optimizer as they were when the checkpoint was saved."
+        f"The checkpoint belongs to an optimizer with groups of {found} parameters, but this one has {expected}, or "
+        "different parameters: create the model and the optimizer as they were when the checkpoint was saved."
     )

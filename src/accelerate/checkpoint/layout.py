@@ -187,8 +187,8 @@ class Manifest:
             content: dict[str, Any] = read_json(path)
             if content["format"] > _FORMAT:
                 raise CheckpointError(
-                    f"{path} has format {content['format']}, and this version of accelerate reads up to {_FORMAT}: "
-                    "use the version that wrote it, or a newer one."
+                    f"{path} has format {content['format']}, but this version of accelerate reads formats up to "
+                    f"{_FORMAT}: use the version that wrote it, or a newer one."
                 )
             if content.pop("crc32") != _sum(content):
                 raise ValueError("its checksum is not the one it was written with")
@@ -224,8 +224,8 @@ class Manifest:
                 ) from None
             if size != expected.size:
                 raise CheckpointError(
-                    f"{path} has {size} bytes where {expected.size} were written: copy the checkpoint again, load "
-                    f"another one, or if it was replaced on purpose, delete {MANIFEST}."
+                    f"{path} has {size} bytes, but {expected.size} were written: copy the checkpoint again, or load "
+                    f"another one; if you replaced the file on purpose, delete {MANIFEST}."
                 )
             if contents and len(expected.crc32) != -(-expected.size // blocks.BLOCK):
                 raise CheckpointError(f"{folder / MANIFEST} is damaged: load another checkpoint.")

@@ -70,14 +70,14 @@ def _described(manifest: Manifest) -> dict[str, Any]:
 def _check_without_manifest(folder: Path) -> None:
     if not (folder / layout.random_states(0)).exists():
         raise CheckpointError(
-            f"{folder} has neither {layout.MANIFEST} nor {layout.random_states(0)}, so it is not complete: load "
-            "another one."
+            f"{folder} has neither {layout.MANIFEST} nor {layout.random_states(0)}, so it is not a complete "
+            "checkpoint: load another one."
         )
 
 
 def check_map_location(map_location: Any) -> None:
     if map_location not in (None, "cpu", "on_device"):
-        raise TypeError(f'map_location is {map_location!r}: give "cpu", "on_device" or None.')
+        raise TypeError(f'map_location is {map_location!r}: pass "cpu", "on_device" or None.')
 
 
 def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
@@ -104,9 +104,12 @@ def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
             return folder, passed_over
         passed_over.append(sentences[0])
     parent = project_dir / layout.CHECKPOINTS
-    wrong = f"No checkpoint in {parent} is complete: {' '.join(passed_over).rstrip('.')}"
-    nothing = wrong if passed_over else f"There is no checkpoint in {parent}"
-    raise MissingFile(f"{nothing}; give the path of one, or start from the beginning.")
+    nothing = (
+        f"None of the checkpoints in {parent} is complete ({' '.join(passed_over).rstrip('.')})"
+        if passed_over
+        else f"There is no checkpoint in {parent}"
+    )
+    raise MissingFile(f"{nothing}: pass the path of one, or start from the beginning.")
 
 
 def _apart(folder: Path, local: tuple[int, int]) -> bool:
@@ -161,8 +164,8 @@ def load(
             if strategy.can_roll_back:
                 raise
             raise CheckpointError(
-                f"{folder} was loaded in part before it failed ({in_words(error)}), and this engine cannot undo that: "
-                "load another checkpoint before training goes on, or start again."
+                f"{folder} was partly loaded before it failed ({in_words(error)}), and this engine cannot roll back: "
+                "load another checkpoint before you continue training, or start again."
             ) from error
 
     # Where one process refuses, all keep what they have.
@@ -207,8 +210,8 @@ def _read(
     saves, hooked = [save for save, _ in answers], any(has_hooks for _, has_hooks in answers)
     if len(set(saves)) > 1:
         raise CheckpointError(
-            f"{folder} holds another checkpoint for rank {saves.index(next(s for s in saves if s != saves[0]))} than "
-            "for rank 0: load one that all machines have, or copy it to all of them."
+            f"On rank {saves.index(next(s for s in saves if s != saves[0]))}, {folder} holds a different checkpoint "
+            "than on rank 0: load one that all machines have, or copy it to all of them."
         )
     if run.rank == 0 and not run.models and (reader.has(layout.model(0, True)) or reader.has(layout.model(0, False))):
         logger.warning(f"{folder} holds weights, but no model is prepared for them: call `load_state` after `prepare`.")
@@ -259,7 +262,9 @@ def _together_unless_replaced(
     # In this order: a move of files that ends between the two questions has left another manifest.
     changed = commit.is_being_replaced(folder) or commit.mark(folder) != began
     if any(current().gather_objects(changed)):
-        raise kind(f"{folder} was replaced by another run while it was read, and nothing was loaded: load it again.")
+        raise kind(
+            f"{folder} was replaced by another run while it was being read, so nothing was loaded: load it again."
+        )
     return agree(failure, value)
 
 
@@ -309,7 +314,7 @@ def _check(
     if run.rank < manifest.world_size and layout.random_states(run.rank) not in manifest.files:
         raise CheckpointError(
             f"{folder / layout.random_states(run.rank)} of rank {run.rank} is missing: "
-            "this checkpoint was saved on disks that its processes did not share; copy all parts into one folder."
+            "the processes that saved this checkpoint did not share a disk; copy all parts into one folder."
         )
 
 
@@ -318,7 +323,7 @@ def _check_custom(run: Run, reader: CheckpointReader) -> None:
     if len(saved) != len(run.custom):
         files = ", ".join(saved) if len(saved) > len(run.custom) else f"{layout.custom(len(saved))} is missing"
         raise CheckpointError(
-            f"{reader.folder} has the states of {len(saved)} registered objects ({files}), and "
+            f"{reader.folder} has the states of {len(saved)} registered objects ({files}), but "
             f"{len(run.custom)} are registered here: call register_for_checkpointing with the same objects, in the "
             "same order, as when it was saved."
         )

@@ -98,7 +98,7 @@ def save_weights(
 ) -> None:
     """Write a state dict as `save_model` does. Files are renamed into place when all of them are written."""
     if folder.is_file():
-        raise ValueError(f"{folder} is a file: give a folder to save the model to.")
+        raise ValueError(f"{folder} is a file: pass a folder to save the model to.")
     shards = weights.parts if isinstance(weights, StreamedWeights) else _parts(weights, max_shard_size, safe)
     disk.make_folder(folder)
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
@@ -188,7 +188,7 @@ def save(
         return
     target = os.path.realpath(f)
     if not os.path.isdir(os.path.dirname(target)):  # else the error would name a draft
-        raise FileNotFoundError(f"There is no folder {os.path.dirname(target)} to save {f} to: make it first.")
+        raise FileNotFoundError(f"There is no folder {os.path.dirname(target)} to save {f} to: create it first.")
     with disk.replacing(target) as path:
         if safe_serialization:
             safetensors.save_file(obj, path, _FORMAT)
@@ -209,7 +209,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     """
     cleaned = each_once(state_dict)
     if dropped := sorted(set(state_dict) - set(cleaned)):
-        logger.warning(f"Stored once, because other names are the same tensors: without {', '.join(dropped)}.")
+        logger.warning(f"Tied tensors are stored once, so these names are left out: {', '.join(dropped)}.")
     storages: set[Any] = set()
     for name, value in cleaned.items():
         if (view := view_of(value)) is not None:

@@ -69,7 +69,7 @@ class CheckpointReader:
         if not self.has(name):
             if self.names is not None and not (self.folder / name).exists():  # a manifest says what was saved
                 raise CheckpointError(
-                    f"{self.folder} holds no {name}, since fewer objects were saved than are prepared here: prepare "
+                    f"{self.folder} has no {name}, because fewer objects were saved than are prepared here: prepare "
                     "only the saved ones before the load, and the others after it."
                 )
             raise missing(self.folder / name)

@@ -149,7 +149,7 @@ def _random_states(states: Any, path: Path) -> Any:
         set_global_states(_by_name(states or {}), random.Random(), np.random.RandomState(), torch.Generator())
     except Exception as error:
         raise CheckpointError(
-            f"{path} holds no random states ({type(error).__name__}: {error}): load another checkpoint."
+            f"{path} does not contain random states ({type(error).__name__}: {error}): load another checkpoint."
         ) from error
     return states
 
@@ -176,7 +176,7 @@ def load_into(item: Any, state: Any, name: str) -> None:
         item.load_state_dict(state)
     except Exception as error:
         raise CheckpointError(
-            f"{name} does not fit the {type(item).__name__} that it is loaded into ({in_words(error)}): give the same "
+            f"{name} does not fit the {type(item).__name__} that it is loaded into ({in_words(error)}): pass the same "
             "objects, in the same order, as when it was saved."
         ) from error
 

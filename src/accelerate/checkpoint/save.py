@@ -248,8 +248,8 @@ def _look_at(file: File, item: Any, looked_at: set[str]) -> None:
     looked_at.add(file.name)
     if (kind := refused(file.content)) is not None:
         logger.warning(
-            f"{file.name}: the state of {type(item).__name__} holds {kind}, which load_state will refuse, since "
-            "it runs no code from files: have `state_dict` return tensors and plain values, call "
+            f"{file.name}: the state of {type(item).__name__} contains {kind}, which load_state will not load, "
+            "because it runs no code from files: have `state_dict` return tensors and plain values, call "
             "`torch.serialization.add_safe_globals` with the class before it is loaded, or load it with "
             "`load_kwargs={'weights_only': False}`."
         )

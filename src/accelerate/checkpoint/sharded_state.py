@@ -212,7 +212,7 @@ class _Unpickler(pickle.Unpickler):
         elif name in self._PLAIN.get(module, ()):
             found = super().find_class(module, name)
         if found is None:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is not run")
+            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which is not run")
         return found
 
 
@@ -220,7 +220,7 @@ def _member(kind: Any, name: Any) -> enum.Enum:
     """Replaces `getattr`, which Python 3.11.0 to 3.11.3 call for a member of an enum."""
     if isinstance(kind, enum.EnumMeta) and isinstance(name, str) and name in kind.__members__:
         return kind.__members__[name]
-    raise pickle.UnpicklingError(f"it names builtins.getattr of {kind!r}, which is not run")
+    raise pickle.UnpicklingError(f"it refers to builtins.getattr of {kind!r}, which is not run")
 
 
 # Tensors are read together up to this size: as few calls as possible, and never the whole model.
@@ -266,13 +266,13 @@ def _folder_of_shards(folder: Path) -> Path:
         return inside[0]
     if inside:
         names = ", ".join(path.name for path in inside)
-        raise CheckpointError(f"{folder} holds the shards of several models: name one of its folders {names}.")
+        raise CheckpointError(f"{folder} holds the shards of several models: pass one of its folders {names}.")
     kinds = ("model*.safetensors", "pytorch_model*.bin")
     if whole := sorted(path.name for kind in kinds for path in folder.glob(kind)):
-        raise WrongFolder(f"{folder} needs no merging: the weights are there as a whole, in {', '.join(whole)}.")
+        raise WrongFolder(f"{folder} needs no merging: it already has full weights, in {', '.join(whole)}.")
     raise WrongFolder(
-        f"{folder} holds no shards of a model (there is no file `.metadata` in it): name the folder that was written "
-        f"with SHARDED_STATE_DICT, as `{FSDP_MODEL_NAME}_0` in a checkpoint."
+        f"{folder} has no shards of a model (no file `.metadata`): pass a folder that was written with "
+        f"SHARDED_STATE_DICT, such as `{FSDP_MODEL_NAME}_0` in a checkpoint."
     )
 
 

@@ -265,7 +265,7 @@ class TorchDistributed(Communicator):
                 + "; ".join(
                     f"rank {rank} has {shown}" for rank, shown in enumerate(_differing([k for _, _, k in told]))
                 )
-                + ". Bring the same keys, in the same order, on every rank, or gather them as objects."
+                + ". Pass the same keys, in the same order, on every rank, or gather them as objects."
             )
         everyone = [(brought, left) for brought, left, _ in told]
         raise DistributedOperationException(

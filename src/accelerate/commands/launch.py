@@ -123,7 +123,7 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "allow_abbrev": False,
         "formatter_class": CustomHelpFormatter,
         "usage": "accelerate launch [flags] script [arguments of the script]",
-        "epilog": f"Not shown, because what they are for is not part of this version: flags of {_absent()}.",
+        "epilog": f"Not shown, because this version does not support them: the flags of {_absent()}.",
     }
     if subparsers is None:
         parser: argparse.ArgumentParser = _Parser("accelerate launch", **settings)
@@ -252,7 +252,7 @@ def _check_megatron(settings: Settings) -> None:
     if processes % (tensors * stages) != 0:
         raise ValueError(
             f"`--megatron_lm_tp_degree {tensors}` and `--megatron_lm_pp_degree {stages}` take a multiple of "
-            f"{tensors * stages} processes, and there are {processes}: set `--num_processes`, or make the degrees "
+            f"{tensors * stages} processes, but there are {processes}: set `--num_processes`, or make the degrees "
             "smaller."
         )
 

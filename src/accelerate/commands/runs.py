@@ -13,8 +13,8 @@ from accelerate.text import convert_bytes, did_you_mean
 if TYPE_CHECKING:
     from accelerate.runs.read import Project, RecordedRun
 
-DESCRIPTION = """Show the runs of a project, which a training with `log_with="local"` writes down: a list with the state
-and the main metric of each; with --run one or several of them, side by side.
+DESCRIPTION = """Show the runs of a project that were recorded with `log_with="local"`: a list with the state and the
+main metric of each; with --run one or several of them, side by side.
 
 --serve shows them on a page in a browser of this machine, with live curves of running trainings.
 --export puts that page with all its data into one file, to send to a colleague."""

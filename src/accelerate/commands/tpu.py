@@ -55,7 +55,9 @@ def tpu_command_launcher(args: argparse.Namespace) -> None:
     try:
         code = subprocess.run(command).returncode
     except FileNotFoundError:
-        raise FileNotFoundError("There is no `gcloud` here: install the Google Cloud command line first.") from None
+        raise FileNotFoundError(
+            "`gcloud` is not installed here: install the Google Cloud command line first."
+        ) from None
     if code != 0:
         raise CommandFailed(f"`{shlex.join(command)}` ended with code {code}; what it printed above says why.")
     print("The commands have run on all machines of the pod.")
@@ -69,9 +71,9 @@ def _gcloud(args: argparse.Namespace) -> list[str]:
         if not commands:
             commands = _lines(getattr(defaults, "command_file", None)) or getattr(defaults, "commands", None) or []
     if not name or not zone:
-        raise ValueError("Which pod? Pass --tpu_name and --tpu_zone, or have them in the config file.")
+        raise ValueError("Which pod? Pass --tpu_name and --tpu_zone, or set them in the config file.")
     if not commands:
-        raise ValueError("There is nothing to run: pass --command or --command_file, or have one in the config file.")
+        raise ValueError("There is nothing to run: pass --command or --command_file, or set one in the config file.")
     steps = ["cd /usr/share", *_install(args), *commands]
     gcloud = ["gcloud", "alpha"] if args.use_alpha else ["gcloud"]
     where = ["compute", "tpus", "tpu-vm", "ssh", name, "--zone", zone]

@@ -11,7 +11,7 @@ class DataLoaderConfiguration:
 
     split_batches: bool = field(
         default=False,
-        metadata={"help": "Cut each batch into one piece per process instead of giving each process whole batches."},
+        metadata={"help": "Split each batch over the processes instead of giving each process whole batches."},
     )
     dispatch_batches: bool | None = field(
         default=None,
@@ -48,4 +48,4 @@ class DataLoaderConfiguration:
 
     def __post_init__(self) -> None:
         if self.shuffle not in (None, "indexed"):
-            raise ValueError(f"shuffle is {self.shuffle!r}: it is None or 'indexed'.")
+            raise ValueError(f"shuffle is {self.shuffle!r}: choose None or 'indexed'.")

@@ -98,11 +98,11 @@ class DeepSpeedPlugin:
     offload_optimizer_nvme_path: str | None = field(default=None, metadata={"help": "The folder on the NVMe disk."})
     offload_param_nvme_path: str | None = field(default=None, metadata={"help": "The folder on the NVMe disk."})
     zero3_init_flag: bool | None = field(
-        default=None, metadata={"help": "Stage 3: build models of transformers in pieces from the start."}
+        default=None, metadata={"help": "Stage 3: shard transformers models while they are built."}
     )
     zero3_save_16bit_model: bool | None = field(default=None, metadata={"help": "Stage 3: gather weights to save."})
     transformer_moe_cls_names: str | None = field(
-        default=None, metadata={"help": "Classes of mixture-of-experts layers, with commas between them."}
+        default=None, metadata={"help": "Classes of mixture-of-experts layers, separated by commas."}
     )
     enable_msamp: bool | None = field(default=None, metadata={"help": "Train in fp8 with MS-AMP."})
     msamp_opt_level: str | None = field(default=None, metadata={"help": "How much of it MS-AMP does: O1 or O2."})
@@ -167,7 +167,7 @@ class DeepSpeedPlugin:
                 setattr(self, name, value)
         if ignored:
             warn(
-                "The DeepSpeed config counts, and these arguments of the DeepSpeedPlugin do not: "
+                "The DeepSpeed config takes precedence, so these arguments of the DeepSpeedPlugin have no effect: "
                 f"{', '.join(ignored)}: write 'auto' into the config, or leave them out."
             )
         self.hf_ds_config.set_stage_and_offload()
@@ -241,7 +241,7 @@ class DeepSpeedPlugin:
                 )
             node[last] = kwargs[ds_key_long]
         elif must_match and mismatches is not None and node[last] != kwargs.get(ds_key_long, node[last]):
-            mismatches.append(f"- {ds_key_long} is {node[last]!r} in the config, and {kwargs[ds_key_long]!r} here")
+            mismatches.append(f"- {ds_key_long} is {node[last]!r} in the config, but {kwargs[ds_key_long]!r} here")
 
     def deepspeed_config_process(
         self,

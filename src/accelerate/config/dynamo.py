@@ -34,7 +34,7 @@ class TorchDynamoPlugin(KwargsHandler):
         default=None,
         metadata={"help": "'default', 'reduce-overhead', 'max-autotune' or a mode of your backend."},
     )
-    fullgraph: bool | None = field(default=None, metadata={"help": "Fail where a model cannot be one graph."})
+    fullgraph: bool | None = field(default=None, metadata={"help": "Fail if a model cannot be compiled as one graph."})
     dynamic: bool | None = field(default=None, metadata={"help": "Compile for shapes that change."})
     options: Any = field(default=None, metadata={"help": "Options for the backend."})
     disable: bool = field(default=False, metadata={"help": "Make `torch.compile` do nothing."})

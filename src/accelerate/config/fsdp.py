@@ -62,13 +62,15 @@ class FullyShardedDataParallelPlugin:
     )
     reshard_after_forward: str | fsdp.ShardingStrategy | bool | None = field(
         default=None,
-        metadata={"help": "Free whole parameters between forward and backward; version 1 takes a sharding strategy."},
+        metadata={
+            "help": "Free gathered parameters between forward and backward; version 1 takes a sharding strategy."
+        },
     )
     backward_prefetch: str | fsdp.BackwardPrefetch | None = field(
         default=None, metadata={"help": "Version 1: when the parameters of the next layer are fetched in backward."}
     )
     mixed_precision_policy: dict[str, Any] | str | fsdp.MixedPrecision | fsdp.MixedPrecisionPolicy | None = field(
-        default=None, metadata={"help": "The dtypes of parameters and of gradients on their way; a name or a policy."}
+        default=None, metadata={"help": "The dtypes of gathered parameters and reduced gradients; a name or a policy."}
     )
     auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = (
         field(default=None, metadata={"help": "Which parts of a model are gathered one at a time."})
@@ -77,10 +79,12 @@ class FullyShardedDataParallelPlugin:
         default=None, metadata={"help": "Keep parameters on the host, and fetch them for forward and backward."}
     )
     ignored_modules: Iterable[nn.Module] | str | None = field(
-        default=None, metadata={"help": "Parts that are left whole: modules, or a regular expression for their names."}
+        default=None,
+        metadata={"help": "Modules that are not sharded: a list, or a regular expression for their names."},
     )
     state_dict_type: str | fsdp.StateDictType | None = field(
-        default=None, metadata={"help": "How checkpoints hold the weights: in one file, or one part per process."}
+        default=None,
+        metadata={"help": "How checkpoints are written: as a full state dict, or as one shard per process."},
     )
     state_dict_config: fsdp.FullStateDictConfig | fsdp.ShardedStateDictConfig | None = field(
         default=None, metadata={"help": "Version 1: how a state dict is put together."}
@@ -98,7 +102,7 @@ class FullyShardedDataParallelPlugin:
         default=None, metadata={"help": "Version 1: how to give a module on the meta device its memory."}
     )
     sync_module_states: bool | None = field(
-        default=None, metadata={"help": "Version 1: start from the first process's weights on all of them."}
+        default=None, metadata={"help": "Version 1: start from the weights of the first process on all processes."}
     )
     forward_prefetch: bool = field(
         default=None,  # type: ignore[assignment]
@@ -106,15 +110,15 @@ class FullyShardedDataParallelPlugin:
     )
     activation_checkpointing: bool = field(
         default=None,  # type: ignore[assignment]
-        metadata={"help": "Compute the activations of each wrapped part again in backward instead of keeping them."},
+        metadata={"help": "Recompute the activations of each wrapped part in the backward instead of keeping them."},
     )
     activation_checkpointing_offload: bool = field(
         default=None,  # type: ignore[assignment]
-        metadata={"help": "Version 2: keep what checkpointing keeps on the host."},
+        metadata={"help": "Version 2: keep checkpointed activations on the host."},
     )
     cpu_ram_efficient_loading: bool = field(
         default=None,  # type: ignore[assignment]
-        metadata={"help": "Read pretrained weights on the first process only, and hand out the parts."},
+        metadata={"help": "Read pretrained weights on the first process only, and send each process its shards."},
     )
     transformer_cls_names_to_wrap: list[str] | None = field(
         default=None, metadata={"help": "The classes of the layers that `transformer_based_wrap` gathers."}

@@ -34,7 +34,7 @@ def give_memory(module: nn.Module) -> None:
 def version_of(asked: Any) -> int:
     asked = os.environ.get(PREFIX + "VERSION", "1") if asked is None else asked
     if str(asked) not in ("1", "2"):
-        raise ValueError(f"fsdp_version is {asked!r}: it is 1 or 2.")
+        raise ValueError(f"fsdp_version is {asked!r}: choose 1 or 2.")
     return int(asked)
 
 
@@ -76,13 +76,13 @@ def xla_settings(asked: Any) -> dict[str, Any] | None:
     for name, value in settings.items():
         if name not in _XLA_SETTINGS:
             raise ValueError(
-                f"xla_fsdp_settings has {name!r}, which is no setting of FSDP on XLA devices"
-                f"{did_you_mean(name, _XLA_SETTINGS)}: leave it out."
+                f"xla_fsdp_settings has {name!r}, which is not a setting of FSDP on XLA "
+                f"devices{did_you_mean(name, _XLA_SETTINGS)}: leave it out."
             )
         if _XLA_SETTINGS[name]:
             raise ValueError(f"xla_fsdp_settings has {name!r}, which is not set there: {_XLA_SETTINGS[name]}.")
         if not isinstance(value, bool):
-            raise ValueError(f"{name} in xla_fsdp_settings is {value!r}: it is true or false.")
+            raise ValueError(f"{name} in xla_fsdp_settings is {value!r}: set it to true or false.")
     return settings
 
 

@@ -223,7 +223,7 @@ class ProfileKwargs(KwargsHandler):
         unknown = [name for name in self.activities if name not in known]
         if unknown:
             raise ValueError(
-                f"The profiler knows no activity {', '.join(map(repr, unknown))}; "
-                f"this torch knows {', '.join(sorted(known))}."
+                f"The profiler does not know the activity {', '.join(map(repr, unknown))}; this torch knows "
+                f"{', '.join(sorted(known))}."
             )
         return [known[name] for name in self.activities]

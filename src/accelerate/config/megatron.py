@@ -227,8 +227,8 @@ class MegatronLMPlugin:
         for variant in ("amsgrad", "nesterov", "maximize"):
             if any(group.get(variant) for group in optimizer.param_groups):
                 raise ValueError(
-                    f"Megatron-LM's optimizers have no `{variant}`, and this {type(optimizer).__name__} sets it: leave "
-                    "it out."
+                    f"Megatron-LM's optimizers have no `{variant}`, but this {type(optimizer).__name__} sets it: "
+                    "leave it out."
                 )
         kind |= {"lr": _same(optimizer, "lr"), "weight_decay": _same(optimizer, "weight_decay")}
         self.megatron_lm_default_args.update(kind)
@@ -257,8 +257,8 @@ def _selective(asked: str | None) -> str:
     """What `recompute_activations` stands for, unless something else was asked for."""
     if asked not in (None, "selective"):
         raise ValueError(
-            "recompute_activations=True computes again what lies inside of attention, and "
-            f"recompute_granularity={asked!r} something else: leave out one of the two."
+            "recompute_activations=True recomputes the activations inside attention, but "
+            f"recompute_granularity={asked!r} asks for something else: leave out one of the two."
         )
     return "selective"
 

@@ -8,13 +8,13 @@ from accelerate.constants import FSDP_SHARDING_STRATEGY
 
 # Keys of settings that do nothing any more.
 RETIRED = {
-    "ipex_config": "PyTorch does by itself what it asked for",
-    "use_mps_device": "Apple GPUs are found by themselves",
-    "tp_config": "its place is taken by `parallelism_config`",
+    "ipex_config": "PyTorch now does this itself",
+    "use_mps_device": "Apple GPUs are detected automatically",
+    "tp_config": "`parallelism_config` replaces it",
 }
 RETIRED_IN_SECTION = {
     ("mpirun_config", "mpirun_ccl"): "the communication library sets its own workers",
-    ("fsdp_config", "fsdp_limit_all_gathers"): "it is always so",
+    ("fsdp_config", "fsdp_limit_all_gathers"): "it is always on",
 }
 
 
@@ -76,8 +76,8 @@ def _retire(settings: dict[str, Any], changes: list[str]) -> None:
             if key == "tp_config" and value:
                 size = value.get("tp_size", 1)
                 settings.setdefault("parallelism_config", {"parallelism_config_tp_size": size})
-            changes.append(f"`{key}` is gone: {why}")
+            changes.append(f"`{key}` has been removed: {why}")
     for (section, key), why in RETIRED_IN_SECTION.items():
         if key in (settings.get(section) or {}):
             del settings[section][key]
-            changes.append(f"`{key}` of `{section}` is gone: {why}")
+            changes.append(f"`{key}` of `{section}` has been removed: {why}")

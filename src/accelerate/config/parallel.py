@@ -30,7 +30,7 @@ class TorchTensorParallelPlugin:
 class TorchTensorParallelConfig:
     """Settings of the tensor-parallel axis."""
 
-    enable_async_tp: bool = field(default=False, metadata={"help": "Not available; accepted and left out."})
+    enable_async_tp: bool = field(default=False, metadata={"help": "Not available; accepted and ignored."})
     plan: Mapping[str, Any] | None = field(
         default=None,
         metadata={"help": "How each part of a model is split, by name: 'colwise', 'rowwise', 'sequence', an object."},
@@ -79,9 +79,9 @@ class DeepSpeedSequenceParallelConfig:
             raise ValueError("sp_seq_length_is_variable=False needs the length of the sequences: pass sp_seq_length.")
         if self.sp_attn_implementation is not None and not _can_be_cut(self.sp_attn_implementation):
             raise ValueError(
-                f"sp_attn_implementation is {self.sp_attn_implementation!r}, which cannot be cut along the sequence: "
-                "choose 'flash_attention_2', 'flash_attention_3', 'sdpa', or a flash-attn kernel of the Hub by its "
-                "repository."
+                f"sp_attn_implementation is {self.sp_attn_implementation!r}, which cannot be split along the "
+                "sequence: choose 'flash_attention_2', 'flash_attention_3', 'sdpa', or a flash-attn kernel of the "
+                "Hub by its repository."
             )
 
 

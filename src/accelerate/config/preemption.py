@@ -39,9 +39,9 @@ def _check(name: str, value: str | None, only: str, project: ProjectConfiguratio
     if value is None:
         return
     if value != only:
-        raise ValueError(f"{name} is {value!r}: it is {only!r}, or not given.")
+        raise ValueError(f"{name} is {value!r}: choose {only!r}, or leave it out.")
     if project.project_dir is None or not project.automatic_checkpoint_naming:
         raise ValueError(
-            f"{name} is {value!r} and needs a place for checkpoints: pass "
+            f"{name} is {value!r} and needs a folder for checkpoints: pass "
             "`project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True)` to the Accelerator."
         )

@@ -14,10 +14,10 @@ class ProjectConfiguration:
     """Folders of a project and how its checkpoints are named and pruned."""
 
     project_dir: str | os.PathLike[str] | None = field(
-        default=None, metadata={"help": "Where checkpoints and, unless said otherwise, logs go."}
+        default=None, metadata={"help": "The folder for checkpoints and, by default, for logs."}
     )
     logging_dir: str | os.PathLike[str] | None = field(
-        default=None, metadata={"help": "Where trackers write; by default `project_dir`."}
+        default=None, metadata={"help": "The folder for trackers; by default `project_dir`."}
     )
     automatic_checkpoint_naming: bool = field(
         default=False,
@@ -28,7 +28,7 @@ class ProjectConfiguration:
     )
     iteration: int = field(default=0, metadata={"help": "The number of the next checkpoint."})
     save_on_each_node: bool = field(
-        default=False, metadata={"help": "Write files on every machine, for when they share no file system."}
+        default=False, metadata={"help": "Write files on every machine, if they do not share a file system."}
     )
 
     def __post_init__(self) -> None:

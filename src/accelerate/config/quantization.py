@@ -49,8 +49,10 @@ class BnbQuantizationConfig:
         for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
             self._check(name, isinstance(getattr(self, name), bool), "True or False")
         if self.load_in_8bit == self.load_in_4bit:
-            both = "both" if self.load_in_8bit else "neither"
-            raise ValueError(f"A model is quantized to 8 or to 4 bits, and {both} was asked for: set one of the two.")
+            both = "both were" if self.load_in_8bit else "neither was"
+            raise ValueError(
+                f"A model is quantized to 8 or to 4 bits, but {both} set: set one of load_in_8bit and load_in_4bit."
+            )
         self._check("llm_int8_threshold", isinstance(self.llm_int8_threshold, (int, float)), "a number")
         self._check("bnb_4bit_quant_type", self.bnb_4bit_quant_type in ("fp4", "nf4"), "'fp4' or 'nf4'")
         for name in ("skip_modules", "keep_in_fp32_modules"):

@@ -59,8 +59,8 @@ class TransformerBased(WrapPolicy):
         unknown = [name for name in names if name not in classes]
         if unknown and asked is not None and not plugin._has_met_a_model:
             raise ValueError(
-                f"transformer_cls_names_to_wrap names {', '.join(unknown)}, which no part of this "
-                f"{type(model).__name__} is: its parts are {', '.join(sorted(classes))}."
+                f"transformer_cls_names_to_wrap names {', '.join(unknown)}, but this {type(model).__name__} has no "
+                f"module of that class: its modules are {', '.join(sorted(classes))}."
             )
         return self.made(transformer_layer_cls={classes[name] for name in names if name in classes})
 

@@ -173,8 +173,8 @@ class DataLoaderDispatcher(PreparedLoader):
             return [RankBatch(batch, None, is_last, sum(length or 1 for length in lengths)) for batch in group]
         if None in lengths:
             raise TypeError(
-                f"A batch of type {type(group[0]).__name__} has nothing with one entry for each sample, so it cannot "
-                f"be cut into {processes} pieces: pass `slice_fn_for_dispatch`, or leave dispatch_batches=False."
+                f"A batch of type {type(group[0]).__name__} has no tensor or list with one entry per sample, so it "
+                f"cannot be split over {processes} ranks: pass `slice_fn_for_dispatch`, or set dispatch_batches=False."
             )
         try:
             batch = group[0] if len(group) == 1 else join(group)

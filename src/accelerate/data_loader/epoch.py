@@ -378,7 +378,7 @@ def change(saved: Snapshot, loader: Any) -> str | None:
         return None
     saved = saved.next_epoch()
     old, new = saved.batch, loader.total_batch_size
-    text = f"{saved.processes} processes and {old} samples per step became {loader.num_shards} and {new}"
+    text = f"{saved.processes} processes with {old} samples per step are now {loader.num_shards} with {new}"
     length = _length(loader)
     if length is not None:
         left = max(length - saved.samples - saved.batches * old, 0)
@@ -415,4 +415,4 @@ def _inexact(saved: Snapshot, loader: Any) -> str:
         return f" (only its {type(sampler).__name__} knows which samples were seen: some may come twice or not at all)"
     if saved.batch * loader.num_shards == loader.total_batch_size * saved.processes:
         return ""  # the same batches, given to more or fewer processes
-    return f" (its {type(owner).__name__} now makes other batches: some samples may come twice or not at all)"
+    return f" (its {type(owner).__name__} now makes different batches: some samples may come twice or not at all)"

@@ -85,7 +85,7 @@ def prepare_data_loader(
     """
     if isinstance(dataloader, PreparedLoader):
         warn(
-            "This loader was prepared before: it is kept as it is, since sharding it again would leave data out; "
+            "This loader was prepared before: it is not sharded again, because that would skip data; "
             "prepare each loader once."
         )
         return dataloader
@@ -99,8 +99,8 @@ def prepare_data_loader(
         dispatch_batches = iterable and put_on_device
     if dispatch_batches and not put_on_device:
         raise ValueError(
-            "dispatch_batches=True sends batches to the devices: it needs put_on_device=True "
-            "(device placement switched on)."
+            "dispatch_batches=True needs put_on_device=True, because it sends batches to the devices: turn on device "
+            "placement, or set dispatch_batches=False."
         )
     _check_batch_size(dataloader, split_batches, processes)
     kind = IndexedRandomSampler if shuffle == "indexed" else SeedableRandomSampler if use_seedable_sampler else None

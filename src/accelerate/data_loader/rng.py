@@ -243,8 +243,8 @@ class InProcess(Reader):
         if not before_first_read(self.batches, functools.partial(set_global_states, states)):
             warn(
                 "This epoch continues with the remaining samples, but the random numbers that its dataset draws differ "
-                "from those of an uninterrupted run, since this version of torchdata cannot restore them: use a loader "
-                "that is not stateful."
+                "from those of an uninterrupted run, because this version of torchdata cannot restore them: use a "
+                "loader that is not stateful."
             )
         return self.batches
 

@@ -59,8 +59,8 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
         return dataloader.without_first(num_batches)
     if not hasattr(dataloader, "dataset"):
         raise AttributeError(  # as the release does, with other words
-            f"Batches of a DataLoader can be skipped, and this is {a_kind_of(dataloader)}: pass the loader "
-            "itself, or leave batches out with `itertools.islice`."
+            f"skip_first_batches takes a DataLoader, but was given {a_kind_of(dataloader)}: pass the loader "
+            "itself, or skip batches with `itertools.islice`."
         )
     arguments = kept_arguments(dataloader)
     batches = skipped_batches(dataloader, num_batches)

@@ -158,7 +158,7 @@ class Device:
 
     def lacks_fp8(self) -> str | None:
         """What is missing here for matrix products in fp8; None where nothing is."""
-        return f"it takes an NVIDIA GPU of compute capability 8.9 or more, and this device is {self.name!r}"
+        return f"it needs an NVIDIA GPU of compute capability 8.9 or more, but this device is {self.name!r}"
 
     def storable(self, content: Any) -> Any:
         """Nested content for a file; tensors whose memory is not `addressable` are on the host, each of them once."""

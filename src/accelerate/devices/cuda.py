@@ -37,7 +37,7 @@ class CUDA(Device):
         if has:
             return None
         major, minor = torch.cuda.get_device_capability()
-        return f"it takes {needed}, and this {torch.cuda.get_device_name()} has {major}.{minor}"
+        return f"it needs {needed}, but this {torch.cuda.get_device_name()} has {major}.{minor}"
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
         with contextlib.suppress(torch.OutOfMemoryError):

@@ -54,8 +54,8 @@ class XLA(Device):
         if not is_torch_xla_available():
             if _PJRT_DEVICE in os.environ and not has_package("torch_xla"):
                 warn(
-                    f"{_PJRT_DEVICE} is {os.environ[_PJRT_DEVICE]!r}, and torch_xla, which it is for, is not "
-                    "installed: install the release that has torch's number, or unset the variable."
+                    f"{_PJRT_DEVICE} is {os.environ[_PJRT_DEVICE]!r}, but torch_xla, which it is for, is not "
+                    "installed: install the release with the same version number as torch, or unset the variable."
                 )
             return False
         if _PJRT_DEVICE in os.environ:
@@ -186,8 +186,8 @@ class XLA(Device):
             return world
         if not spmd and runtime.addressable_device_count() > 1:
             raise Unfit(
-                f"Each process of this TPU has {runtime.addressable_device_count()} cores, as those of v2 and v3 do, "
-                "which are not supported as ranks: use one process, and FSDP to shard models over all of its cores."
+                f"Each process of this TPU has {runtime.addressable_device_count()} cores, as on TPU v2 and v3, and "
+                "cores are not supported as ranks: use one process, and FSDP to shard models over all of its cores."
             )
         rank = int(runtime.process_index() if spmd else runtime.global_ordinal())
         if world.size == size:

@@ -27,7 +27,7 @@ def aborts(environ: Any) -> bool:
     """Whether a hang ends the run."""
     action = environ.get(ACTION, "") or "warn"
     if action not in ("warn", "abort"):
-        raise ValueError(f"{ACTION} is {action!r}: it is warn or abort.")
+        raise ValueError(f"{ACTION} is {action!r}: choose warn or abort.")
     return bool(action == "abort")
 
 

@@ -159,7 +159,7 @@ _PREDICATES = {
     "ended": ("has ended", "have ended"),
     "failed": ("failed at {note.line} ({note.text})",) * 2,
     "left": ("has left the group", "have left the group"),
-    "moves": ("goes on with other collectives", "go on with other collectives"),
+    "moves": ("continues with other collectives", "continue with other collectives"),
     "silent": ("shows no sign of life", "show no sign of life"),
 }
 

@@ -110,8 +110,9 @@ class EngineStepper(Stepper):
         """
         if self.complete and not self.whole and self.engine.zero_optimization_stage() < 3:
             raise RuntimeError(
-                "DeepSpeed would lose the gradients of the backward before this one, since no step came between: add "
-                "the losses and call `backward` once, or call all but the last inside of `accelerator.no_sync(model)`."
+                "DeepSpeed would lose the gradients of the backward before this one, since no step came between: "
+                "add the losses and call `backward` once, or call all but the last inside "
+                "`accelerator.no_sync(model)`."
             )
         if self.scales_losses and not alone:
             raise NotYetSupported(
@@ -145,8 +146,8 @@ class EngineStepper(Stepper):
             return None
         if not self.complete:
             raise RuntimeError(
-                "The gradients of this DeepSpeed engine are not complete, since its last backward ran inside of "
-                "`no_sync`: call the last backward before `optimizer.step()` outside of it."
+                "The gradients of this DeepSpeed engine are not complete, because its last backward ran inside "
+                "`no_sync`: call the last backward before `optimizer.step()` outside it."
             )
         scaled = self.factor != 1.0
         if scaled:
@@ -166,8 +167,8 @@ class EngineStepper(Stepper):
         if not self._said_nothing_was_done:
             self._said_nothing_was_done = True
             warn(
-                "`optimizer.step()` did nothing, since DeepSpeed steps with the gradients of "
-                "`accelerator.backward(loss)` alone: call it in place of `loss.backward()`."
+                "`optimizer.step()` did nothing, because DeepSpeed steps only with gradients of "
+                "`accelerator.backward(loss)`: call that instead of `loss.backward()`."
             )
 
     def zero_grad(self, set_to_none: bool | None = None, *, last: bool = True) -> None:
@@ -220,8 +221,8 @@ class EngineStepper(Stepper):
         elif self.fixed_clip != max_norm and math.isfinite(max_norm) and not self._warned:
             self._warned = True
             warn(
-                f"clip_grad_norm_ was asked for a norm of {max_norm}, but the DeepSpeed config clips at "
-                f"{self.fixed_clip}, which is what counts: write 'auto' there, or make them the same."
+                f"clip_grad_norm_ was called with max_norm={max_norm}, but the DeepSpeed config clips at "
+                f"{self.fixed_clip}, which takes precedence: write 'auto' there, or make them the same."
             )
         return norm
 

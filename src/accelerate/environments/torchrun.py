@@ -27,7 +27,8 @@ def detect(environ: Mapping[str, str]) -> World | None:
     local_rank = integer(environ, ["LOCAL_RANK"], rank % max(local_size, 1))
     if not 0 <= rank < size:
         raise ValueError(
-            f"RANK is {rank} but WORLD_SIZE is {size}: ranks count from 0 to WORLD_SIZE - 1, correct what starts them."
+            f"RANK is {rank} but WORLD_SIZE is {size}: ranks are counted from 0 to WORLD_SIZE - 1; correct the "
+            "command that starts them."
         )
     return World(
         rank=rank,

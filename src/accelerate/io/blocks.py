@@ -209,8 +209,8 @@ def _view(tensor: torch.Tensor) -> memoryview:
 
 def damaged(path: Path | str) -> CheckpointError:
     return CheckpointError(
-        f"{path} is damaged, its checksum is not the one it was written with: copy the checkpoint again, load another "
-        f"one, or if it was replaced on purpose, delete {MANIFEST_NAME}."
+        f"{path} is damaged: its checksum differs from the one it was written with; copy the checkpoint again, or load "
+        f"another one; if you replaced the file on purpose, delete {MANIFEST_NAME}."
     )
 
 

@@ -61,12 +61,12 @@ class _Array(np.ndarray[Any, Any]):
     filled = False
 
     def __new__(cls, *args: Any) -> _Array:
-        raise ValueError("an array of NumPy is not made as NumPy writes it")
+        raise ValueError("a NumPy array is not built the way NumPy writes it")
 
     def __setstate__(self, state: Any) -> None:
         _, shape, kind, fortran, content = state
         if self.filled:  # which would free the memory that a tensor may have been made of
-            raise ValueError("an array of NumPy is filled twice")
+            raise ValueError("a NumPy array is filled twice")
         super().__setstate__((1, shape, _dtype(kind), fortran, content))
         self.filled = True
 
@@ -77,13 +77,13 @@ class _Array(np.ndarray[Any, Any]):
 
 def _dtype(kind: Any) -> np.dtype[Any]:
     if not isinstance(kind, _Dtype):
-        raise ValueError(f"{a_kind_of(kind)} is in the place of a dtype of NumPy")
+        raise ValueError(f"{a_kind_of(kind)} takes the place of a NumPy dtype")
     return kind.dtype
 
 
 def _empty(kind: Any, shape: Any, code: Any) -> _Array:
     if kind is not _Array:
-        raise ValueError("an array of NumPy is of another class")
+        raise ValueError("a NumPy array has an unexpected class")
     return np.empty(0, "b").view(_Array)
 
 
@@ -307,7 +307,7 @@ def explaining(path: Path) -> Iterator[None]:
             if re.search("Can only (append|extend|SETITEM|read)", str(error)):
                 way = "load it with `load_kwargs={'weights_only': False}`, and save it again"
             raise CheckpointError(
-                f"{path} asks for {asked}, which is neither a tensor nor a plain value and is not run: "
+                f"{path} contains {asked}, which is neither a tensor nor a plain value, and is not loaded: "
                 f"if you trust the file, {way}."
             ) from error
         raise CheckpointError(

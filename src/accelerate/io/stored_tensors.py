@@ -53,7 +53,9 @@ class KeptFile:
         try:
             info = os.stat(path)
         except FileNotFoundError as error:
-            raise FileNotFoundError(f"{path} with offloaded weights is not there: offload the model again.") from error
+            raise FileNotFoundError(
+                f"{path}, a file of offloaded weights, does not exist: offload the model again."
+            ) from error
         self._identity = info.st_dev, info.st_ino  # not given to another file while this one is mapped
         mapped = torch.empty(0, dtype=torch.uint8, device="cpu")
         if info.st_size:
@@ -208,7 +210,7 @@ def _name_of(dtype: torch.dtype) -> str | None:
 def _tensor(value: Any, name: str) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         raise CheckpointError(
-            f"{name} in the state dict is {a_kind_of(value)} and no tensor, so safetensors cannot store it: "
+            f"{name} in the state dict is {a_kind_of(value)}, not a tensor, so safetensors cannot store it: "
             "save with `safe_serialization=False`."
         )
     return value
@@ -226,10 +228,10 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
         length = int.from_bytes(file.read(8), "little")
         size = os.fstat(file.fileno()).st_size
         if length > min(LARGEST_HEADER, size):
-            raise ValueError(f"its header should have {length} bytes, and the file has {size}")
+            raise ValueError(f"its header should have {length} bytes, but the file has {size}")
         header = parsed(file.read(length))
     if not isinstance(header, dict):
-        raise ValueError(f"its header holds {a_kind_of(header)}")
+        raise ValueError(f"its header is {a_kind_of(header)}, not a dict")
     end = 8 + length + _length_of({name: entry for name, entry in header.items() if name != "__metadata__"})
     if end != size:
         raise ValueError(f"it has {size} bytes and should have {end}")
@@ -241,11 +243,13 @@ def _length_of(entries: dict[str, Any]) -> int:
     for name, entry in entries.items():
         for numbers in (entry["shape"], entry["data_offsets"]):
             if not all(type(number) is int and number >= 0 for number in numbers):
-                raise ValueError(f"its header gives {name} the numbers {numbers}, where whole ones belong")
+                raise ValueError(
+                    f"its header gives {name} the numbers {numbers}, which are not all whole numbers of at least 0"
+                )
     last = 0
     for begin, end, name in sorted((*entry["data_offsets"], name) for name, entry in entries.items()):
         if begin != last:
-            raise ValueError(f"its header has {name} begin at byte {begin} and what is before it end at {last}")
+            raise ValueError(f"its header places {name} at offset {begin}, but the tensors before it end at {last}")
         last = end
     return last
 
@@ -269,7 +273,7 @@ class SafetensorsFile:
 
     def range_of(self, name: str) -> FileRange:
         if name not in self._entries:
-            raise KeyError(f"{self.path} holds no tensor called {name!r}: offload the model again.")
+            raise KeyError(f"{self.path} has no tensor called {name!r}: offload the model again.")
         entry = self._entries[name]
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
@@ -281,7 +285,7 @@ class SafetensorsFile:
         place = FileRange(self.path, self._start + begin, shape, dtype, self._file)
         if place.nbytes != end - begin or min(shape, default=0) < 0:
             raise CheckpointError(
-                f"{self.path} is damaged, since its header gives {end - begin} bytes to {name}, which has shape "
+                f"{self.path} is damaged: its header gives {end - begin} bytes to {name}, which has shape "
                 f"{list(shape)} and dtype {dtype}: load another checkpoint."
             )
         return place

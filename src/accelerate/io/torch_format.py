@@ -62,7 +62,7 @@ def naming(name: str) -> Iterator[None]:
         yield
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{name} cannot be written, since it is to hold something that cannot be pickled "
+            f"{name} cannot be written, because its state contains something that cannot be pickled "
             f"({type(error).__name__}: {first_line(error)}): have `state_dict` return tensors and plain values."
         ) from error
 

@@ -72,7 +72,7 @@ def best_precision(devices: Accelerators) -> tuple[str, str]:
         return "no", "nothing is known that would compute faster in half precision"
     found = _capability()
     if found is None:
-        return "no", "the NVIDIA driver does not tell what the GPU can do"
+        return "no", "the NVIDIA driver does not say what the GPU can do"
     capability = f"the GPU has compute capability {found[0]}.{found[1]}"
     return ("bf16", f"{capability}: bf16 is fast") if found[0] >= 8 else ("fp16", f"{capability}: no fast bf16")
 
@@ -82,11 +82,11 @@ def fp8(devices: Accelerators) -> tuple[str, str]:
     if (missing := lacks_fp8_package()) is not None:
         return "no", missing.rstrip(".")
     if devices.kind == "cpu":
-        return ("emulated", "by torchao, on the CPU") if is_torchao_available() else ("no", "it takes a GPU")
+        return ("emulated", "by torchao, on the CPU") if is_torchao_available() else ("no", "it needs a GPU")
     found = _capability() if devices.kind == "cuda" and "cuda" in _torch_built_for() else None
     if found is None:
-        return "not known", f"the driver does not tell what this {devices.kind} device can do"
-    return "yes" if found >= (8, 9) else "no", f"compute capability {found[0]}.{found[1]}, and it takes 8.9 or more"
+        return "not known", f"the driver does not say what this {devices.kind} device can do"
+    return "yes" if found >= (8, 9) else "no", f"compute capability {found[0]}.{found[1]}, but it needs 8.9 or more"
 
 
 def _capability() -> tuple[int, int] | None:

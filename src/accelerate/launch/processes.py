@@ -106,9 +106,9 @@ def out_of_memory_kills() -> int:
 
 
 _SIGNALS = {
-    "SIGSEGV": "a library touched memory that is not its own; `PYTHONFAULTHANDLER=1` shows where",
+    "SIGSEGV": "a library accessed invalid memory; `PYTHONFAULTHANDLER=1` shows where",
     "SIGBUS": "most often shared memory ran out: enlarge /dev/shm, or use fewer data loader workers",
-    "SIGABRT": "a library gave up; its last words are above",
+    "SIGABRT": "a library aborted; its last message is above",
     "SIGILL": "it was built for another processor",
     "SIGFPE": "a library divided by zero",
     "SIGTERM": "something asked it to end",

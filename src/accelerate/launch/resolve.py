@@ -61,7 +61,7 @@ def _tpu(settings: Settings, environ: Mapping[str, str]) -> None:
     if settings.of["tpu_use_cluster"].source == "flag" and settings.tpu_use_cluster:
         settings.put("tpu", True, "flag", "`--tpu_cluster` was given")
     if settings.use_fsdp and settings.tpu and settings.fsdp_xla_fsdp_v2 == "false":
-        raise ValueError("FSDP on a TPU is done by SPMD alone: leave out `--fsdp_xla_fsdp_v2 no`.")
+        raise ValueError("FSDP on a TPU works only by SPMD: leave out `--fsdp_xla_fsdp_v2 no`.")
     if settings.tpu:
         from accelerate.launch import tpu
 
@@ -103,8 +103,8 @@ def _processes_per_node(settings: Settings, nodes: int) -> int:
     if settings.of["num_processes"].source == "flag":
         if settings.num_processes % nodes:
             raise ValueError(
-                f"{settings.num_processes} processes cannot be shared evenly by {nodes} nodes: "
-                "`--num_processes` counts those of all nodes."
+                f"{settings.num_processes} processes cannot be divided evenly over {nodes} nodes: `--num_processes` "
+                "counts those of all nodes."
             )
         return max(1, settings.num_processes // nodes)
     return 1 if settings.cpu else max(1, settings.devices.count)
@@ -191,7 +191,7 @@ def _processes(settings: Settings, environ: Mapping[str, str]) -> None:
     per_slot = settings.hosts is not None and sum(map(len, settings.hosts.values())) == settings.num_processes
     if settings.num_processes % settings.num_machines and settings.world is None and not per_slot:
         raise ValueError(
-            f"{settings.num_processes} processes cannot be shared evenly by {settings.num_machines} machines: "
+            f"{settings.num_processes} processes cannot be divided evenly over {settings.num_machines} machines: "
             "`--num_processes` counts those of all machines."
         )
 

@@ -45,7 +45,7 @@ def pod(environ: Mapping[str, str], found: int) -> Pod | None:
     if names and own is not None:
         if own not in range(len(names)):
             raise ValueError(
-                f"The environment variable TPU_WORKER_ID is {own}, and TPU_WORKER_HOSTNAMES names {len(names)} "
+                f"The environment variable TPU_WORKER_ID is {own}, but TPU_WORKER_HOSTNAMES names {len(names)} "
                 "machines, which are counted from 0: correct one of the two."
             )
         reason = "TPU_WORKER_HOSTNAMES and TPU_WORKER_ID say so"
@@ -94,12 +94,12 @@ def check(settings: Settings) -> None:
     found, here = settings.devices.count, settings.local_processes
     if settings.use_fsdp and settings.num_processes > 1:
         raise ValueError(
-            f"FSDP on a TPU is one process for all chips of one machine, and not {settings.num_processes}: pass "
+            f"FSDP on a TPU uses one process for all chips of one machine, not {settings.num_processes}: pass "
             "`--num_processes 1`, on one machine, or leave out `--use_fsdp`."
         )
     if found and here not in ((1, found) if settings.num_machines == 1 else (found,)):
         most = f"{found} on each of {settings.num_machines} machines" if settings.num_machines > 1 else f"1 or {found}"
         raise ValueError(
-            f"This TPU has {found} chips on a machine, and {here} processes were asked for on each: it takes {most}; "
-            "leave out `--num_processes` to have one for each chip."
+            f"This TPU has {found} chips on each machine, but {here} processes were requested on each: it takes "
+            f"{most}; leave out `--num_processes` to have one for each chip."
         )

@@ -136,8 +136,8 @@ def find_tensor(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     holder = nn.Module.get_submodule(module, path)  # which modules of TorchScript refuse to do
     if attribute not in parameters_of(holder) and attribute not in buffers_of(holder):
         raise ValueError(
-            f"{type(module).__name__} has no parameter or buffer called {name}: its module there, a "
-            f"{type(holder).__name__}, has {_listed([*parameters_of(holder), *buffers_of(holder)])}."
+            f"{type(module).__name__} has no parameter or buffer called {name}: the "
+            f"{type(holder).__name__} that would hold it has {_listed([*parameters_of(holder), *buffers_of(holder)])}."
         )
     return holder, attribute
 
@@ -177,7 +177,7 @@ def set_module_tensor_to_device(
     parameters, buffers = parameters_of(holder), buffers_of(holder)
     old: Any = table_of(holder, name)[name]
     if old is None:
-        raise ValueError(f"{tensor_name} of this {type(module).__name__} is None: there is no tensor to be placed.")
+        raise ValueError(f"{tensor_name} of this {type(module).__name__} is None, so there is no tensor to place.")
 
     for known in (value, old):
         shared = _shared(tied_params_map, known).get(device)
@@ -187,7 +187,7 @@ def set_module_tensor_to_device(
 
     target = torch.device(device)
     if target.type == "xpu" and not is_xpu_available():
-        raise ValueError(f"{tensor_name} cannot be put on {device}, since there is no XPU here: put it on 'cpu'.")
+        raise ValueError(f"{tensor_name} cannot be put on {device}, because this machine has no XPU: put it on 'cpu'.")
     # A tensor that lies elsewhere, with a hook that knows where, has a value: moving it brings that in.
     if value is None and old.is_meta and target.type != "meta" and not isinstance(old, STAND_INS):
         raise ValueError(f"{tensor_name} is on the meta device and holds no value: give one to put it on {device}.")

@@ -38,12 +38,12 @@ def offload_weight(
         The index.
 
     Raises:
-        ValueError: the weight is a tensor subclass that is made of several tensors.
+        ValueError: the weight is a tensor subclass that consists of several tensors.
     """
     index = {} if index is None else index
     if hasattr(weight, "__tensor_flatten__"):
         raise ValueError(
-            f"{weight_name} is {a_kind_of(weight)}, which is made of several tensors and cannot be written to "
+            f"{weight_name} is {a_kind_of(weight)}, which consists of several tensors and cannot be offloaded to "
             f"{offload_folder}: keep it in memory."
         )
     raw = weight.detach().to("cpu").contiguous().resolve_conj().resolve_neg()
@@ -136,7 +136,7 @@ def keep_on_disk(folder: str | os.PathLike[str], state_dict: Mapping[str, torch.
     if lost:
         raise ValueError(
             f"{', '.join(lost)} cannot be offloaded to disk: {'they have' if len(lost) > 1 else 'it has'} no value "
-            f"(meta device), and {folder} holds none either; load the weights first, or name the folder that has them."
+            f"(meta device), and {folder} has none either: load the weights first, or pass the folder that has them."
         )
     _write_all(folder, {name: weight for name, weight in state_dict.items() if not _lies_there(there, name, weight)})
     if not os.path.exists(os.path.join(folder, INDEX)):
@@ -218,13 +218,11 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         device: int | str | torch.device | None = None,
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
-            raise ValueError("There is nothing to load weights from: give a state_dict, a save_folder or an index.")
+            raise ValueError("OffloadedWeightsLoader needs weights: pass a state_dict, a save_folder or an index.")
         self.state_dict: Mapping[str, torch.Tensor] = {} if state_dict is None else state_dict
         self.save_folder = save_folder
         if index is None and save_folder is not None and not os.path.isfile(os.path.join(save_folder, INDEX)):
-            raise FileNotFoundError(
-                f"{save_folder} holds no offloaded weights ({INDEX}): give the folder that has them."
-            )
+            raise FileNotFoundError(f"{save_folder} has no offloaded weights ({INDEX}): pass the folder that has them.")
         if index is None:
             index = {} if save_folder is None else load_offload_index(save_folder)
         self.index = index
@@ -255,7 +253,9 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
         file = info.get("safetensors_file")
         if file is None:
             if self._folder is None:
-                raise KeyError(f"The index has {key!r} in a file of its own, and no folder: give save_folder.")
+                raise KeyError(
+                    f"The index says that {key!r} has its own file, but no folder is given: pass save_folder."
+                )
             return _own_file(os.path.join(self._folder, f"{key}.dat"), info)
         if file not in self._files:
             self._files[file] = SafetensorsFile(file)

@@ -336,8 +336,8 @@ def _writable(offloaded: Any, how: str) -> torch.Tensor:
     source = find_source(slot.weights, slot.name)
     if not isinstance(source, torch.Tensor):
         raise RuntimeError(
-            f"{full_name(slot.weights, slot.name)} is in a file and cannot be changed there by `{how}`: give the "
-            "model its new weights before it is offloaded to disk."
+            f"{full_name(slot.weights, slot.name)} is offloaded to a file, so `{how}` cannot change it: change the "
+            "weights before you offload the model to disk."
         )
     return source if source.shape == offloaded.shape else source.view(offloaded.shape)
 

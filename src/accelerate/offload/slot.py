@@ -191,10 +191,10 @@ def refuse_shapes(tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any
         except KeyError:
             continue
         if source.shape != tensor.shape and not is_packed(tensor):
-            shapes = f"has shape {tuple(tensor.shape)} and its value {tuple(source.shape)}"
+            shapes = f"has shape {tuple(tensor.shape)}, but its value has shape {tuple(source.shape)}"
             wrong.append(f"{full_name(weights, name)} {shapes}")
     if wrong:
-        raise ValueError(f"{', '.join(wrong)}: offload a model with weights of its own shapes.")
+        raise ValueError(f"{', '.join(wrong)}: offload a model with weights of the same shapes.")
 
 
 def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor] | None:

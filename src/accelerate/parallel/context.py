@@ -40,8 +40,8 @@ def sharded_sequences(
     for buffer, dim in zip(buffers, dims, strict=True):
         if buffer.shape[dim] % pieces:
             raise ValueError(
-                f"A sequence of {buffer.shape[dim]} cannot be cut into {pieces} equal pieces (two for each of "
-                f"cp_size={config.cp_size} processes): pad it to a multiple of {pieces}."
+                f"A sequence of length {buffer.shape[dim]} cannot be split into {pieces} equal chunks (two for each "
+                f"of cp_size={config.cp_size} processes): pad it to a multiple of {pieces}."
             )
     handler: Any = config.cp_handler
     set_exchange_of_context(handler.cp_comm_strategy)

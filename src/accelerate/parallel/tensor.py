@@ -41,8 +41,9 @@ def plan_of(model: nn.Module, mesh: DeviceMesh, config: ParallelismConfig | None
         sizes = {p.device_mesh.size() for p in model.parameters() if isinstance(p, DTensor)}
         if sizes != {mesh.size()}:
             raise ValueError(
-                f"This {type(model).__name__} came split over {' and '.join(map(str, sorted(sizes)))} processes, but "
-                f"tp_size is {mesh.size()}: split it over as many, or give it as a whole, to be split here."
+                f"This {type(model).__name__} came split over {' and '.join(map(str, sorted(sizes)))} processes, "
+                f"but tp_size is {mesh.size()}: split it over that many, or pass the unsplit model, which is then "
+                "split here."
             )
         return None
     plan = _asked(model, config)
@@ -61,8 +62,8 @@ def _asked(model: nn.Module, config: ParallelismConfig) -> Mapping[str, str | Pa
     unknown = [key for key in plan if not any(_matches(name, key) for name in names)]
     if unknown:
         raise ValueError(
-            f"The plan for tensor parallelism names {', '.join(unknown)}, which no part of this "
-            f"{type(model).__name__} is called: use names as in `model.named_modules()`, with * for a number."
+            f"The plan for tensor parallelism names {', '.join(unknown)}, which this {type(model).__name__} does "
+            "not have: use names as in `model.named_modules()`, with * for a number."
         )
     found: Mapping[str, str | ParallelStyle] = plan
     return found

@@ -59,8 +59,8 @@ class TorchAO(Fp8):
         except Exception as error:  # of whatever it misses in this torch
             version = importlib.metadata.version(cls.package)
             return (
-                f"torchao {version} does not work with torch {torch.__version__} ({error}; it takes {TORCHAO_RELEASE} "
-                "or newer)"
+                f"torchao {version} does not work with torch {torch.__version__} ({error}; it needs "
+                f"{TORCHAO_RELEASE} or newer)"
             )
         return None
 

@@ -24,7 +24,7 @@ class MSAMP(Fp8):
     def lacks(cls, device: Device) -> str | None:
         if not is_msamp_available():
             return "it is not installed"
-        return "it takes a GPU" if device.name == "cpu" else device.lacks_fp8()
+        return "it needs a GPU" if device.name == "cpu" else device.lacks_fp8()
 
     def convert(self, bundle: Bundle) -> None:
         trained = [entry for entry in bundle.models if not entry.evaluation]
@@ -35,8 +35,8 @@ class MSAMP(Fp8):
     def _replace(self, bundle: Bundle, trained: list[Any]) -> None:
         if len(trained) != 1 or len(bundle.optimizers) != 1:
             raise ValueError(
-                f"MS-AMP makes a model and its optimizer together, and `prepare` was given {len(trained)} models and "
-                f"{len(bundle.optimizers)} optimizers: pass one of each in one call."
+                f"MS-AMP converts a model and its optimizer together, but `prepare` was given {len(trained)} models "
+                f"and {len(bundle.optimizers)} optimizers: pass one of each in one call."
             )
         import msamp
 

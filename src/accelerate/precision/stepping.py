@@ -131,7 +131,7 @@ class FiniteStepper(SkippingStepper):
     def step(self, closure: Callable[[], Any] | None = None, *, last: bool = True) -> Any:
         if closure is not None:
             raise ValueError(
-                "Gradients that a closure computes inside of the step cannot be looked at before it: leave `nonfinite` "
+                "Gradients that a closure computes inside the step cannot be checked before it: leave `nonfinite` "
                 "out of the Accelerator, or use an optimizer without a closure."
             )
         optimizer, self._found_inf = self.optimizer, []

@@ -31,7 +31,7 @@ class TransformerEngine(Fp8):
     def lacks(cls, device: Device) -> str | None:
         if not is_transformer_engine_available():
             return "it is not installed"
-        return "it takes a GPU" if device.name == "cpu" else device.lacks_fp8()
+        return "it needs a GPU" if device.name == "cpu" else device.lacks_fp8()
 
     def convert(self, bundle: Bundle) -> None:
         for entry in bundle.models:

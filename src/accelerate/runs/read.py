@@ -281,7 +281,9 @@ def find(place: str | None) -> Path:
             "give the folder of `project_dir`."
         )
     if len(below) > 1:
-        raise ValueError(f"There are runs in several folders, so give one: {', '.join(str(f.parent) for f in below)}.")
+        raise ValueError(
+            f"There are runs in several folders, so name one of them: {', '.join(str(f.parent) for f in below)}."
+        )
     return below[0]
 
 

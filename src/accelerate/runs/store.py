@@ -98,12 +98,12 @@ def writing(path: Path) -> Iterator[sqlite3.Connection]:
 def reading(path: Path) -> Iterator[sqlite3.Connection]:
     """A view of the file at one moment."""
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not there: train with `log_with='local'` first, or name another folder.")
+        raise FileNotFoundError(f"{path} does not exist: train with `log_with='local'` first, or name another folder.")
     try:
         with closing(_reader(path)) as connection:
             connection.execute("BEGIN")
             if check(connection, path) == 0:
-                raise FileNotFoundError(f"{path} holds no runs yet.")
+                raise FileNotFoundError(f"{path} has no runs yet.")
             yield connection
     except sqlite3.Error as error:
         raise OSError(f"{path} cannot be read: {error}.") from error

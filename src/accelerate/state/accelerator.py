@@ -174,7 +174,7 @@ class AcceleratorState(PartialState):
         if self.deepspeed_plugins is None:
             raise ValueError("DeepSpeed is not the engine of this process, so there are no plugins of it.")
         if name not in self.deepspeed_plugins:
-            raise KeyError(f"no DeepSpeed plugin is named {name!r}: there are {', '.join(self.deepspeed_plugins)}.")
+            raise KeyError(f"No DeepSpeed plugin is named {name!r}: there are {', '.join(self.deepspeed_plugins)}.")
         plugin: DeepSpeedPlugin = self.deepspeed_plugins[name]
         return plugin
 
@@ -225,7 +225,7 @@ def _checked_precision(given: Any, name: str = "mixed_precision") -> str | None:
         raise ValueError(f"{name} is {given!r}: choose one of {', '.join(choices)}{near}.")
     if mode == "fp8" and not is_fp8_available():
         raise ValueError(
-            "mixed_precision='fp8' takes torchao, Transformer Engine or MS-AMP, and none of them is installed: "
+            "mixed_precision='fp8' needs torchao, Transformer Engine or MS-AMP, but none of them is installed: "
             "`pip install torchao`, or use 'bf16'."
         )
     return mode
@@ -258,7 +258,7 @@ def _downcast_is_on(mixed_precision: str, state: PartialState) -> bool:
     asked = parse_flag_from_env("ACCELERATE_DOWNCAST_BF16")
     if asked and (mixed_precision != "bf16" or state.device.type != "xla"):
         raise ValueError(
-            f"ACCELERATE_DOWNCAST_BF16 (`--downcast_bf16`) is for mixed_precision='bf16' on an XLA device, and this is "
-            f"{mixed_precision!r} on {state.device}: leave it out."
+            "ACCELERATE_DOWNCAST_BF16 (`--downcast_bf16`) is for mixed_precision='bf16' on an XLA device, but this "
+            f"is {mixed_precision!r} on {state.device}: leave it out."
         )
     return asked

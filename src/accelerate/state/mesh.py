@@ -41,7 +41,7 @@ def make_mesh(config: ParallelismConfig, engine: EngineSetup, state: PartialStat
     if config.sp_enabled:
         if not engine.cuts_sequences:
             raise ValueError(
-                f"sp_size={config.sp_size} has DeepSpeed cut sequences, which was not asked for: pass a "
+                f"sp_size={config.sp_size} splits sequences with DeepSpeed, which is not in use: pass a "
                 "`deepspeed_plugin`, or use cp_size."
             )
         # DeepSpeed spreads the model over all processes by itself: those that are left are copies to the mesh.

@@ -231,8 +231,8 @@ def _communicator() -> Communicator:
 
     if PartialState._shared_state:
         raise RuntimeError(
-            f"The process group of rank {PartialState().process_index} is gone and the program is about to end: "
-            "exchange data before the group is taken down."
+            f"The process group of rank {PartialState().process_index} has been destroyed, and the program is about "
+            "to end: exchange data before that."
         )
     PartialState()
     return current()

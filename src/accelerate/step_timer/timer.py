@@ -219,7 +219,8 @@ class StepTimer:
         if not self._trained:
             return f"none of {self._batches} batches was trained on: call `accelerator.backward` in the loop"
         return (
-            f"the loop was over after {self._trained} of {self._warmup} to warm up: give it more, or a smaller `warmup`"
+            f"the loop ended after {self._trained} of {self._warmup} warm-up steps: run more, or pass a smaller "
+            "`warmup`"
         )
 
 

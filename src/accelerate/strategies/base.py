@@ -110,7 +110,7 @@ class Strategy:
     def cut_sequences(self, loader: Any) -> Any:
         """A prepared loader that gives each process its part of every sequence, for processes that share those."""
         raise ValueError(
-            "No processes share sequences in DeepSpeed's way here: pass a `deepspeed_plugin` and "
+            "No processes split sequences with DeepSpeed here: pass a `deepspeed_plugin` and "
             "`parallelism_config=ParallelismConfig(sp_size=...)`, or leave the loader as it is."
         )
 

@@ -63,7 +63,7 @@ class DeepSpeed(WholeStepStrategy):
         used = get_accelerator().device_name()
         if used != self.device.type:
             raise RuntimeError(
-                f"DeepSpeed has chosen the device {used!r}, and this process is on {self.device.type!r}: set "
+                f"DeepSpeed has chosen the device {used!r}, but this process is on {self.device.type!r}: set "
                 f"DS_ACCELERATOR={self.device.type} before anything imports deepspeed."
             )
         in_fp16 = any(plugin.mixed_precision == "fp16" for plugin in state.deepspeed_plugins.values())
@@ -98,8 +98,8 @@ class DeepSpeed(WholeStepStrategy):
             return given
         if given not in (None, 1):
             warn(
-                f"The DeepSpeed config says gradient_accumulation_steps={steps}, and the Accelerator was given "
-                f"{given}: the config counts; write 'auto' there to have the Accelerator's."
+                f"The DeepSpeed config says gradient_accumulation_steps={steps}, but the Accelerator was given "
+                f"{given}: the config takes precedence; write 'auto' there to use the Accelerator's."
             )
         return steps
 
@@ -126,7 +126,7 @@ class DeepSpeed(WholeStepStrategy):
             return super().cut_sequences(loader)
         if self.sharing is None:
             raise RuntimeError(
-                "No model shares its sequences yet: prepare the model before `deepspeed_ulysses_dl_adapter`."
+                "No model splits its sequences yet: prepare the model before `deepspeed_ulysses_dl_adapter`."
             )
         from accelerate.strategies.deepspeed_sequence import SequenceLoader
 
@@ -146,7 +146,7 @@ class DeepSpeed(WholeStepStrategy):
             "accumulation_steps": self.accelerator().gradient_accumulation_steps,
         }
         if self._cuts_sequences() and len(engines) + (self.sharing is not None) > 1:
-            raise NotYetSupported("A second model with sp_size", "train one model, and leave others in one piece.")
+            raise NotYetSupported("A second model with sp_size", "train one model with it, and others without.")
         for plan in engines:
             settle(plan, self.plugin, **run)
         for plan in found:
@@ -167,7 +167,7 @@ class DeepSpeed(WholeStepStrategy):
         if self.steppers and steps not in (None, "auto", now):
             name = next(name for name, plugin in self.state.deepspeed_plugins.items() if plugin is self.plugin)
             raise ValueError(
-                f"The DeepSpeed plugin {name!r} says gradient_accumulation_steps={steps}, and the engines that were "
+                f"The DeepSpeed plugin {name!r} says gradient_accumulation_steps={steps}, but the engines that were "
                 f"prepared before accumulate {now}: a loop has one number, so make them the same, or write 'auto'."
             )
         if (chosen := self._accumulation_steps(now)) != now:
@@ -178,7 +178,7 @@ class DeepSpeed(WholeStepStrategy):
             from accelerate.strategies.deepspeed_sequence import attend_together
         except ImportError as error:
             raise ImportError(
-                f"This DeepSpeed cannot share sequences ({error}): pip install --upgrade deepspeed transformers"
+                f"This DeepSpeed cannot split sequences ({error}): pip install --upgrade deepspeed transformers"
             ) from error
         size = self.plugin.get_value("train_micro_batch_size_per_gpu")
         config = self.state.parallelism_config
@@ -323,16 +323,14 @@ class DeepSpeed(WholeStepStrategy):
         return [stepper.backwards for stepper in self._of(parameters)]
 
     def clip_grad_value_(self, parameters: list[torch.Tensor], clip_value: float) -> None:
-        raise ValueError("DeepSpeed clips gradients by their norm alone: call `clip_grad_norm_`.")
+        raise ValueError("DeepSpeed clips gradients only by their norm: call `clip_grad_norm_`.")
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         steppers = self._of(parameters)
         if not steppers:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         if norm_type != 2:
-            raise ValueError(
-                f"DeepSpeed clips gradients by their norm of type 2, not {norm_type}: leave `norm_type` out."
-            )
+            raise ValueError(f"DeepSpeed clips gradients only by their 2-norm, not {norm_type}: leave `norm_type` out.")
         norms = [stepper.clip(max_norm) for stepper in steppers]
         return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
@@ -347,7 +345,7 @@ class DeepSpeed(WholeStepStrategy):
             raise ValueError(
                 "The weights of this model are sharded, and its DeepSpeed config has "
                 "stage3_gather_16bit_weights_on_model_save=False: set it (`zero3_save_16bit_model` of the plugin), "
-                "or call `save_model`, which puts a few of them together at a time."
+                "or call `save_model`, which gathers a few of them at a time."
             )
         gathered: dict[str, Any] | None = engine._consolidated_16bit_state_dict()
         return gathered or {}  # on other processes than the first

@@ -126,8 +126,8 @@ def read(
     if not names:
         if any(reader.folder.glob(f"{tag}/*_model_states.pt")):
             raise CheckpointError(
-                f"{reader.folder / tag} was saved in another stage of ZeRO, and those of stage "
-                f"{engine.zero_optimization_stage()} are other pieces: set the stage as it was."
+                f"{reader.folder / tag} was saved in another stage of ZeRO, whose shards differ from those of stage "
+                f"{engine.zero_optimization_stage()}: set the stage as it was."
             )
         raise CheckpointError(
             f"{reader.folder} has no model number {number} of DeepSpeed (no {tag}/*_model_states.pt): load a "
@@ -157,7 +157,9 @@ def read(
                 with deepspeed_disk.linked(on_disk) as links:
                     found, _ = engine.load_checkpoint(links, tag, **arguments)
         if found is None:
-            raise CheckpointError(f"DeepSpeed has found nothing to load in {reader.folder / tag}.")
+            raise CheckpointError(
+                f"DeepSpeed has found nothing to load in {reader.folder / tag}: load another checkpoint."
+            )
         _count_again(engine.basic_optimizer)
 
     return put
@@ -199,7 +201,7 @@ def _read(path: str, torch_load: dict[str, Any]) -> Any:
 def _check(engine: Any, content: dict[str, Any], folder: Path) -> None:
     if bool(content["param_shapes"]) != engine.zero_optimization():
         ways = "a stage of ZeRO from 1 on" if content["param_shapes"] else "stage 0"
-        raise CheckpointError(f"{folder} was saved with {ways}, and the other is used here: set the stage as it was.")
+        raise CheckpointError(f"{folder} was saved with {ways}, but the other is used here: set the stage as it was.")
     if content["param_shapes"]:
         wanted, found = _flat(engine._get_zero_param_shapes()), _flat(content["param_shapes"])
     else:
@@ -220,9 +222,9 @@ def _check_pieces(engine: Any, content: dict[str, Any], folder: Path, saved: int
     """Whether the pieces of `saved` processes can be cut anew: not where they are on a disk, or laid out otherwise."""
     if engine.zero_optimization_partition_weights() and content.get("frozen_param_fragments"):
         raise CheckpointError(
-            f"{folder} was saved on {saved} processes, and there are {engine.seq_dp_world_size}: in stage 3 the pieces "
-            "of frozen parameters fit as many processes as have written them; start as many, or make whole weights of "
-            "it with its zero_to_fp32.py."
+            f"{folder} was saved on {saved} processes, but there are {engine.seq_dp_world_size}: in stage 3, shards "
+            "of frozen parameters can only be loaded by as many processes as wrote them; start that many, or "
+            "convert it to full weights with its zero_to_fp32.py."
         )
     config = engine._config.zero_config
     offloads = (config.offload_optimizer, config.offload_param)
@@ -232,10 +234,10 @@ def _check_pieces(engine: Any, content: dict[str, Any], folder: Path, saved: int
     )
     if on_a_disk or not known or config.elastic_checkpoint:
         raise CheckpointError(
-            f"{folder} was saved on {saved} processes, and there are {engine.seq_dp_world_size}: with this DeepSpeed "
-            f"config (offloading to a disk, `elastic_checkpoint` or {type(engine.optimizer).__name__}) its pieces fit "
-            "as many processes as have written them; start as many, or make whole weights of it with its "
-            "zero_to_fp32.py."
+            f"{folder} was saved on {saved} processes, but there are {engine.seq_dp_world_size}: with this "
+            f"DeepSpeed config (offloading to a disk, `elastic_checkpoint` or {type(engine.optimizer).__name__}) "
+            "its shards can only be loaded by as many processes as wrote them; start that many, or convert it to "
+            "full weights with its zero_to_fp32.py."
         )
 
 

@@ -31,7 +31,7 @@ def check_disk(plugin: DeepSpeedPlugin, model: nn.Module) -> None:
     for part in on_disk:
         if plugin.get_value(f"zero_optimization.{part}.nvme_path") in (None, "", "none"):
             raise ValueError(
-                f"{part} is set to a disk, and the DeepSpeed config has no folder for it: set `{part}_nvme_path` of "
+                f"{part} is set to a disk, but the DeepSpeed config has no folder for it: set `{part}_nvme_path` of "
                 f"the plugin, or zero_optimization.{part}.nvme_path in the config."
             )
         stage = plugin.get_value("zero_optimization.stage")
@@ -76,7 +76,7 @@ def drop_what_stays(config: dict[str, Any]) -> None:
             del zero[f"offload_{part}"]
             warn(
                 f"DeepSpeed has offload_{part} for stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))} of "
-                f"ZeRO, and this is stage {stage}: nothing is offloaded by it."
+                f"ZeRO, but this is stage {stage}: nothing is offloaded."
             )
 
 
@@ -94,8 +94,8 @@ def check_optimizer(plugin: DeepSpeedPlugin) -> None:
     name = kind.lower()
     if name not in DEEPSPEED_OPTIMIZERS and not hasattr(torch.optim, kind):
         raise ValueError(
-            f"The DeepSpeed config asks for an optimizer {kind!r}, which neither DeepSpeed nor torch.optim has: write "
-            "the name of one of theirs, as 'AdamW'."
+            f"The DeepSpeed config asks for an optimizer {kind!r}, which neither DeepSpeed nor torch.optim has: "
+            "write the name of one of theirs, such as 'AdamW'."
         )
     sharded = bool(plugin.get_value("zero_optimization.stage"))
     if sharded and name not in _TESTED and not plugin.get_value("zero_allow_untested_optimizer"):
@@ -114,7 +114,7 @@ def leave_states(optimizer: torch.optim.Optimizer) -> None:
     are gone. Some optimizers have states from the start, of no step."""
     if any(float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         warn(
-            f"The states of this {type(optimizer).__name__} are not taken over, since DeepSpeed makes its own for "
-            "pieces of the parameters: prepare an optimizer that has none, and load a checkpoint with `load_state`."
+            f"The states of this {type(optimizer).__name__} are dropped, because DeepSpeed creates its own for "
+            "shards of the parameters: prepare an optimizer without any, and load a checkpoint with `load_state`."
         )
         optimizer.state.clear()

@@ -54,8 +54,8 @@ def files(engine: Any, folder: Path, tag: str) -> dict[str, Path]:
     own = _groups(engine)
     if len(theirs) != len(own):
         raise CheckpointError(
-            f"{saved} has {len(theirs)} groups of optimizer states, and {len(own)} are on a disk here: prepare the "
-            "model and its optimizer as they were when the checkpoint was saved, on as many processes."
+            f"{saved} has {len(theirs)} groups of optimizer states, but {len(own)} are on a disk here: prepare the "
+            "model and its optimizer as they were when the checkpoint was saved, on the same number of processes."
         )
     names = dict(zip(theirs, own, strict=True))
     return {f"{_place(tag, engine)}/{match[1]}{names[match[2]]}{match[3]}": path for path, match in found.items()}

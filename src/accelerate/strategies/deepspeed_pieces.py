@@ -66,8 +66,8 @@ def warn_of_empty_state_dict(engine: Any) -> None:
             return
         said = True
         warn(
-            f"`state_dict()` of this {type(module).__name__} holds empty tensors, since ZeRO-3 keeps its parameters in "
-            "pieces: call `accelerator.get_state_dict(model)`, or `accelerator.save_model(model, folder)`."
+            f"`state_dict()` of this {type(module).__name__} holds empty tensors, because ZeRO-3 shards its "
+            "parameters: call `accelerator.get_state_dict(model)`, or `accelerator.save_model(model, folder)`."
         )
 
     engine.module_state_dict = module_state_dict

@@ -51,7 +51,7 @@ def plans(bundle: Bundle) -> list[Plan]:
         own = left if belong else [entry for entry in left if _trains(entry.value, model.value)]
         if len(own) > 1:
             raise ValueError(
-                f"This {type(model.value).__name__} has {len(own)} optimizers, and DeepSpeed steps one for each "
+                f"This {type(model.value).__name__} has {len(own)} optimizers, but DeepSpeed steps one for each "
                 "model: give one optimizer several groups of parameters."
             )
         optimizer = own[0] if own else None
@@ -59,7 +59,7 @@ def plans(bundle: Bundle) -> list[Plan]:
         found.append(Plan(model, optimizer, None if optimizer is None else _scheduler_of(optimizer, bundle)))
     if left:
         raise ValueError(
-            f"DeepSpeed makes one engine of a model and its optimizer, and {type(left[0].value).__name__} came "
+            f"DeepSpeed makes one engine of a model and its optimizer, but {type(left[0].value).__name__} came "
             "without its model: pass both to one call of `prepare`."
         )
     return found

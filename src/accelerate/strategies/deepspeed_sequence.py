@@ -38,16 +38,17 @@ def attend_together(model: nn.Module, parallelism: ParallelismConfig, batch_size
     own = getattr(config, "_attn_implementation", None)
     if own is None:
         raise ValueError(
-            f"sp_size={parallelism.sp_size} needs a model of transformers, whose attention DeepSpeed can replace, and "
-            f"{type(model).__name__} has no `config` that names one: use such a model, or leave sp_size at 1."
+            f"sp_size={parallelism.sp_size} needs a model of transformers, whose attention DeepSpeed can replace, "
+            f"but {type(model).__name__} has no `config` that names one: use such a model, or leave sp_size at 1."
         )
     handler = parallelism.sp_handler
     assert handler is not None
     asked = handler.sp_attn_implementation or own
     if asked != own or own == "eager":
         raise ValueError(
-            f"This {type(model).__name__} has the attention {own!r}, and sequences are cut for {asked!r}: load the "
-            "model with attn_implementation='sdpa', or a flash attention, and give sp_attn_implementation the same."
+            f"This {type(model).__name__} has the attention {own!r}, but sequences are split for {asked!r}: load "
+            "the model with attn_implementation='sdpa', or a flash attention, and give sp_attn_implementation the "
+            "same."
         )
     # Its own functions for processes, which an engine would make later.
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())

@@ -80,21 +80,24 @@ def _roles(plugin: DeepSpeedPlugin, optimizer: Any, scheduler: Any) -> list[str]
     wrong = []
     config = plugin.deepspeed_config
     if isinstance(optimizer, DummyOptim) and "optimizer" not in config:
-        wrong.append("the script has a DummyOptim, and the config no 'optimizer' that it stands for")
+        wrong.append("the script has a DummyOptim, but the config has no 'optimizer' that it stands for")
     if isinstance(optimizer, torch.optim.Optimizer) and "optimizer" in config:
         kind = type(optimizer).__name__
-        wrong.append(f"'optimizer' is in the config, and the script has made {kind}: make a DummyOptim, or remove it")
+        wrong.append(
+            f"'optimizer' is in the config, but the script has created {kind}: create a DummyOptim, or remove it"
+        )
     if isinstance(scheduler, DummyScheduler):
         if "scheduler" not in config and scheduler.lr_scheduler_callable is None:
-            wrong.append("the script has a DummyScheduler, and the config no 'scheduler' it stands for")
+            wrong.append("the script has a DummyScheduler, but the config has no 'scheduler' that it stands for")
     elif scheduler is not None:
         kind = type(scheduler).__name__
         if "scheduler" in config:
             wrong.append(
-                f"'scheduler' is in the config, and the script has made a {kind}: make a DummyScheduler, or remove it"
+                f"'scheduler' is in the config, but the script has created a {kind}: create a DummyScheduler, "
+                "or remove it"
             )
         if isinstance(optimizer, DummyOptim):
-            wrong.append(f"the script has made a {kind} for a DummyOptim, which needs a DummyScheduler")
+            wrong.append(f"the script has created a {kind} for a DummyOptim, which needs a DummyScheduler")
     return wrong
 
 
@@ -107,7 +110,8 @@ def _micro_batch(plugin: DeepSpeedPlugin, objects: Objects, wrong: list[str]) ->
     if said not in (None, "auto"):
         if sizes and said not in sizes and None not in sizes:
             warn(
-                f"The DeepSpeed config says {_MICRO}={said}, and the loaders have batches of {sizes}: the loaders win."
+                f"The DeepSpeed config says {_MICRO}={said}, but the loaders have batches of {sizes}: the "
+                "loaders take precedence."
             )
         return int(said)
     if said is None and plugin.get_value(_TOTAL) != "auto":
@@ -115,9 +119,9 @@ def _micro_batch(plugin: DeepSpeedPlugin, objects: Objects, wrong: list[str]) ->
     if objects.optimizer is None:
         return 1  # a model that is not trained
     if not sizes:
-        wrong.append(f"{_MICRO} is 'auto', and no loader was prepared to take it from: pass one, or write a number")
+        wrong.append(f"{_MICRO} is 'auto', but no loader was prepared to take it from: pass one, or write a number")
     elif None in sizes:
-        wrong.append(f"{_MICRO} is 'auto', and a loader has batches of no fixed size: write a number")
+        wrong.append(f"{_MICRO} is 'auto', but a loader has batches of no fixed size: write a number")
     else:
         known = [size for size in sizes if size is not None]
         return min(known) if plugin.is_train_batch_min else max(known)
@@ -128,8 +132,8 @@ def _check_total(plugin: DeepSpeedPlugin, values: dict[str, Any], processes: int
     said = plugin.get_value(_TOTAL)
     if said not in (None, "auto", values[_TOTAL]):
         wrong.append(
-            f"{_TOTAL} is {said} in the config, and {values[_MICRO]} samples x {values[_STEPS]} accumulation steps x "
-            f"{processes} processes are {values[_TOTAL]}"
+            f"{_TOTAL} is {said} in the config, but {values[_MICRO]} samples x {values[_STEPS]} accumulation steps "
+            f"x {processes} processes are {values[_TOTAL]}"
         )
 
 
@@ -142,7 +146,7 @@ def _by_width(plugin: DeepSpeedPlugin, model: torch.nn.Module, wrong: list[str])
     if not width:
         kind = type(model).__name__
         wrong.append(
-            f"{', '.join(asked)} is 'auto', and {kind} has neither `config.hidden_size` nor `config.hidden_sizes`: "
+            f"{', '.join(asked)} is 'auto', but {kind} has neither `config.hidden_size` nor `config.hidden_sizes`: "
             "write a number"
         )
         return {}
@@ -174,7 +178,7 @@ def _unfilled(plugin: DeepSpeedPlugin, values: dict[str, Any], skipped: tuple[st
     for part in skipped:
         config.pop(part, None)
     return [
-        f"{key} is 'auto', and there is nothing to take it from: write a value"
+        f"{key} is 'auto', but there is nothing to take it from: write a value"
         for key in _autos(config)
         if key not in values and key not in said
     ]

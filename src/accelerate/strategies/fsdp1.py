@@ -59,8 +59,8 @@ class FSDP1(Sharded):
             return model
         if any(isinstance(module, Wrapper) for module in inner.modules()):
             raise ValueError(
-                f"Parts of this {type(inner).__name__} are wrapped in FullyShardedDataParallel already, and the rest "
-                "would not be exchanged between processes: wrap all of it, or nothing."
+                f"Parts of this {type(inner).__name__} are wrapped in FullyShardedDataParallel already, and the "
+                "rest would not be synchronized between processes: wrap all of it, or nothing."
             )
         plugin: Any = self.plugin
         ignored = ignored_modules(plugin, inner)
@@ -262,8 +262,8 @@ class FSDP1(Sharded):
             known = {id(parameter) for parameter in owners[0].parameters()}
             if not all(id(parameter) in known for parameter in own):
                 raise CheckpointError(
-                    "This optimizer has parameters that are of no prepared model, which FSDP version 1 cannot save: "
-                    "make them part of the model, or use version 2."
+                    "This optimizer has parameters that belong to no prepared model, which FSDP version 1 cannot "
+                    "save: make them part of the model, or use version 2."
                 )
             return owners[0], owners[0]._accelerate_flat
         raise CheckpointError(
@@ -288,7 +288,7 @@ def _refuse_scalars(model: nn.Module, ignored: list[nn.Module]) -> None:
     if names:
         raise ValueError(
             f"FSDP version 1 cannot shard parameters without a dimension ({', '.join(names)}): give them the shape "
-            "(1,), or pass fsdp_version=2, which leaves them whole."
+            "(1,), or pass fsdp_version=2, which does not shard them."
         )
 
 

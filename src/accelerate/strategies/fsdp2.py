@@ -37,8 +37,8 @@ def _check_torch(device: torch.device, leaves_out: bool) -> None:
         )
     if leaves_out and "ignored_params" not in inspect.signature(fully_shard).parameters:
         raise RuntimeError(
-            "FSDP version 2 leaves parameters whole (those of `ignored_modules`, and those without a dimension) since "
-            f"torch 2.7, and this is {torch.__version__}: update torch, or use FSDP version 1."
+            "FSDP version 2 can leave parameters unsharded (those of `ignored_modules`, and those without a "
+            f"dimension) only since torch 2.7, but this is {torch.__version__}: update torch, or use FSDP version 1."
         )
 
 

@@ -226,7 +226,9 @@ def _filled(value: Any, like: Any) -> Any:
     if isinstance(value, torch.Tensor) and isinstance(like, torch.Tensor):
         twin = torch.empty_like(like)
         if local(twin).shape != value.shape:
-            raise CheckpointError(f"A piece of {tuple(value.shape)} does not fit where {tuple(local(twin).shape)} is.")
+            raise CheckpointError(
+                f"A shard of shape {tuple(value.shape)} does not fit one of shape {tuple(local(twin).shape)}."
+            )
         local(twin).copy_(value)
         return twin
     if isinstance(value, dict):

@@ -131,7 +131,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: torch.optim.Optimizer, mapping:
             if parameter.data_ptr() not in mapping:
                 raise KeyError(
                     f"The mapping has no new parameter for one of shape {tuple(parameter.shape)} of this "
-                    f"{type(optimizer).__name__}, which would go on without being trained: give one for each."
+                    f"{type(optimizer).__name__}, which would no longer be trained: give one for each."
                 )
             new[id(parameter)] = mapping[parameter.data_ptr()]
     rebind(optimizer, lambda parameter: new.get(id(parameter), parameter))

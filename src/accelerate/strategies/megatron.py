@@ -84,7 +84,7 @@ class Megatron(WholeStepStrategy):
         models = [model for model in bundle.models if not model.evaluation]
         if len(models) + (self.engine is not None) > 1:
             raise ValueError(
-                "Megatron-LM trains one model in a process: prepare one, or make another `Accelerator()` after "
+                "Megatron-LM trains one model in a process: prepare one, or create another `Accelerator()` after "
                 "`accelerator.free_memory()`."
             )
         if (not models and (bundle.optimizers or bundle.schedulers)) or (bundle.schedulers and not bundle.optimizers):
@@ -115,13 +115,13 @@ class Megatron(WholeStepStrategy):
             )
         if len(datasets) > 3:
             raise ValueError(
-                "A MegatronLMDummyDataLoader stands for loaders for training, validation and test, and "
-                f"{len(datasets)} of them were given to `prepare`: leave out the others."
+                "A MegatronLMDummyDataLoader stands for loaders for training, validation and test, but "
+                f"{len(datasets)} of them were passed to `prepare`: leave out the others."
             )
         if any(dataset.dummy.dataset_args != datasets[0].dummy.dataset_args for dataset in datasets[1:]):
             raise ValueError(
-                "Loaders for training, validation and test are made of one `MegatronLMDummyDataLoader`, and those "
-                "that were given to `prepare` have other arguments: pass the same one for each."
+                "Loaders for training, validation and test are made from one `MegatronLMDummyDataLoader`, but "
+                "those that were passed to `prepare` have different arguments: pass the same one for each."
             )
 
     def _set_batch_sizes(self, datasets: list[DatasetLoader]) -> None:
@@ -141,7 +141,7 @@ class Megatron(WholeStepStrategy):
         if own is None or any(known in kind for known in MODEL_CONFIGS_TO_MEGATRON_PARSERS):
             if not kind:
                 raise ValueError(
-                    "Megatron-LM builds models of transformers (GPT-2, Llama, BERT, T5) in its own way, and "
+                    "Megatron-LM builds models of transformers (GPT-2, Llama, BERT, T5) itself, but "
                     f"{type(given).__name__} is none of them: give the MegatronLMPlugin a "
                     "`custom_model_provider_function`."
                 )
@@ -213,7 +213,7 @@ class Megatron(WholeStepStrategy):
         return []
 
     def clip_grad_value_(self, parameters: list[torch.Tensor], clip_value: float) -> None:
-        raise ValueError("Megatron-LM clips gradients by their norm alone: set `gradient_clipping` of the plugin.")
+        raise ValueError("Megatron-LM clips gradients only by their norm: set `gradient_clipping` of the plugin.")
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
         """The norm of the gradients of the last step, which was taken with those the plugin has clipped."""
@@ -221,8 +221,8 @@ class Megatron(WholeStepStrategy):
         if max_norm != clipped and not self._warned:
             self._warned = True
             warn(
-                f"clip_grad_norm_ was asked for a norm of {max_norm}, and Megatron-LM has clipped at {clipped} inside "
-                "of its step: set `gradient_clipping` of the MegatronLMPlugin."
+                f"clip_grad_norm_ was called with max_norm={max_norm}, but Megatron-LM has clipped at {clipped} "
+                "inside its step: set `gradient_clipping` of the MegatronLMPlugin."
             )
         norm = None if self.engine is None else self.engine.grad_norm
         return torch.tensor(0.0 if norm is None else float(norm), device=self.device)

@@ -38,8 +38,8 @@ def ignored_modules(plugin: FullyShardedDataParallelPlugin, model: nn.Module) ->
     found += [module for expression in expressions for module in matching(expression, model)]
     if expressions and not found and not plugin._has_met_a_model:
         raise ValueError(
-            f"ignored_modules is {asked!r}, which is the name of no part of this {type(model).__name__}: "
-            "give a regular expression for whole names, as in 'model.vision.*'."
+            f"ignored_modules is {asked!r}, which matches no module of this {type(model).__name__}: give a regular "
+            "expression for full names, as in 'model.vision.*'."
         )
     return found
 

@@ -33,12 +33,13 @@ class XLAFSDP(XLAReplicated):
         self.plugin = state.fsdp_plugin
         if state.num_processes > 1:
             raise Unfit(
-                f"FSDP on XLA devices is one process for all chips of one machine, and there are {state.num_processes} "
-                "processes: start one (`accelerate launch --tpu --use_fsdp --num_processes 1`), or train without FSDP."
+                "FSDP on XLA devices uses one process for all chips of one machine, but there are "
+                f"{state.num_processes} processes: start one (`accelerate launch --tpu --use_fsdp --num_processes "
+                "1`), or train without FSDP."
             )
         if not spmd.is_on():
             raise Unfit(
-                "A device of torch_xla was in use before FSDP was asked for, which is too late to shard over all of "
+                "A device of torch_xla was in use before FSDP was set up, so it is too late to shard over all of "
                 "them: create the Accelerator first, launch with `--use_fsdp`, or begin the script with "
                 "`torch_xla.runtime.use_spmd()`."
             )

@@ -138,7 +138,7 @@ def filter_trackers(log_with: Any, logging_dir: str | os.PathLike[str] | None = 
             _warn_once_for_all(f"{missing_sentence(known_trackers()[name])} Nothing is sent to it.")
         elif not _has_folder(name, logging_dir):
             raise ValueError(
-                f"The tracker {name!r} writes to a folder, and there is none: pass `project_dir` or a "
+                f"The tracker {name!r} writes to a folder, but there is none: pass `project_dir` or a "
                 "ProjectConfiguration with `logging_dir`."
             )
         elif _as_member(name) not in chosen:

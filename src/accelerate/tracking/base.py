@@ -182,7 +182,7 @@ def only_numbers(values: dict[str, Any], log: Callable[[str, Any], Any], *, and_
 
 @functools.lru_cache(maxsize=1000)
 def _warn_of(name: str, kind: str, kinds: str) -> None:
-    logger.warning(f"{name!r} is left out of what is logged: only {kinds} are kept, and this is a {kind}.")
+    logger.warning(f"{name!r} is not logged: only {kinds} are kept, and this is a {kind}.")
 
 
 def plain(values: dict[str, Any]) -> dict[str, Any]:

@@ -78,7 +78,7 @@ class Outbox:
     def call(self, what: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
         """Have `function(*args, **kwargs)` called after all earlier ones. what: its name in a warning."""
         if self.closed:
-            self._tell_once("closed", f"The tracker {self.name!r} has ended: what is logged after that is lost.")
+            self._tell_once("closed", f"The tracker {self.name!r} has ended: values logged after that are lost.")
             return
         if not self._background:
             self._make(what, functools.partial(function, *args, **kwargs))
@@ -87,8 +87,8 @@ class Outbox:
         if self._forked():
             self._tell_once(
                 "forked",
-                f"The tracker {self.name!r} was started in process {self._process}, and {os.getpid()} was forked from "
-                "it: what is logged here is lost; log where `init_trackers` was called.",
+                f"The tracker {self.name!r} was started in process {self._process}, and {os.getpid()} was forked "
+                "from it: values logged here are lost; log where `init_trackers` was called.",
             )
             return
         with self._change:
@@ -103,8 +103,8 @@ class Outbox:
         if self._dropped:
             self._tell_once(
                 "slow",
-                f"The tracker {self.name!r} is too slow: {CAPACITY} calls wait for it, and what is logged meanwhile "
-                "is lost; log less often.",
+                f"The tracker {self.name!r} is too slow: {CAPACITY} calls are waiting for it, and values logged "
+                "meanwhile are lost; log less often.",
             )
         self.tell_errors()
 
@@ -122,7 +122,7 @@ class Outbox:
         if not self._for_order.wait(self.flush):
             self._tell_once(
                 "order",
-                f"The tracker {self.name!r} is slow: what is called on it directly may come before what was logged.",
+                f"The tracker {self.name!r} is slow: direct calls may reach it before values that were logged earlier.",
             )
 
     def close(self) -> None:

@@ -296,7 +296,7 @@ class Recorder:
             self._pending += [record] if isinstance(record, LoggedEvent) else self._points(record)
         if self._lost:
             lost, self._lost = self._lost, 0
-            text = f"{lost} calls of log are left out: the file could not be written as fast as they came."
+            text = f"{lost} calls of `log` were dropped: the file could not be written as fast as they came."
             self._pending.append(LoggedEvent(now, "warning", text))
         least, most = SUMMARY
         due = min(max(least, (now - self._began) * SHARE_OF_RUN), most)
@@ -322,7 +322,7 @@ class Recorder:
                 if self._texts <= MOST_TEXTS:
                     yield LoggedEvent(record.time, "text", f"{name}: {value}")
                 elif self._texts == MOST_TEXTS + 1:
-                    yield LoggedEvent(record.time, "warning", f"Of logged texts only the first {MOST_TEXTS} are kept.")
+                    yield LoggedEvent(record.time, "warning", f"Only the first {MOST_TEXTS} logged texts are kept.")
                 continue
             number = as_number(value)
             if number is not None:

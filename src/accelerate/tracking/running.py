@@ -65,8 +65,8 @@ class RunningTrackers:
         for tracker in ending:
             if not self._outbox(tracker).flush(end - time.monotonic()):
                 warn(
-                    f"The tracker {tracker.name!r} did not end within {limit:g} seconds, so some of what was logged "
-                    "may be missing: set ACCELERATE_TRACKER_TIMEOUT to more seconds if it needs them."
+                    f"The tracker {tracker.name!r} did not end within {limit:g} seconds, so some logged values may "
+                    "be missing: set ACCELERATE_TRACKER_TIMEOUT to more seconds if it needs them."
                 )
 
     def _outbox(self, tracker: GeneralTracker) -> Outbox:

@@ -58,9 +58,7 @@ def test_something_else_where_parameters_are_clipped(wrong: Any, kind: str) -> N
     for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
         with pytest.raises(TypeError) as refused:
             clip(wrong, 1.0)
-        assert str(refused.value) == (
-            f"The gradients of parameters are clipped, and this is {kind}: pass `model.parameters()`."
-        )
+        assert str(refused.value) == f"Clipping takes parameters, but was given {kind}: pass `model.parameters()`."
 
 
 def _failing_parameters() -> Iterator[torch.Tensor]:
@@ -76,7 +74,7 @@ def test_an_error_of_the_parameters_themselves_is_shown_where_they_are_clipped()
 def _a_number() -> None:
     accelerator = Accelerator()
     accelerator.prepare(Net())
-    with silent(), pytest.raises(TypeError, match="needs the loss as a tensor, and was given a float"):
+    with silent(), pytest.raises(TypeError, match="needs the loss as a tensor, but was given a float"):
         accelerator.backward(0.5)  # type: ignore[arg-type]
 
 
@@ -195,7 +193,7 @@ def test_other_errors_of_a_backward_are_left_as_they_are() -> None:
 def test_scaled_gradients_that_no_optimizer_divides_are_said_once(items: int | None) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     model = accelerator.prepare(Net())
-    with pytest.warns(UserWarning, match="multiplies gradients by 65536, .* pass it to `accelerator.prepare") as caught:
+    with pytest.warns(UserWarning, match="scales gradients by 65536, .* pass it to `accelerator.prepare") as caught:
         accelerator.backward(model(X).sum(), num_items=items)
     assert len(caught) == 1 and caught[0].filename == __file__
     with silent():

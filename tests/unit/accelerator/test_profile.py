@@ -75,7 +75,7 @@ def test_each_rank_writes_a_trace(tmp_path: Path) -> None:
 
 def test_unknown_activity() -> None:
     with (
-        pytest.raises(ValueError, match="no activity 'gpu'"),
+        pytest.raises(ValueError, match="does not know the activity 'gpu'"),
         Accelerator(cpu=True).profile(
             ProfileKwargs(activities=["gpu"])  # type: ignore[list-item]
         ),

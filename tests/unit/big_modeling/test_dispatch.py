@@ -82,10 +82,10 @@ def test_a_model_without_tensors() -> None:
 
 def test_no_folder() -> None:
     with pytest.raises(
-        ValueError, match=r"puts layers, unused on disk, and there is no folder for that: give offload_dir"
+        ValueError, match=r"puts layers, unused on disk, but there is no folder for it: pass offload_dir"
     ):
         dispatch_model(model(), {**ALL_CPU, "layers": "disk", "unused": "disk"})
-    with pytest.raises(ValueError, match="puts the whole model on disk, and there is no folder"):
+    with pytest.raises(ValueError, match="puts the whole model on disk, but there is no folder"):
         dispatch_model(model(), {"": "disk"})
 
 
@@ -293,7 +293,7 @@ def test_devices_that_there_are_not(device: Any, others: dict[str, Any]) -> None
 
 
 def test_what_is_no_map_or_has_no_values() -> None:
-    with pytest.raises(ValueError, match="device_map is 'auto': give a map"):
+    with pytest.raises(ValueError, match="device_map is 'auto': pass a device map"):
         dispatch_model(nn.Linear(2, 2), "auto")  # type: ignore[arg-type]
     with init_empty_weights():
         net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))

@@ -232,7 +232,9 @@ def test_shapes_that_do_not_fit(model: Net, tmp_path: Path, device_map: Any) -> 
     folder = saved(model, tmp_path)
     found = Net()
     found.norm = nn.BatchNorm1d(5)
-    with pytest.raises(ValueError, match=r"norm\.bias has shape \(4,\) there and \(5,\) here; .*norm\.weight has"):
+    with pytest.raises(
+        ValueError, match=r"norm\.bias has shape \(4,\) in it and \(5,\) in the model; .*norm\.weight has"
+    ):
         load_checkpoint_in_model(found, folder, device_map)
 
 
@@ -245,7 +247,9 @@ def test_maps_that_do_not_fit(model: Net, tmp_path: Path) -> None:
         load_checkpoint_in_model(found, folder, {"": "gpu"})
     with pytest.raises(ValueError, match=r"has no device for .*embed\.weight.*: add them"):
         load_checkpoint_in_model(found, folder, {"": None})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="device_map is 'auto': give a map, or use `load_checkpoint_and_dispatch`"):
+    with pytest.raises(
+        ValueError, match="device_map is 'auto': pass a device map, or use `load_checkpoint_and_dispatch`"
+    ):
         load_checkpoint_in_model(found, folder, "auto")  # type: ignore[arg-type]
     for dtype in ("floaty", "zeros", 3):
         with pytest.raises(ValueError, match=f"dtype is {dtype!r}: give a dtype of torch, or its name"):
@@ -258,7 +262,7 @@ def test_maps_that_do_not_fit(model: Net, tmp_path: Path) -> None:
 def test_the_disk(model: Net, tmp_path: Path) -> None:
     folder = saved(model, tmp_path / "weights")
     device_map = {"embed": "cpu", "head": "cpu", "blocks": "disk", "norm": "disk"}
-    with pytest.raises(ValueError, match="puts blocks, norm on disk: give an offload_folder"):
+    with pytest.raises(ValueError, match="puts blocks, norm on disk: pass an offload_folder"):
         load_checkpoint_in_model(empty(), folder, device_map)
     found = empty()
     load_checkpoint_in_model(found, folder, device_map, tmp_path / "disk")
@@ -346,7 +350,7 @@ def test_weights_of_one_file(model: Net, tmp_path: Path, caplog: pytest.LogCaptu
     with pytest.raises(OSError, match="the format 'odd'"):
         load_state_dict(tmp_path / "odd.safetensors")
     save_file({"a": torch.ones(1)}, tmp_path / "tf.safetensors", metadata={"format": "tf"})
-    with pytest.raises(ValueError, match="the format 'tf', and a model of torch needs 'pt'"):
+    with pytest.raises(ValueError, match="the format 'tf', but a PyTorch model needs 'pt'"):
         load_state_dict(tmp_path / "tf.safetensors")
 
 
@@ -368,7 +372,7 @@ def test_all_dtypes_of_the_format(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(model: Net, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="holds no weights"):
+    with pytest.raises(ValueError, match="has no weights"):
         load_checkpoint_in_model(Net(), tmp_path)
     file = saved(model, tmp_path) / "model.safetensors"
     whole = file.read_bytes()
@@ -456,7 +460,7 @@ def test_an_error_while_reading_is_told(
     with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read .*Input/output error") as told:
         load_checkpoint_in_model(found, folder, places, tmp_path / "disk", dtype=torch.float16)
     in_place = start is Net and places is None
-    assert str(told.value).startswith("The weights of this Net may be loaded in part") is in_place
+    assert str(told.value).startswith("The weights of this Net may be partly loaded") is in_place
     after = found.state_dict()
     kept = all(
         value.is_meta == after[name].is_meta and value.dtype == after[name].dtype for name, value in before.items()
@@ -496,11 +500,11 @@ def test_only_the_first_rank_reads(model: Net, tmp_path: Path) -> None:
 
 def load_what_is_missing(folder: str) -> None:
     torch.distributed.init_process_group("gloo")
-    with pytest.raises(ValueError, match="none is not there"):
+    with pytest.raises(ValueError, match="none does not exist"):
         load_checkpoint_in_model(Net(), f"{folder}/none", broadcast_from_rank0=True)
     with pytest.raises(CheckpointError, match=r"gone\.safetensors is missing"):
         load_checkpoint_in_model(Net(), folder, broadcast_from_rank0=True)
-    with pytest.raises(ValueError, match=r"head\.bias has shape \(4,\) there and \(3,\) here\)"):
+    with pytest.raises(ValueError, match=r"head\.bias has shape \(4,\) in it and \(3,\) in the model\)"):
         load_checkpoint_in_model(nn.ModuleDict({"head": nn.Linear(2, 3)}), f"{folder}/w.bin", broadcast_from_rank0=True)
 
 
@@ -770,7 +774,7 @@ def test_nesting_without_end_and_numbers_that_are_not_whole(model: Net, tmp_path
         text = json.dumps(header).encode()
         file.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
         for device_map in (None, {"": "cpu"}):
-            with pytest.raises(CheckpointError, match="where whole ones belong"):
+            with pytest.raises(CheckpointError, match="which are not all whole numbers of at least 0"):
                 load_checkpoint_in_model(Net(), tmp_path, device_map)
 
 

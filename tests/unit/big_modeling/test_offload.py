@@ -80,7 +80,7 @@ def test_moving_is_refused_and_casting_is_not(offloaded: nn.Module) -> None:
 
 def test_an_optimizer_of_offloaded_weights_is_warned_of(tmp_path: Path) -> None:
     made = dispatch_model(model(), {"": "cpu", "unused": "disk"}, offload_dir=tmp_path)
-    with pytest.warns(UserWarning, match="This SGD has 2 parameters that are offloaded, which get no gradients"):
+    with pytest.warns(UserWarning, match="This SGD has 2 parameters that are offloaded, so they get no gradients"):
         Accelerator(cpu=True).prepare(torch.optim.SGD(made.parameters(), lr=0.1))
     made.unused.requires_grad_(False)  # type: ignore[union-attr]
     Accelerator(cpu=True).prepare(torch.optim.SGD(made.parameters(), lr=0.1))
@@ -309,7 +309,7 @@ def test_a_state_dict_is_loaded_into_a_model_in_host_memory() -> None:
 
 def test_a_state_dict_is_not_loaded_into_files(tmp_path: Path) -> None:
     made = disk_offload(model(), tmp_path, "cpu")
-    with pytest.raises(RuntimeError, match="is in a file and cannot be changed"):
+    with pytest.raises(RuntimeError, match="is offloaded to a file, so `copy_` cannot change it"):
         made.load_state_dict(model().state_dict())
 
 
@@ -338,7 +338,8 @@ def test_weights_of_another_shape(tmp_path: Path) -> None:
     for way in ways:
         module = made()
         with pytest.raises(
-            ValueError, match=r"0\.weight has shape \(6, 4\) and its value \(3, 4\), 0\.bias .*\(6,\).*\(3,\)"
+            ValueError,
+            match=r"0\.weight has shape \(6, 4\), but its value has shape \(3, 4\), 0\.bias .*\(6,\).*\(3,\)",
         ):
             way(module)
         assert not any(hasattr(part, "_hf_hook") for part in module.modules())
@@ -349,7 +350,7 @@ def test_an_empty_weight_of_another_shape_in_the_place_of_an_offloaded_one() -> 
     made = cpu_offload(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "cpu")
     made[1].weight = nn.Parameter(torch.empty(3, 2, device="meta"))  # type: ignore[index]
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"1\.weight has shape \(3, 2\) and its value \(2, 2\)"):
+        with pytest.raises(ValueError, match=r"1\.weight has shape \(3, 2\), but its value has shape \(2, 2\)"):
             made(torch.ones(1, 2))
     assert all(parameter.is_meta for parameter in made.parameters())
 

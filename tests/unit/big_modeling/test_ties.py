@@ -44,7 +44,7 @@ def test_devices_of_ties(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == [
         "One parameter has several devices (a.weight on 0, b.weight on cpu): give all its names the same one."
     ]
-    with pytest.raises(ValueError, match=r"no place for b\.weight"):
+    with pytest.raises(ValueError, match=r"no device for b\.weight"):
         check_tied_parameters_on_same_device([["a.weight", "b.weight"]], {"a": 0})
 
 

@@ -157,11 +157,11 @@ def test_expanded_buffers(tmp_path: Path) -> None:
     run.model.mask = torch.rand(3, 4)
     run.accelerator.save_state(tmp_path / "x")
     before = other.values()
-    with pytest.raises(CheckpointError, match="mask of this Sequential was made with `expand`"):
+    with pytest.raises(CheckpointError, match="mask of this Sequential was created with `expand`"):
         other.accelerator.load_state(tmp_path / "x")
     assert same(other.tensors(), before)
     other.model.register_load_state_dict_post_hook(lambda *args: None)
-    with pytest.raises(CheckpointError, match="has not taken the weights"):
+    with pytest.raises(CheckpointError, match="did not accept the weights"):
         other.accelerator.load_state(tmp_path / "x")
     assert same(other.tensors(), before)
 

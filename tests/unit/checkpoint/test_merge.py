@@ -80,5 +80,5 @@ def test_the_shards_are_removed_when_all_is_written(tmp_path: Path) -> None:
 
 
 def test_a_folder_without_shards_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="holds no shards of a model"):
+    with pytest.raises(CheckpointError, match="has no shards of a model"):
         merge_fsdp_weights(str(tmp_path), str(tmp_path / "out"))

@@ -107,7 +107,7 @@ def test_random_states_that_do_not_fit_leave_all_as_it_was(tmp_path: Path, state
     _save_as_1_15(run, tmp_path / "x")
     torch.save(states, tmp_path / "x" / layout.random_states(0))
     _fill(run, 3)
-    with pytest.raises(CheckpointError, match=r"random_states_0\.pkl holds no random states"):
+    with pytest.raises(CheckpointError, match=r"random_states_0\.pkl does not contain random states"):
         run.accelerator.load_state(tmp_path / "x")
     assert _values(run) == [3, 3, 3]
 
@@ -145,7 +145,9 @@ def test_a_file_that_was_replaced_on_purpose_has_a_way_out(tmp_path: Path) -> No
     content = (folder / "model.safetensors").read_bytes()
     for other in (content[:-4] + b"\0\0\0\0", content + b" "):
         (folder / "model.safetensors").write_bytes(other)
-        with pytest.raises(CheckpointError, match=r"if it was replaced on purpose, delete accelerate_manifest\.json"):
+        with pytest.raises(
+            CheckpointError, match=r"if you replaced the file on purpose, delete accelerate_manifest\.json"
+        ):
             run.accelerator.load_state(folder)
     (folder / "model.safetensors").write_bytes(content[:-4] + b"\0\0\0\0")
     (folder / layout.MANIFEST).unlink()

@@ -111,7 +111,9 @@ def test_replaced_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(load, "read", then)
     monkeypatch.setattr(load, "_PATIENCE", 0.0)
     _fill(model, 0)
-    with pytest.raises(CheckpointError, match="was replaced by another run while it was read, and nothing was loaded"):
+    with pytest.raises(
+        CheckpointError, match="was replaced by another run while it was being read, so nothing was loaded"
+    ):
         accelerator.load_state(tmp_path / "x")
     assert weights(model).unique().tolist() == [0]
 

@@ -68,7 +68,8 @@ def test_arguments_beside_a_file_that_do_not_count_are_listed(monkeypatch: pytes
             zero3_save_16bit_model=False,
         )
     assert [str(each.message) for each in caught] == [
-        "The DeepSpeed config counts, and these arguments of the DeepSpeedPlugin do not: gradient_accumulation_steps=4 "
+        "The DeepSpeed config takes precedence, so these arguments of the DeepSpeedPlugin have no effect: "
+        "gradient_accumulation_steps=4 "
         "(gradient_accumulation_steps is 1 there), offload_optimizer_device='cpu' "
         "(zero_optimization.offload_optimizer.device is not there): write 'auto' into the config, or leave them out."
     ]
@@ -120,7 +121,7 @@ def test_auto_is_filled_in_and_differences_are_one_error() -> None:
     with pytest.raises(ValueError, match=r"'optimizer\.params\.lr' as 'auto'"):
         plugin.deepspeed_config_process()
     values: dict[str, Any] = {"optimizer.params.lr": 5, "optimizer.params.eps": 2}
-    with pytest.raises(ValueError, match=r"optimizer\.params\.eps is 1 in the config, and 2 here"):
+    with pytest.raises(ValueError, match=r"optimizer\.params\.eps is 1 in the config, but 2 here"):
         plugin.deepspeed_config_process(**values)
     assert plugin.get_value("optimizer.params.lr") == 5
     plugin.deepspeed_config_process(must_match=False, **values)
@@ -177,7 +178,7 @@ def test_a_plugin_is_selected_by_the_state() -> None:
         get_active_deepspeed_plugin(state)
     state.distributed_type, state.deepspeed_plugins = DistributedType.DEEPSPEED, {"one": plugin}
     plugin._selected = True
-    with pytest.raises(KeyError, match="no DeepSpeed plugin is named 'two': there are one"):
+    with pytest.raises(KeyError, match="No DeepSpeed plugin is named 'two': there are one"):
         state.select_deepspeed_plugin("two")
     assert state.deepspeed_plugin is state.get_deepspeed_plugin("one") is plugin
 
@@ -190,7 +191,7 @@ def test_what_is_missing_or_wrong_is_one_sentence(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(ValueError, match="either `deepspeed_plugin` or `deepspeed_plugins`"):
         Accelerator(deepspeed_plugin=DeepSpeedPlugin(), deepspeed_plugins={"one": DeepSpeedPlugin()})
     monkeypatch.setattr(engine, "is_deepspeed_available", lambda: False)
-    with pytest.raises(ImportError, match=r"^DeepSpeed was asked for and is not installed: pip install deepspeed$"):
+    with pytest.raises(ImportError, match=r"^DeepSpeed was requested but is not installed: pip install deepspeed$"):
         Accelerator(deepspeed_plugin=DeepSpeedPlugin())
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(ImportError, match="not installed"):

@@ -211,7 +211,7 @@ def test_variables_that_belong_together() -> None:
         ({"xla_fsdp_settings": {"shard_params_on_dim_0": True}}, "did you mean `shard_param_on_dim_0`"),
         ({"xla_fsdp_settings": {"compute_dtype": "bfloat16"}}, "pass `mixed_precision` to the Accelerator"),
         ({"xla_fsdp_settings": {"flatten_parameters": True}}, "XLA decides that by itself"),
-        ({"xla_fsdp_settings": {"shard_param_on_dim_0": 1}}, "it is true or false"),
+        ({"xla_fsdp_settings": {"shard_param_on_dim_0": 1}}, "set it to true or false"),
         ({"activation_checkpointing_offload": True}, "nothing to keep on the host"),
         ({"activation_checkpointing": True, "activation_checkpointing_offload": True}, "is for FSDP version 2"),
     ],

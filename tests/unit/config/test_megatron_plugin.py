@@ -44,7 +44,7 @@ def test_recompute_activations_is_a_granularity(monkeypatch: pytest.MonkeyPatch)
         MegatronLMPlugin(recompute_activations=True, recompute_granularity="selective"),
     ):
         assert plugin.recompute_granularity == plugin.megatron_lm_default_args["recompute_granularity"] == "selective"
-    with pytest.raises(ValueError, match="recompute_granularity='full' something else: leave out one"):
+    with pytest.raises(ValueError, match="recompute_granularity='full' asks for something else: leave out one"):
         MegatronLMPlugin(recompute_activations=True, recompute_granularity="full")
     monkeypatch.setenv("MEGATRON_LM_RECOMPUTE_ACTIVATIONS", "true")  # as a launch says it
     assert MegatronLMPlugin().recompute_granularity == "selective"

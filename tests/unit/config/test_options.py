@@ -63,7 +63,7 @@ def test_values_are_read(name: str, given: Any, expected: Any) -> None:
         ("num_processes", 1.5, "should be a whole number of at least 1, not 1.5"),
         ("mixed_precision", "fp17", "should be one of no, fp16, bf16, fp8, not 'fp17'"),
         ("fsdp_offload_params", "perhaps", "should be yes or no, not 'perhaps'"),
-        ("fp8_override_linear_precision", "true", "three times yes or no"),
+        ("fp8_override_linear_precision", "true", "three values of yes or no"),
     ],
 )
 def test_wrong_values_are_named(name: str, given: Any, words: str) -> None:

@@ -90,13 +90,13 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (ParallelismConfig, {"dp_shard_size": 0}, "dp_shard_size is 0"),
         (ParallelismConfig, {"tp_size": "two"}, "tp_size is 'two'"),
-        (ParallelismConfig, {"cp_size": 2, "sp_size": 2}, "both cut the sequence"),
+        (ParallelismConfig, {"cp_size": 2, "sp_size": 2}, "both split the sequence"),
         (ParallelismConfig, {"dp_replicate_size": 2, "tp_size": 2}, "tp_size=2 cannot be combined with whole copies"),
         (ParallelismConfig, {"cp_size": 2, "cp_backend": "x"}, "cp_backend is 'x'"),
         (ParallelismConfig, {"sp_size": 2, "sp_backend": "x"}, "sp_backend is 'x'"),
         (TorchContextParallelConfig, {"cp_comm_strategy": "x"}, "cp_comm_strategy is 'x'"),
-        (DeepSpeedSequenceParallelConfig, {"sp_attn_implementation": "eager"}, "cannot be cut along the sequence"),
-        (DeepSpeedSequenceParallelConfig, {"sp_attn_implementation": "x"}, "cannot be cut along the sequence"),
+        (DeepSpeedSequenceParallelConfig, {"sp_attn_implementation": "eager"}, "cannot be split along the sequence"),
+        (DeepSpeedSequenceParallelConfig, {"sp_attn_implementation": "x"}, "cannot be split along the sequence"),
         (DeepSpeedSequenceParallelConfig, {"sp_seq_length_is_variable": False}, "pass sp_seq_length"),
     ],
 )

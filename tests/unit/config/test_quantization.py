@@ -20,8 +20,8 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "neither was asked for"),
-        ({"load_in_8bit": True, "load_in_4bit": True}, "both was asked for"),
+        ({}, "neither was set"),
+        ({"load_in_8bit": True, "load_in_4bit": True}, "both were set"),
         ({"load_in_8bit": 1}, "load_in_8bit of BnbQuantizationConfig is 1: give True or False"),
         ({"load_in_8bit": True, "llm_int8_threshold": "a"}, "give a number"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "fp8"}, "is 'fp8': give 'fp4' or 'nf4'"),

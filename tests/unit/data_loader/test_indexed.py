@@ -170,5 +170,5 @@ def test_more_samples_than_there_are_and_some_twice() -> None:
 
 
 def test_a_name_that_is_none() -> None:
-    with pytest.raises(ValueError, match="shuffle is 'index': it is None or 'indexed'"):
+    with pytest.raises(ValueError, match="shuffle is 'index': choose None or 'indexed'"):
         DataLoaderConfiguration(shuffle="index")

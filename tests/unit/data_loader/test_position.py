@@ -423,7 +423,7 @@ def test_a_state_that_would_be_refused_is_not_saved(
     if not inside:
         accelerator.save_state(tmp_path)
     accelerator.save_state(tmp_path / "again")
-    assert len([text for text in caplog.messages if "Holding of loader 0 holds" in text and "Numbers" in text]) == 1
+    assert len([text for text in caplog.messages if "Holding of loader 0 contains" in text and "Numbers" in text]) == 1
     accelerator, loader = made()
     accelerator.load_state(tmp_path)
     assert read(loader) == (whole[BREAK:] if inside else whole)
@@ -492,7 +492,7 @@ def test_a_sampler_without_an_end_and_other_batches(tmp_path: Path) -> None:
         (lambda: SubsetRandomSampler(range(10)), "so 4 steps are left of epoch 0 instead of 2"),
         (lambda: RandomSampler(range(SAMPLES), num_samples=40), "so 34 steps are left of epoch 0 instead of 17"),
         (lambda: BatchSampler(range(9), 2, True), None),
-        (Endless, "became 1 and 1."),
+        (Endless, "are now 1 with 1."),
     ],
 )
 def test_steps_left_are_those_of_the_sampler(
@@ -524,7 +524,7 @@ def test_another_kind_of_shuffle_is_refused_in_the_middle_of_an_epoch(tmp_path: 
     accelerator, _ = shuffled(None)
     accelerator.load_state(tmp_path / "end")
     with pytest.raises(
-        CheckpointError, match="loader 0 in the order of its IndexedRandomSampler, and on rank 0 it is now"
+        CheckpointError, match="loader 0, in the order of its IndexedRandomSampler, but on rank 0 its order now comes"
     ):
         accelerator.load_state(tmp_path / "middle")
     shuffled("indexed")[0].load_state(tmp_path / "middle")

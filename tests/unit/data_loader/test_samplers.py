@@ -319,5 +319,5 @@ def test_items_of_a_list_that_generators_hand_on_are_left_out() -> None:
 
 
 def test_batches_of_something_that_is_no_loader_are_not_skipped() -> None:
-    with pytest.raises(AttributeError, match="this is a list: pass the loader itself"):
+    with pytest.raises(AttributeError, match="but was given a list: pass the loader itself"):
         skip_first_batches([1, 2, 3], 1)

@@ -142,7 +142,7 @@ def without_torch_xla() -> None:
     sys.modules["torch_xla"] = None  # type: ignore[assignment]
     with pytest.raises(Unfit, match="is 'xla', but torch_xla is not installed: install it, name another device"):
         choose({"ACCELERATE_TORCH_DEVICE": "xla"})
-    with pytest.warns(UserWarning, match="PJRT_DEVICE is 'TPU', and torch_xla, which it is for, is not installed"):
+    with pytest.warns(UserWarning, match="PJRT_DEVICE is 'TPU', but torch_xla, which it is for, is not installed"):
         assert not XLA().available()
 
 

@@ -49,5 +49,5 @@ def test_drafts_of_a_killed_save_go_with_the_next_one(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"There is no folder .*missing to save .*x\.pt to: make it first"):
+    with pytest.raises(FileNotFoundError, match=r"There is no folder .*missing to save .*x\.pt to: create it first"):
         save({"x": 1}, tmp_path / "missing" / "x.pt")

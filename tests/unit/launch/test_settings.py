@@ -233,7 +233,7 @@ def test_slurm_with_one_task_per_node_and_no_device_is_one_process_each() -> Non
     found = settings("--cpu", "--num_processes", "4", **ONE_EACH)
     assert "--nproc_per_node=2" in plan(found).argv
     assert found.of["num_processes"].source == "flag"
-    with pytest.raises(ValueError, match="3 processes cannot be shared evenly by 2 nodes"):
+    with pytest.raises(ValueError, match="3 processes cannot be divided evenly over 2 nodes"):
         settings("--cpu", "--num_processes", "3", **ONE_EACH)
 
 

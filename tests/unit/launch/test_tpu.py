@@ -74,13 +74,13 @@ def test_sharding_over_all_chips(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--tpu", "--num_processes", "2"], "has 4 chips on a machine, and 2 processes .* it takes 1 or 4"),
-        (["--tpu", "--use_fsdp", "--num_processes", "4"], "one process for all chips of one machine, and not 4"),
-        (["--tpu", "--use_fsdp", "--fsdp_xla_fsdp_v2", "no"], "by SPMD alone"),
+        (["--tpu", "--num_processes", "2"], "has 4 chips on each machine, but 2 processes .* it takes 1 or 4"),
+        (["--tpu", "--use_fsdp", "--num_processes", "4"], "one process for all chips of one machine, not 4"),
+        (["--tpu", "--use_fsdp", "--fsdp_xla_fsdp_v2", "no"], "works only by SPMD"),
         (["--tpu", "--use_deepspeed"], "exclude each other"),
         (["--tpu", "--no_python", "--main_training_function", "train"], "a function of a Python script"),
-        (["--tpu_cluster", "--vm", "a", "--vm", "b", "--use_fsdp"], "all chips of one machine, and not of a pod"),
-        (["--tpu_cluster"], "Have `tpu_name` and `tpu_zone` in the config file"),
+        (["--tpu_cluster", "--vm", "a", "--vm", "b", "--use_fsdp"], "all chips of one machine, not of a pod"),
+        (["--tpu_cluster"], "Set `tpu_name` and `tpu_zone` in the config file"),
     ],
 )
 def test_what_does_not_fit_is_refused(words: list[str], sentence: str) -> None:
@@ -145,7 +145,7 @@ def test_each_machine_of_a_pod_finds_the_others(metadata: dict[str, str]) -> Non
     ("number", "sentence"),
     [
         ("x", "variable TPU_WORKER_ID should be a whole number but is 'x'"),
-        ("2", "variable TPU_WORKER_ID is 2, and TPU_WORKER_HOSTNAMES names 2 machines"),
+        ("2", "variable TPU_WORKER_ID is 2, but TPU_WORKER_HOSTNAMES names 2 machines"),
     ],
 )
 def test_a_number_of_a_machine_that_cannot_be(number: str, sentence: str) -> None:

@@ -107,7 +107,7 @@ def test_a_damaged_index(content: str, tmp_path: Path) -> None:
 
 def test_a_folder_without_offloaded_weights(tmp_path: Path) -> None:
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(FileNotFoundError, match=f"{folder} holds no offloaded weights"):
+        with pytest.raises(FileNotFoundError, match=f"{folder} has no offloaded weights"):
             OffloadedWeightsLoader(save_folder=folder)
     keep_on_disk(tmp_path, {})
     assert len(OffloadedWeightsLoader(save_folder=tmp_path)) == 0, "that of a model without weights"
@@ -159,7 +159,7 @@ def test_a_whole_state_dict(tmp_path: Path) -> None:
 
 
 def test_nothing_to_load_from() -> None:
-    with pytest.raises(ValueError, match="give a state_dict, a save_folder or an index"):
+    with pytest.raises(ValueError, match="pass a state_dict, a save_folder or an index"):
         OffloadedWeightsLoader()
 
 
@@ -186,7 +186,7 @@ def test_weights_in_safetensors_files(tmp_path: Path) -> None:
     reader.close()
     index["y"] = {"safetensors_file": file, "weight_name": "z"}  # clients write into the index
     assert torch.equal(loader["y"], weights["z"])
-    with pytest.raises(KeyError, match="holds no tensor called 'q'"):
+    with pytest.raises(KeyError, match="has no tensor called 'q'"):
         SafetensorsFile(file).range_of("q")
 
 

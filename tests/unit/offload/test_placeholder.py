@@ -109,7 +109,7 @@ def test_writing_to_a_file_is_refused(tmp_path: Path) -> None:
     offload_state_dict(tmp_path, layer.state_dict())
     Slot(layer, "weight", OffloadedWeightsLoader(save_folder=tmp_path), "weight", CPU, CPU)
     assert layer.weight.sum().isfinite()
-    with pytest.raises(RuntimeError, match="weight is in a file and cannot be changed there by `copy_`"):
+    with pytest.raises(RuntimeError, match="weight is offloaded to a file, so `copy_` cannot change it"):
         layer.weight.data.copy_(torch.zeros(4, 3))
 
 
@@ -219,7 +219,7 @@ def test_tensors_made_of_others(tmp_path: Path) -> None:
     found: Any = layer(torch.ones(1, 2))
     expected: Any = made()(torch.ones(1, 2))
     assert type(found) is TwoTensor and torch.equal(found.a, expected.a) and torch.equal(found.b, expected.b)
-    with pytest.raises(ValueError, match="weight is a TwoTensor, which is made of several tensors"):
+    with pytest.raises(ValueError, match="weight is a TwoTensor, which consists of several tensors"):
         disk_offload(made(), tmp_path, "cpu")
 
 

@@ -146,7 +146,7 @@ def test_an_unknown_precision() -> None:
 def test_fp8_without_a_library_for_it(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.state.accelerator.is_fp8_available", lambda: False)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8" if asked == "variable" else "no")
-    with pytest.raises(ValueError, match="takes torchao, Transformer Engine or MS-AMP, and none of them is installed"):
+    with pytest.raises(ValueError, match="needs torchao, Transformer Engine or MS-AMP, but none of them is installed"):
         Accelerator(mixed_precision="fp8" if asked == "argument" else None)
     assert not AcceleratorState._shared_state
 

@@ -101,7 +101,9 @@ def test_ms_amp() -> None:
     assert made.optimizer.param_groups[0]["lr"] == 0.25
     AcceleratorState._reset_state(True)
     handlers: Any = [MSAMPRecipeKwargs(), TERecipeKwargs()]
-    with pytest.raises(ValueError, match="TERecipeKwargs and MSAMPRecipeKwargs, and one library computes in fp8"):
+    with pytest.raises(
+        ValueError, match="TERecipeKwargs and MSAMPRecipeKwargs, but only one library can compute in fp8"
+    ):
         Accelerator(mixed_precision="fp8", cpu=True, kwargs_handlers=handlers)
     # A refusal leaves nothing behind that would refuse the next one; without one, the state stays.
     assert Accelerator(mixed_precision="bf16", cpu=True).mixed_precision == "bf16"
@@ -115,7 +117,7 @@ def test_ms_amp() -> None:
 def test_where_no_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
     class Old(CPU):
         def lacks_fp8(self) -> str | None:
-            return "it takes compute capability 8.9 or more, and this A100 has 8.0"
+            return "it needs compute capability 8.9 or more, but this A100 has 8.0"
 
     for mode, backend in PRECISIONS:
         load(mode, backend)
@@ -125,8 +127,8 @@ def test_where_no_library_can(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError) as caught:
         create("fp8", Old())
     assert str(caught.value) == (
-        "mixed_precision='fp8' is not available here (torchao: it takes compute capability 8.9 or more, and this A100 "
-        "has 8.0; Transformer Engine: it takes a GPU; MS-AMP: it is not installed): use 'bf16', or provide what one of "
+        "mixed_precision='fp8' is not available here (torchao: it needs compute capability 8.9 or more, but this A100 "
+        "has 8.0; Transformer Engine: it needs a GPU; MS-AMP: it is not installed): use 'bf16', or provide what one of "
         "them lacks."
     )
     other = Device("xpu", backend="xccl", label="x")  # type: ignore[arg-type]
@@ -158,4 +160,4 @@ def ms_amp_in_pieces() -> str:
 
 def test_ms_amp_does_not_shard() -> None:
     for said in run_world(ms_amp_in_pieces, 2):
-        assert said.startswith("mixed_precision='fp8' by MSAMP with a sharded model is not part of this version")
+        assert said.startswith("mixed_precision='fp8' with MSAMP and a sharded model is not part of this version")

@@ -93,7 +93,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
         pass
     path.unlink()
     path.touch()
-    with pytest.raises(OSError, match=r"runs\.sqlite holds no runs yet\."):
+    with pytest.raises(OSError, match=r"runs\.sqlite has no runs yet\."):
         runs_of(path)
     path.write_text("text" * 1000)
     with pytest.raises(OSError, match=r"runs\.sqlite cannot be read: file is not a database\."):
@@ -114,6 +114,6 @@ def test_which_file_is_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     first = write(tmp_path / "a" / "b")
     assert find(None).resolve() == find(str(first)).resolve() == find("a/b").resolve() == first
     write(tmp_path / "c")
-    with pytest.raises(ValueError, match="runs in several folders, so give one: a/b, c"):
+    with pytest.raises(ValueError, match="runs in several folders, so name one of them: a/b, c"):
         find(None)
     assert find("c") == Path("c") / store.FILE_NAME

@@ -38,7 +38,7 @@ def test_fsdp_needs_company(
 def test_a_mesh_needs_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"for 2 processes \(tp_size=2\), but there are 1"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
-    with pytest.raises(ValueError, match="sp_size=2 has DeepSpeed cut sequences, which was not asked for"):
+    with pytest.raises(ValueError, match="sp_size=2 splits sequences with DeepSpeed, which is not in use"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(sp_size=2))
     monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
     accelerator = Accelerator(cpu=True)
@@ -66,7 +66,7 @@ def test_other_objects_for_a_second_accelerator() -> None:
         Accelerator(cpu=True, fsdp_plugin="yes")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"parallelism_config=str\(...\) \(it is a ParallelismConfig\)"):
         Accelerator(cpu=True, parallelism_config="yes")  # type: ignore[arg-type]
-    with pytest.raises(NotImplementedError, match="or trains without DeepSpeed"):
+    with pytest.raises(NotImplementedError, match="has set its DeepSpeed plugins, or none"):
         Accelerator(cpu=True, deepspeed_plugins={})
 
 

@@ -64,7 +64,7 @@ def test_errors() -> None:
         filter_trackers("bogus")
     with pytest.raises(ValueError, match=r"No tracker is called 'wandbb' \(did you mean `wandb`\?\); choose"):
         filter_trackers("wandbb")
-    with pytest.raises(ValueError, match="'tensorboard' writes to a folder, and there is none: pass `project_dir`"):
+    with pytest.raises(ValueError, match="'tensorboard' writes to a folder, but there is none: pass `project_dir`"):
         filter_trackers("tensorboard")
 
 

@@ -124,7 +124,7 @@ def test_all_does_not_mean_it(tmp_path: Path) -> None:
     assert filter_trackers(["all", "local"], tmp_path) == [*everything, LoggerType.LOCAL]
     assert filter_trackers(LoggerType.LOCAL, tmp_path) == [LoggerType.LOCAL]
     assert known_trackers()["local"] is LocalTracker and "local" not in LOGGER_TYPE_TO_CLASS  # as in the release
-    with pytest.raises(ValueError, match="'local' writes to a folder, and there is none: pass `project_dir`"):
+    with pytest.raises(ValueError, match="'local' writes to a folder, but there is none: pass `project_dir`"):
         Accelerator(cpu=True, log_with="local")
 
 
@@ -329,7 +329,7 @@ def test_more_than_can_be_written_is_left_out_and_said(tmp_path: Path, monkeypat
     writer.close()
     project, run = only_run(tmp_path)
     assert len(values(project, run, "loss")) == 5
-    assert [event.text.partition(":")[0] for event in run.events] == ["3 calls of log are left out"]
+    assert [event.text.partition(":")[0] for event in run.events] == ["3 calls of `log` were dropped"]
 
 
 def recorded(folder: Path, calls: list[tuple[dict[str, Any], Any]], attempt: int = 0, steps: int = 0) -> None:
@@ -394,7 +394,7 @@ def test_texts_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(recorder, "MOST_TEXTS", 2)
     recorded(tmp_path, [({"words": str(number)}, None) for number in range(5)])
     events = [event.text for event in only_run(tmp_path)[1].events]
-    assert events == ["words: 0", "words: 1", "Of logged texts only the first 2 are kept."]
+    assert events == ["words: 0", "words: 1", "Only the first 2 logged texts are kept."]
 
 
 def test_nobody_listens_after_the_end(tmp_path: Path) -> None:

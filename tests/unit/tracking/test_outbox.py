@@ -248,7 +248,7 @@ def test_asking_for_a_slow_tracker_costs_a_run_little(
         outbox.catch_up()
     assert waits == pytest.approx([0.1, 0.0, 0.0, 0.0, 0.0])
     assert [str(warning.message) for warning in recwarn] == [
-        "The tracker 'list' is slow: what is called on it directly may come before what was logged."
+        "The tracker 'list' is slow: direct calls may reach it before values that were logged earlier."
     ]
     gate.set()
 

@@ -31,7 +31,7 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--config_file",
         metavar="FILE",
-        help="where the answers go (.yaml or .json); default: the file that `launch` reads",
+        help="the file for the answers (.yaml or .json); default: the file that `launch` reads",
     )
     parser.set_defaults(func=config_command)
     return parser

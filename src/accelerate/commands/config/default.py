@@ -79,7 +79,10 @@ def default_command_parser(parser: Any, parents: Sequence[argparse.ArgumentParse
         formatter_class=SubcommandHelpFormatter,
     )
     mine.add_argument(
-        "--config_file", metavar="FILE", default=str(file.default_path()), help="where it goes; default: %(default)s"
+        "--config_file",
+        metavar="FILE",
+        default=str(file.default_path()),
+        help="where to write it; default: %(default)s",
     )
     mine.add_argument(
         "--mixed_precision",

@@ -120,7 +120,7 @@ NOT_NEGATIVE = Kind("a whole number of at least 0", _not_negative(_whole), place
 SECONDS = Kind("0 or more seconds", _not_negative(float), placeholder="X")
 PORT = Kind("a port from 0 to 65535", _port, placeholder="N")
 STREAMS = Kind("0, 1, 2 or 3, or one of them per process such as `0:3,1:1`", _streams, placeholder="N")
-MACHINES = Kind("a number of machines, or the least and the most such as `1:2`", _machines, placeholder="N[:M]")
+MACHINES = Kind("a number of machines, or a minimum and a maximum such as `1:2`", _machines, placeholder="N[:M]")
 NUMBER = Kind("a number", float, placeholder="X")
 STAGE = Kind("a stage from 0 to 3", _stage, placeholder="0|1|2|3")
 WHOLE_OR_AUTO = Kind("a whole number or `auto`", _or_auto(_whole), placeholder="N")
@@ -130,7 +130,7 @@ YES_NO = Kind("yes or no", _yes_no, placeholder="yes|no")
 # Carried as the words `true` and `false`, on the command line and in the variable.
 YES_NO_WORD = Kind("yes or no", _yes_no_word, _lower, "yes|no")
 YES_NO_DIGIT = Kind("yes or no", _yes_no, lambda value: str(int(_yes_no(value))), "yes|no")
-THREE_YES_NO = Kind("three times yes or no, such as `yes,no,no`", _three_yes_no, placeholder="A,B,C")
+THREE_YES_NO = Kind("three values of yes or no, such as `yes,no,no`", _three_yes_no, placeholder="A,B,C")
 # A mapping in a file, and one word everywhere else.
 JSON = Kind("a JSON object", _json, placeholder="JSON")
 WORDS = Kind("words", list)

@@ -6,7 +6,7 @@ from accelerate.config.options.base import FLAG, THREE_YES_NO, WHOLE, YES_NO_DIG
 
 DYNAMO_BACKENDS = {
     "no": "do not compile",
-    "eager": "run as it is, to find out whether the capturing works",
+    "eager": "run uncompiled, to check that graph capture works",
     "aot_eager": "the same, with the backward pass",
     "inductor": "the compiler of PyTorch: the usual choice",
     "aot_ts_nvfuser": "nvFuser through TorchScript",
@@ -54,19 +54,19 @@ DYNAMO = Family(
         ),
         Option(
             "dynamo_mode",
-            "what it aims at",
+            "what to optimize for",
             default="default",
             choices=DYNAMO_MODES,
             env="ACCELERATE_DYNAMO_MODE",
-            question="What should it aim at?",
+            question="What should it optimize for?",
         ),
         Option(
             "dynamo_use_fullgraph",
-            "fail where a model cannot be one graph",
+            "fail if a model cannot be compiled as one graph",
             FLAG,
             False,
             env="ACCELERATE_DYNAMO_USE_FULLGRAPH",
-            question="Fail where a model cannot be one graph?",
+            question="Fail if a model cannot be compiled as one graph?",
         ),
         Option(
             "dynamo_use_dynamic",
@@ -142,7 +142,7 @@ FP8 = Family(
             WHOLE,
             1024,
             env="ACCELERATE_FP8_AMAX_HISTORY_LEN",
-            question="Of how many steps are the maxima remembered?",
+            question="For how many steps are the maxima remembered?",
         ),
         Option(
             "fp8_amax_compute_algo",

@@ -16,7 +16,7 @@ from accelerate.config.options.base import (
     Option,
 )
 
-OFFLOAD = {"none": "keep it on the GPU", "cpu": "to the main memory", "nvme": "to a disk (stage 3)"}
+OFFLOAD = {"none": "keep it on the GPU", "cpu": "in host memory", "nvme": "on a disk (stage 3)"}
 LAUNCHERS = {
     "pdsh": "pdsh, over ssh",
     "standard": "you: `accelerate launch` on each of them, with its rank",
@@ -100,10 +100,10 @@ DEEPSPEED = Family(
         ),
         Option(
             "zero3_save_16bit_model",
-            "save collected 16-bit weights (stage 3)",
+            "gather 16-bit weights when saving (stage 3)",
             YES_NO_WORD,
             env="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-            question="Save collected 16-bit weights?",
+            question="Gather 16-bit weights when saving?",
         ),
         Option(
             "deepspeed_hostfile",
@@ -128,9 +128,9 @@ DEEPSPEED = Family(
         ),
         Option(
             "deepspeed_moe_layer_cls_names",
-            "names of mixture-of-experts layers, with commas",
+            "names of mixture-of-experts layers, separated by commas",
             env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-            question="Which layer classes are mixtures of experts, with commas between them?",
+            question="Which layer classes are mixtures of experts (separated by commas)?",
         ),
     ),
     section="deepspeed_config",
@@ -158,15 +158,15 @@ MEGATRON = Family(
         _megatron("optimizer_cpu_offload", "keep the optimizer on the CPU", YES_NO, False),
         _megatron("use_precision_aware_optimizer", "keep optimizer states in lower precision", YES_NO, False),
         _megatron("decoder_last_pipeline_num_layers", "layers of the decoder's last stage", WHOLE),
-        _megatron("pp_degree", "stages of the pipeline", WHOLE, 1, "How many stages has the pipeline?"),
+        _megatron("pp_degree", "stages of the pipeline", WHOLE, 1, "How many stages does the pipeline have?"),
         _megatron("num_micro_batches", "micro-batches per step", WHOLE, None, "How many micro-batches make a step?"),
         _megatron("sequence_parallelism", "spread sequences too", TEXT, None, "Spread sequences too?"),
         _megatron(
             "recompute_activations",
-            "compute activations again in the backward pass",
+            "recompute activations in the backward pass",
             TEXT,
             None,
-            "Compute activations again in the backward pass?",
+            "Recompute activations in the backward pass?",
         ),
         _megatron(
             "use_distributed_optimizer",
@@ -182,7 +182,7 @@ MEGATRON = Family(
             1.0,
             "What is the largest norm of the gradients (0 for none)?",
         ),
-        _megatron("recompute_granularity", "what is computed again: full or selective", TEXT),
+        _megatron("recompute_granularity", "which activations are recomputed: full or selective", TEXT),
         _megatron("recompute_method", "uniform or block", TEXT),
         _megatron("recompute_num_layers", "layers per block", WHOLE),
         _megatron("attention_backend", "the attention kernel", TEXT),

@@ -24,7 +24,7 @@ GENERAL = Family(
         Option("config_file", "the file with the settings; default: the one `accelerate config` writes", key=""),
         Option(
             "quiet",
-            "say nothing about a failure but the script's own traceback",
+            "after a failure, show only the script's own traceback",
             FLAG,
             False,
             key="",
@@ -72,7 +72,7 @@ PRECISIONS = {
 
 RESOURCES = Family(
     "Resources",
-    "How much of it.",
+    "How many processes and machines, and in which precision.",
     (
         Option(
             "mixed_precision",

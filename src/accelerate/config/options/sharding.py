@@ -6,7 +6,7 @@ from accelerate.config.options.base import JSON, LOWER, WHOLE, YES_NO, YES_NO_WO
 
 STRATEGIES = {
     "FULL_SHARD": "parameters, gradients and optimizer states: least memory",
-    "SHARD_GRAD_OP": "gradients and optimizer states; parameters stay whole between forward and backward",
+    "SHARD_GRAD_OP": "gradients and optimizer states; parameters stay gathered between forward and backward",
     "NO_SHARD": "nothing, as under DDP",
     "HYBRID_SHARD": "fully inside each machine, copies between machines",
     "HYBRID_SHARD_ZERO2": "gradients and optimizer states inside each machine, copies between machines",
@@ -22,9 +22,9 @@ PREFETCH = {
     "NO_PREFETCH": "not ahead: slowest, least memory",
 }
 STATE_DICTS = {
-    "SHARDED_STATE_DICT": "each process writes its part: fast, any number of processes can load it",
-    "FULL_STATE_DICT": "one process collects and writes everything",
-    "LOCAL_STATE_DICT": "each process writes its flat part",
+    "SHARDED_STATE_DICT": "each process writes its shards: fast, any number of processes can load them",
+    "FULL_STATE_DICT": "one process gathers and writes the full state dict",
+    "LOCAL_STATE_DICT": "each process writes its flat shard",
 }
 
 FSDP = Family(
@@ -79,9 +79,9 @@ FSDP = Family(
         ),
         Option(
             "fsdp_transformer_layer_cls_to_wrap",
-            "names of layer classes, with commas (TRANSFORMER_BASED_WRAP)",
+            "names of layer classes, separated by commas (TRANSFORMER_BASED_WRAP)",
             env="FSDP_TRANSFORMER_CLS_TO_WRAP",
-            question="Which layer classes, with commas between them? (empty: those the model names itself)",
+            question="Which layer classes, separated by commas? (empty: those the model names itself)",
         ),
         Option(
             "fsdp_backward_prefetch",
@@ -129,15 +129,15 @@ FSDP = Family(
         ),
         Option(
             "fsdp_activation_checkpointing",
-            "compute activations again in the backward pass instead of keeping them",
+            "recompute activations in the backward pass instead of keeping them",
             YES_NO_WORD,
             "false",
             env="FSDP_ACTIVATION_CHECKPOINTING",
-            question="Compute activations again in the backward pass? Saves memory, costs time.",
+            question="Recompute activations in the backward pass? Saves memory, costs time.",
         ),
         Option(
             "fsdp_activation_checkpointing_offload",
-            "keep what is checkpointed on the CPU",
+            "keep checkpointed activations on the CPU",
             YES_NO_WORD,
             "false",
             env="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
@@ -203,7 +203,7 @@ PARALLELISM = Family(
         ),
         Option(
             "parallelism_config_cp_backend",
-            "who does context parallelism",
+            "the library that does context parallelism",
             default="torch",
             choices={"torch": "PyTorch"},
             env="PARALLELISM_CONFIG_CP_BACKEND",
@@ -224,7 +224,7 @@ PARALLELISM = Family(
         ),
         Option(
             "parallelism_config_sp_backend",
-            "who does sequence parallelism",
+            "the library that does sequence parallelism",
             default="deepspeed",
             choices={"deepspeed": "DeepSpeed"},
             env="PARALLELISM_CONFIG_SP_BACKEND",

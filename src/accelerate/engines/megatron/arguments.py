@@ -72,7 +72,7 @@ def check_names(plugin: MegatronLMPlugin, given: Mapping[str, Any], where: str) 
     }
     if settled:
         raise ValueError(
-            f"`{where}` is too late for "
+            f"`{where}` cannot be used to set "
             + ", ".join(f"`{name}`: set `{field}` of the MegatronLMPlugin" for name, field in settled.items())
             + "."
         )
@@ -92,9 +92,7 @@ def refuse_unknown(given: Iterable[str], known: set[str], where: str, fields: Co
             else f"`{name}`{did_you_mean(name, known.union(fields))}"
             for name in unknown
         )
-        raise ValueError(
-            f"`{where}` has names that nothing here takes: {', '.join(listed)}; correct them, or leave them out."
-        )
+        raise ValueError(f"`{where}` has unknown names: {', '.join(listed)}; correct them, or leave them out.")
 
 
 def arguments(plugin: MegatronLMPlugin) -> SimpleNamespace:
@@ -131,7 +129,7 @@ def optimizer_config(args: SimpleNamespace, optimizer: Any) -> OptimizerConfig:
         fields.setdefault("decoupled_weight_decay", decoupled)
         if fields.get("optimizer_cpu_offload") and not fields["decoupled_weight_decay"]:
             raise ValueError(
-                "optimizer_cpu_offload=True of Megatron-LM has no Adam whose weight decay is part of the gradients: "
+                "optimizer_cpu_offload=True of Megatron-LM has no Adam that adds weight decay to the gradients: "
                 "use torch.optim.AdamW."
             )
     return OptimizerConfig(**fields)

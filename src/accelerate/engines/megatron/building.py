@@ -30,15 +30,16 @@ def check_trains_all(model: nn.Module, optimizer: Any) -> None:
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     if frozen:
         raise ValueError(
-            f"Megatron-LM trains all parameters of a model, and `{frozen[0]}` is frozen (with {len(frozen) - 1} more): "
-            "set `requires_grad` of all to True, or give the MegatronLMPlugin a `custom_model_provider_function`."
+            f"Megatron-LM trains all parameters of a model, but `{frozen[0]}` is frozen (with {len(frozen) - 1} "
+            "more): set `requires_grad` of all to True, or give the MegatronLMPlugin a "
+            "`custom_model_provider_function`."
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     left_out = [name for name, parameter in parameters.items() if id(parameter) not in held]
     if left_out:
         raise ValueError(
-            f"Megatron-LM trains all parameters of a model, and {len(left_out)} of the {len(parameters)} parameters "
-            f"are not in the optimizer (`{left_out[0]}` is the first): make it of `model.parameters()`."
+            f"Megatron-LM trains all parameters of a model, but {len(left_out)} of the {len(parameters)} parameters "
+            f"are not in the optimizer (`{left_out[0]}` is the first): create it from `model.parameters()`."
         )
 
 
@@ -53,7 +54,7 @@ def make_models(
     if plugin.custom_prepare_model_function is not None:
         if own is None:
             raise ValueError(
-                "`custom_prepare_model_function` is given a `custom_model_provider_function`, which this plugin does "
+                "`custom_prepare_model_function` needs a `custom_model_provider_function`, which this plugin does "
                 "not have: set both."
             )
         return list(plugin.custom_prepare_model_function(own))
@@ -180,7 +181,7 @@ def make_scheduler(args: SimpleNamespace, optimizer: MegatronOptimizer) -> Optim
     if args.lr_warmup_fraction is not None:
         warmup = args.lr_warmup_fraction * decay
     if warmup >= decay:
-        raise ValueError(f"A warm-up of {warmup} steps leaves nothing of a schedule of {decay}: make it shorter.")
+        raise ValueError(f"A warm-up of {warmup} steps leaves no steps in a schedule of {decay}: make it shorter.")
     constant = args.weight_decay if args.start_weight_decay is None else args.start_weight_decay
     last = constant if args.end_weight_decay is None else args.end_weight_decay
     return OptimizerParamScheduler(

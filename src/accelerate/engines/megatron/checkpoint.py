@@ -139,8 +139,8 @@ def read(engine: MegatronEngine, reader: CheckpointReader, torch_load: dict[str,
         path = f"{folder}/{_own_folder()}/distrib_optim.pt"
         if not reader.has(path):
             raise CheckpointError(
-                f"{reader.folder} was saved without `use_distributed_optimizer`, and it is set here: set it as it was, "
-                "or load the weights alone with no_load_optim=True."
+                f"{reader.folder} was saved without `use_distributed_optimizer`, but it is set here: set it as it "
+                "was, or load only the weights with no_load_optim=True."
             )
         if parallel_state.get_data_parallel_rank() == 0:
             shards = read_torch(reader.path(path), **torch_load)
@@ -168,12 +168,14 @@ def read(engine: MegatronEngine, reader: CheckpointReader, torch_load: dict[str,
 def _folder_of(reader: CheckpointReader) -> str:
     if not reader.has(LATEST):
         raise CheckpointError(
-            f"{reader.folder} is no checkpoint of Megatron-LM (it has no {LATEST}): load one that was saved with it, "
-            "or load whole weights into the model before `prepare`."
+            f"{reader.folder} is not a checkpoint of Megatron-LM (it has no {LATEST}): load one that was saved with "
+            "it, or load full weights into the model before `prepare`."
         )
     text = reader.path(LATEST).read_text().strip()
     if not text.isdigit():
-        raise CheckpointError(f"{reader.folder / LATEST} holds {text[:40]!r} and no number of an iteration.")
+        raise CheckpointError(
+            f"{reader.folder / LATEST} holds {text[:40]!r} and not the number of an iteration: load another checkpoint."
+        )
     return _iteration_folder(int(text))
 
 
@@ -190,8 +192,8 @@ def _check_parts(reader: CheckpointReader, folder: str) -> None:
     )
     if saved != here:
         raise CheckpointError(
-            f"{reader.folder / folder} was saved with tp_degree={saved[0]} and pp_degree={saved[1]}, and they are "
-            f"{here[0]} and {here[1]} here: set them as they were, or take the weights along with `save_model`."
+            f"{reader.folder / folder} was saved with tp_degree={saved[0]} and pp_degree={saved[1]}, but here they "
+            f"are {here[0]} and {here[1]}: set them as they were, or transfer the weights with `save_model`."
         )
 
 
@@ -245,7 +247,7 @@ def whole_weights(engine: MegatronEngine) -> dict[str, Any]:
         return transformers_state_dict(engine.chunks, engine.model_config) or {}
     if parallel_state.get_model_parallel_world_size() > 1 or len(engine.chunks) > 1:
         raise NotYetSupported(
-            "putting together the weights of a `custom_model_provider_function` that lie on several processes",
+            "gathering the weights of a `custom_model_provider_function` from several processes",
             "save them with `save_state`, which writes a file for each part.",
         )
     return {name: value for name, value in engine.chunks[0].state_dict().items() if _is_weight(value)}

@@ -27,8 +27,8 @@ def enlarged(loader: Any, times: int) -> Any:
         larger.batch_size = sampler.batch_size * times
     else:
         raise ValueError(
-            f"num_micro_batches={times} makes batches larger, and {type(sampler).__name__} has no `batch_size` to be "
-            "multiplied: give the loader a `batch_size`, or a batch sampler that has one."
+            f"num_micro_batches={times} makes batches larger, but {type(sampler).__name__} has no `batch_size` to "
+            "multiply: give the loader a `batch_size`, or a batch sampler that has one."
         )
     return DataLoader(loader.dataset, batch_sampler=larger, **arguments)
 

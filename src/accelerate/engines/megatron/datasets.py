@@ -50,8 +50,8 @@ def samples(args: SimpleNamespace) -> list[int]:
     training = getattr(args, "train_samples", None) or (steps or 0) * args.global_batch_size
     if not training:
         raise ValueError(
-            "How many samples to make of an indexed dataset is not known: set `train_iters` of the MegatronLMPlugin, "
-            "or prepare a MegatronLMDummyScheduler(optimizer, total_num_steps=...) with it."
+            "The number of samples to take from an indexed dataset is not known: set `train_iters` of the "
+            "MegatronLMPlugin, or prepare a MegatronLMDummyScheduler(optimizer, total_num_steps=...) with it."
         )
     steps = steps or training // args.global_batch_size
     validations = steps // args.eval_interval + 1

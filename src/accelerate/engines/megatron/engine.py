@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 # Where the length of a batch's sequences is read.
 _TOKENS = ("input_ids", "tokens")
 _KEYWORDS = (
-    "A model of Megatron-LM takes a batch as keywords, `model(**batch)`, with at least one tensor of samples in it."
+    "A model of Megatron-LM takes a batch as keyword arguments, `model(**batch)`, with at least one tensor "
+    "that has a row for each sample."
 )
 
 
@@ -112,8 +113,9 @@ class MegatronEngine(nn.Module):
         count = next(count for count in range(asked, rows + 1) if rows % count == 0)
         if len(self.module) > 1 and count % self.args.pipeline_model_parallel_size != 0:
             raise ValueError(
-                f"{count} micro-batches cannot be shared by the {self.args.pipeline_model_parallel_size} stages that "
-                "take turns: make `num_micro_batches` a multiple of them, and pass drop_last=True to the loader."
+                f"{count} micro-batches cannot be divided evenly over the {self.args.pipeline_model_parallel_size} "
+                "interleaved stages: make `num_micro_batches` a multiple of them, and pass drop_last=True to the "
+                "loader."
             )
         return count, rows // count
 
@@ -181,18 +183,18 @@ class MegatronEngine(nn.Module):
         tokens = next((batch[name] for name in _TOKENS if name in batch), None)
         if tokens is not None and tokens.ndim < 2:
             raise ValueError(
-                f"The tokens of this batch have the shape {list(tokens.shape)}, and a batch has a row of them for each "
-                "sample: give the loader a `batch_size`."
+                f"The tokens of this batch have the shape {list(tokens.shape)}, but a batch needs a row of them for "
+                "each sample: give the loader a `batch_size`."
             )
         found = self.args.seq_length if tokens is None else tokens.shape[1]
         if self._longest is not None and found is not None and found > self._longest:
             raise ValueError(
-                f"The sequences of this batch have {found} tokens, and the model has positions for {self._longest}: "
-                "cut them, or train a model with more."
+                f"The sequences of this batch have {found} tokens, but the model has only {self._longest} "
+                "positions: truncate them, or train a model with more."
             )
         if found is None and self.args.pipeline_model_parallel_size > 1:
             raise ValueError(
-                f"The stages of a pipeline need to know how long sequences are, and this batch has none of "
+                "The stages of a pipeline need to know how long sequences are, but this batch has none of "
                 f"{', '.join(_TOKENS)}: set `seq_length` of the MegatronLMPlugin."
             )
         return int(found or 1)
@@ -258,7 +260,10 @@ class MegatronEngine(nn.Module):
     def _needed_accelerator(self) -> Any:
         accelerator = self._accelerator()
         if accelerator is None:
-            raise RuntimeError("The Accelerator of this model is gone, and it is what saves and loads: keep it.")
+            raise RuntimeError(
+                "The Accelerator of this model no longer exists, but saving and loading need it: keep a reference "
+                "to it."
+            )
         return accelerator
 
 
@@ -290,8 +295,8 @@ def _cut(name: str, value: Any, start: int, size: int, rows: int) -> Any:
         return value  # of the batch as a whole
     if len(value) != rows:
         raise ValueError(
-            f"`{name}` has {len(value)} rows, and the batch has {rows} samples: give it one for each, so that it can "
-            "be cut into micro-batches."
+            f"`{name}` has {len(value)} rows, but the batch has {rows} samples: give it one for each, so that it "
+            "can be split into micro-batches."
         )
     return value[start : start + size]
 

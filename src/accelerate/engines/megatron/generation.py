@@ -68,7 +68,9 @@ def megatron_generate(
     choose = _Choice(temperature, top_k, top_p)
     width = num_beams or 1
     if width > 1 and not choose.greedy:
-        raise ValueError("Beams are not drawn: leave out either `num_beams` or `temperature`, `top_k` and `top_p`.")
+        raise ValueError(
+            "Beam search does not sample: leave out either `num_beams` or `temperature`, `top_k` and `top_p`."
+        )
     with _evaluating(engine.chunks):
         pipeline = _Pipeline(engine.chunks, inputs, attention_mask, width)
         pipeline.reserve(left)
@@ -126,11 +128,11 @@ class _Choice:
 
     def __init__(self, temperature: float | None, top_k: int | None, top_p: float | None) -> None:
         if temperature is not None and temperature <= 0:
-            raise ValueError(f"`temperature` has to be more than 0, not {temperature}: leave it out for no draws.")
+            raise ValueError(f"`temperature` must be more than 0, not {temperature}: leave it out to decode greedily.")
         if top_k is not None and top_k < 0:
-            raise ValueError(f"`top_k` has to be 0 (all tokens) or more, not {top_k}.")
+            raise ValueError(f"`top_k` must be 0 (all tokens) or more, not {top_k}.")
         if top_p is not None and not 0 <= top_p <= 1:
-            raise ValueError(f"`top_p` has to be between 0 and 1, not {top_p}.")
+            raise ValueError(f"`top_p` must be between 0 and 1, not {top_p}.")
         self.greedy = (temperature is None and top_k is None and top_p is None) or top_k == 1
         self.temperature, self.top_k, self.top_p = temperature or 1.0, top_k or 0, top_p or 0.0
         self.generator: torch.Generator | None = None
@@ -177,7 +179,7 @@ class _Pipeline:
         if self.mask is not None and bool(self.mask.all()):
             self.mask = None
         if self.mask is not None and not bool(self.mask[:, -1].all()):
-            raise ValueError("Prompts have to be padded on the left: the last token of some is padding.")
+            raise ValueError("Prompts must be padded on the left: the last token of some is padding.")
         if self.mask is not None and has_transformer_engine():
             raise NotYetSupported(
                 "Padding of prompts with Transformer Engine", "generate for prompts of one length at a time."

@@ -74,12 +74,11 @@ def attention_backend(asked: Any, *, transformer_engine: bool) -> Any:
         name = "auto" if asked or not transformer_engine else "unfused"
     if name not in AttnBackend.__members__:
         raise ValueError(
-            f"attention_backend={asked!r} is none of megatron-core's: {', '.join(AttnBackend.__members__)}."
+            f"attention_backend={asked!r} is not one of megatron-core's: {', '.join(AttnBackend.__members__)}."
         )
     if name not in ("auto", "local") and not transformer_engine:
         raise ImportError(
-            f"attention_backend={name!r} is one of Transformer Engine: `pip install transformer-engine`, or leave it "
-            "out."
+            f"attention_backend={name!r} needs Transformer Engine: `pip install transformer-engine`, or leave it out."
         )
     return AttnBackend[name]
 

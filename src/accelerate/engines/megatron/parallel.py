@@ -34,8 +34,8 @@ def data_parallel_size(plugin: MegatronLMPlugin, processes: int) -> int:
     each = plugin.tp_degree * plugin.pp_degree
     if each < 1 or processes % each != 0:
         raise ValueError(
-            f"A model on tp_degree={plugin.tp_degree} x pp_degree={plugin.pp_degree} processes does not fit into the "
-            f"{processes} that there are: start a multiple of {each}, or make the degrees smaller."
+            f"A model on tp_degree={plugin.tp_degree} x pp_degree={plugin.pp_degree} processes does not fit the "
+            f"{processes} processes of this run: start a multiple of {each}, or make the degrees smaller."
         )
     return processes // each
 
@@ -47,13 +47,13 @@ def check(plugin: MegatronLMPlugin) -> None:
     if (plugin.context_parallel_size or 1) > 1:
         raise NotYetSupported(
             f"Megatron-LM with context_parallel_size={plugin.context_parallel_size}",
-            "cut sequences with FSDP (`ParallelismConfig(cp_size=...)`), or use sequence_parallelism=True.",
+            "split sequences with FSDP (`ParallelismConfig(cp_size=...)`), or use sequence_parallelism=True.",
         )
     if plugin.use_custom_fsdp:
         raise NotYetSupported("use_custom_fsdp=True of Megatron-LM", "use FSDP (`fsdp_plugin`) to shard parameters.")
     if plugin.pipeline_model_parallel_split_rank is not None:
         raise NotYetSupported(
-            "pipeline_model_parallel_split_rank, which megatron-core has no more",
+            "pipeline_model_parallel_split_rank, which megatron-core no longer has",
             "leave it out: encoder and decoder go through the same stages.",
         )
     if plugin.sequence_parallelism and plugin.tp_degree == 1:
@@ -69,7 +69,7 @@ def check(plugin: MegatronLMPlugin) -> None:
     if plugin.use_precision_aware_optimizer and not (plugin.use_distributed_optimizer and has_transformer_engine()):
         raise ValueError(
             "use_precision_aware_optimizer=True needs use_distributed_optimizer=True, and Transformer Engine (`pip "
-            "install transformer-engine`), whose Adam it is: see to both, or leave it out."
+            "install transformer-engine`), which has its Adam: provide both, or leave it out."
         )
 
 
@@ -77,12 +77,13 @@ def _check_values(plugin: MegatronLMPlugin) -> None:
     for name in ("tp_degree", "pp_degree", "num_micro_batches", "recompute_num_layers", "eval_interval"):
         value = getattr(plugin, name)
         if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value!r} of the MegatronLMPlugin has to be 1 or more, a whole number.")
+            raise ValueError(f"{name}={value!r} of the MegatronLMPlugin must be a whole number of at least 1.")
     for name, choices in _CHOICES.items():
         value = getattr(plugin, name)
         if value not in choices:
             raise ValueError(
-                f"{name}={value!r} of the MegatronLMPlugin is none of those that Megatron-LM has: {', '.join(choices)}."
+                f"{name}={value!r} of the MegatronLMPlugin is unknown to Megatron-LM: choose one of "
+                f"{', '.join(choices)}."
             )
     if plugin.gradient_clipping is not None and plugin.gradient_clipping < 0:
         raise ValueError(

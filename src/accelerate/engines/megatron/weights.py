@@ -51,7 +51,7 @@ def load_transformers_weights(
     ]
     if unknown:
         raise ValueError(
-            f"{len(unknown)} weights have no place in a {model_config.model_type} model of Megatron-LM: "
+            f"{len(unknown)} weights have no counterpart in a {model_config.model_type} model of Megatron-LM: "
             f"{', '.join(sorted(unknown)[:3])}."
         )
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
@@ -137,8 +137,8 @@ def _weight(state_dict: Mapping[str, torch.Tensor], name: str, prefix: str, mode
         if known in state_dict:
             return state_dict[known]
     raise KeyError(
-        f"The state dict has no {name!r}, which this {model_config.model_type} model of Megatron-LM needs: it is not "
-        "full, or of another config."
+        f"The state dict has no {name!r}, which this {model_config.model_type} model of Megatron-LM needs: it is "
+        "incomplete, or of another config."
     )
 
 

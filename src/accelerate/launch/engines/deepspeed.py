@@ -181,7 +181,7 @@ def _contradicted(settings: Settings, asked: str, found: str) -> None:
     """A filter says exactly what is used, so that a number beside it is at most out of date."""
     if not _has_filter(settings):
         raise ValueError(f"{asked}, but {found}: make them agree.")
-    settings.notes.append(f"{asked}, but {found}: that counts.")
+    settings.notes.append(f"{asked}, but {found}: the filter is used.")
 
 
 # --- DeepSpeed's config file ----------------------------------------------------------------------------------------
@@ -228,7 +228,7 @@ def _plan(settings: Settings) -> LaunchPlan:
     launcher, env = _in_use(settings), _environment(settings)
     if launcher.scripts and (settings.module or settings.no_python):
         raise ValueError(
-            f"DeepSpeed's {settings.deepspeed_multinode_launcher} launcher runs Python scripts alone: leave out "
+            f"DeepSpeed's {settings.deepspeed_multinode_launcher} launcher runs only Python scripts: leave out "
             "`--module` and `--no_python`."
         )
     if launcher.carries:
@@ -258,8 +258,8 @@ def _check_carried(env: dict[str, str]) -> None:
     for name, value in env.items():
         if re.search(r"[^\w@%+=:,./-]", value):
             raise ValueError(
-                f"{name} is {value!r}, which DeepSpeed's launcher cannot carry to other machines: use letters, digits "
-                "and @%+=:,./-_ alone, or `--deepspeed_multinode_launcher standard`."
+                f"{name} is {value!r}, which DeepSpeed's launcher cannot carry to other machines: use only letters, "
+                "digits and @%+=:,./-_, or `--deepspeed_multinode_launcher standard`."
             )
 
 

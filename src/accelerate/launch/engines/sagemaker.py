@@ -23,7 +23,7 @@ def job(config: SageMakerConfig, args: argparse.Namespace) -> tuple[dict[str, An
     if args.module or args.no_python:
         raise ValueError("A job on SageMaker runs a Python script: leave out `--module` and `--no_python`.")
     if not str(args.training_script).endswith(".py"):
-        raise ValueError(f"A job on SageMaker runs a Python script, and {args.training_script!r} is none.")
+        raise ValueError(f"A job on SageMaker runs a Python script, but {args.training_script!r} is not one.")
     script = Path(args.training_script)
     values = argparse.Namespace(**{**vars(args), **(config.dynamo_config or {})})
     values.mixed_precision = values.mixed_precision or config.mixed_precision

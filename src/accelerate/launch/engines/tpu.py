@@ -77,13 +77,15 @@ def _of_pod(settings: Settings) -> LaunchPlan:
     """One launch on each machine; where their number is not given, on all that there are."""
     if settings.use_fsdp:
         raise ValueError(
-            "FSDP on a TPU is one process for all chips of one machine, and not of a pod: leave out `--use_fsdp`."
+            "FSDP on a TPU uses one process for all chips of one machine, not of a pod: leave out `--use_fsdp`."
         )
     machines = _machines(settings)
     argv = [sys.executable, POD, *(json.dumps([name, *words]) for name, words in machines.items())]
     program = next(iter(machines.values()))[0]
     missing = (
-        "" if shutil.which(program) else f"There is no `{program}` here, which `--tpu_cluster` reaches the pod by."
+        ""
+        if shutil.which(program)
+        else f"`{program}` is not installed here, but `--tpu_cluster` needs it to reach the pod: install it first."
     )
     count = "all" if len(machines) == 1 else len(machines)
     return LaunchPlan(f"{count} machines of a TPU pod, by {program}", argv, {}, machines=machines, missing=missing)
@@ -100,7 +102,7 @@ def _machines(settings: Settings) -> dict[str, list[str]]:
     name, zone = getattr(settings.file, "tpu_name", None), getattr(settings.file, "tpu_zone", None)
     if not name or not zone:
         raise ValueError(
-            "Which pod? Have `tpu_name` and `tpu_zone` in the config file, or name its machines with `--vm`, one each."
+            "Which pod? Set `tpu_name` and `tpu_zone` in the config file, or name its machines, each with `--vm`."
         )
     gcloud = ["gcloud", "compute", "tpus", "tpu-vm", "ssh", name, "--zone", zone]
     if settings.of["num_machines"].source == "default" or settings.num_machines == 1:

@@ -40,11 +40,11 @@ class DeepSpeedSetup(EngineSetup):
         if request.mixed_precision == "fp8":
             raise NotYetSupported("mixed_precision='fp8' with DeepSpeed", "use 'bf16', or FSDP to spread the model.")
         if not is_deepspeed_available():
-            raise ImportError("DeepSpeed was asked for and is not installed: pip install deepspeed")
+            raise ImportError("DeepSpeed was requested but is not installed: pip install deepspeed")
         if compare_versions("deepspeed", "<", OLDEST_DEEPSPEED):
             raise ImportError(
-                f"The installed DeepSpeed is older than {OLDEST_DEEPSPEED}, the first one for the releases of torch "
-                "that this package supports: pip install --upgrade deepspeed"
+                f"The installed DeepSpeed is older than {OLDEST_DEEPSPEED}, the first release for the versions of "
+                "torch that this package supports: pip install --upgrade deepspeed"
             )
         for plugin in plugins.values():
             plugin.set_mixed_precision(request.mixed_precision)
@@ -56,8 +56,8 @@ class DeepSpeedSetup(EngineSetup):
             import_module("deepspeed.accelerator")
         except Exception as error:
             raise ImportError(
-                f"DeepSpeed is installed and cannot be imported ({type(error).__name__}: {error}): install it again, "
-                "with the torch that is here."
+                f"DeepSpeed is installed but cannot be imported ({type(error).__name__}: {error}): install it "
+                "again, for the torch of this environment."
             ) from error
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # libraries that load pretrained models look there
         set_world_variables(partial)  # which DeepSpeed reads
@@ -75,6 +75,6 @@ class DeepSpeedSetup(EngineSetup):
         given = list(plugin.values()) if isinstance(plugin, dict) else [plugin]
         if not given or not all(any(one is other for other in known) for one in given):
             raise NotImplementedError(
-                "This process has its DeepSpeed plugins, or trains without DeepSpeed, since its first `Accelerator()`: "
-                "give that one all of them, by name, and choose with `state.select_deepspeed_plugin(name)`."
+                "The first `Accelerator()` of this process has set its DeepSpeed plugins, or none: pass all of "
+                "them to that one, by name, and choose with `state.select_deepspeed_plugin(name)`."
             )

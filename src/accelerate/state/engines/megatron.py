@@ -34,11 +34,11 @@ class MegatronSetup(EngineSetup):
         if request.mixed_precision == "fp8":
             raise NotYetSupported("mixed_precision='fp8' with Megatron-LM", "use 'bf16', or FSDP to spread the model.")
         if not has_package("megatron.core"):
-            raise ImportError("Megatron-LM was asked for and is not installed: pip install megatron-core")
+            raise ImportError("Megatron-LM was requested but is not installed: pip install megatron-core")
         if compare_versions("megatron-core", "<", OLDEST_MEGATRON):
             raise ImportError(
-                f"The installed megatron-core is older than {OLDEST_MEGATRON}, whose way to make optimizers is used "
-                "here: pip install --upgrade megatron-core"
+                f"The installed megatron-core is older than {OLDEST_MEGATRON}, whose way of creating optimizers is "
+                "used here: pip install --upgrade megatron-core"
             )
         self._plugin = MegatronLMPlugin() if plugin is None else plugin
         self._plugin.set_mixed_precision(request.mixed_precision)
@@ -51,13 +51,13 @@ class MegatronSetup(EngineSetup):
             import_module("megatron.core")
         except Exception as error:
             raise ImportError(
-                f"megatron-core is installed and cannot be imported ({type(error).__name__}: {error}): install it "
-                "again, for the torch that is here."
+                f"megatron-core is installed but cannot be imported ({type(error).__name__}: {error}): install it "
+                "again, for the torch of this environment."
             ) from error
         cuda = devices.by_name("cuda")
         if cuda.count() == 0 or (cuda.available() and partial.device.type != cuda.name):
             raise Unfit(
-                f"Megatron-LM runs on GPUs that are devices of `torch.cuda`, and rank {partial.process_index} is on "
+                f"Megatron-LM runs on GPUs that are devices of `torch.cuda`, but rank {partial.process_index} is on "
                 f"{partial.device}: start it on such GPUs, or spread the model with FSDP (`fsdp_plugin`)."
             )
         os.environ["ACCELERATE_USE_MEGATRON_LM"] = "true"  # where scripts ask whether it is the engine

@@ -24,7 +24,7 @@ def family_of(model_config: Any) -> ModelFamily:
     if kind not in FAMILIES:
         known = ", ".join(FAMILIES)
         raise ValueError(
-            f"Models of the type {kind!r} are not built for Megatron-LM here, only {known}: build others in a function "
+            f"Models of the type {kind!r} cannot be built for Megatron-LM, only {known}: build others in a function "
             "of your own, `MegatronLMPlugin(custom_model_provider_function=...)`."
         )
     return FAMILIES[kind]

@@ -55,16 +55,16 @@ class ModelFamily:
             found = getattr(model, name, value)
             if found != value:
                 raise ValueError(
-                    f"megatron-core has no {model.model_type} with {name}={found!r}: it has to be {value!r}."
+                    f"megatron-core has no {model.model_type} with {name}={found!r}: it must be {value!r}."
                 )
         if self.rotary and not plugin.use_rotary_position_embeddings:
             raise ValueError(
-                f"The positions of a {model.model_type} are rotary ones, and use_rotary_position_embeddings=False "
-                "would make another model of it: leave it out."
+                f"The positions of a {model.model_type} are rotary, and use_rotary_position_embeddings=False would "
+                "make it another model: leave it out."
             )
         if plugin.return_logits and not self.returns_logits and plugin.custom_train_step_class is None:
             raise ValueError(
-                f"The train step of a {model.model_type} returns no logits, as return_logits=True asks for: leave it "
+                f"The train step of a {model.model_type} returns no logits, but return_logits=True is set: leave it "
                 "out, or give the MegatronLMPlugin a `custom_train_step_class`."
             )
 

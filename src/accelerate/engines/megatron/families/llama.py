@@ -27,14 +27,13 @@ class Llama(Decoder):
         super().check(model, plugin)
         if model.attention_bias != model.mlp_bias:
             raise ValueError(
-                f"megatron-core has biases in attention and MLP, or in none: attention_bias={model.attention_bias} and "
-                f"mlp_bias={model.mlp_bias} have to be the same."
+                f"megatron-core has biases in attention and MLP, or in none: attention_bias={model.attention_bias} "
+                f"and mlp_bias={model.mlp_bias} must be the same."
             )
         kind = _rotary(model)["rope_type"]
         if kind not in ("default", *_SCALED):
             raise ValueError(
-                f"Rotary positions of the type {kind!r} are not built for Megatron-LM here: use default, linear or "
-                "llama3."
+                f"Rotary positions of the type {kind!r} cannot be built for Megatron-LM: use default, linear or llama3."
             )
 
     def settings(self, model: Any) -> dict[str, Any]:

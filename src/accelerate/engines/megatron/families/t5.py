@@ -22,8 +22,8 @@ class T5(ModelFamily):
         super().check(model, plugin)
         if plugin.pp_degree > 1:
             raise ValueError(
-                "megatron-core has no pipeline for models with an encoder and a decoder: train T5 with pp_degree=1, "
-                "and spread it by tp_degree."
+                "megatron-core has no pipeline for models with an encoder and a decoder: train T5 with "
+                "pp_degree=1, and shard it with tp_degree."
             )
 
     def settings(self, model: Any) -> dict[str, Any]:
