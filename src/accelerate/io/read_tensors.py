@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,12 +68,12 @@ class Read:
             with torch.inference_mode(False):
                 self.result = torch.empty(self.source.shape, dtype=self.dtype, device=self.device)
         memory, stored = self.result, self.source.dtype
-        if not memory.is_contiguous():
-            place = _Place(0, memory, stored)
-        elif memory.dtype != stored:
-            place = _Place(0, memory.view(-1), stored)
-        else:
+        if memory.is_contiguous() and memory.dtype == stored:
             place = _Place(0, bytes_of(memory))
+        elif _is_away(memory):
+            place = _Place(0, memory, stored, _DeviceCast(memory, stored, -(-self.source.nbytes // PIECE)))
+        else:
+            place = _Place(0, memory.view(-1) if memory.is_contiguous() else memory, stored)
         return _Reading(self.source, [place])
 
 
@@ -124,16 +125,45 @@ def _is_away(tensor: torch.Tensor) -> bool:
     return not tensor.is_cpu
 
 
+class _DeviceCast:
+    """A tensor on a device that gets its values when all their bytes are there: one kernel, and not one per piece.
+
+    stored: the dtype to cast from. pieces: how many arrive.
+    """
+
+    def __init__(self, tensor: torch.Tensor, stored: torch.dtype, pieces: int) -> None:
+        self._tensor = tensor
+        self._stored = stored
+        self._left = list(range(pieces))
+        self._lock = threading.Lock()
+        self._bytes: torch.Tensor | None = None
+
+    def bytes(self) -> torch.Tensor:
+        """The memory that they arrive in; allocated for the first of them, so few tensors have theirs at a time."""
+        with self._lock:
+            if self._bytes is None:
+                size = self._tensor.numel() * self._stored.itemsize
+                self._bytes = torch.empty(size, dtype=torch.uint8, device=self._tensor.device)
+            return self._bytes
+
+    def arrived(self) -> None:
+        """One more piece is there, or on its way on the same stream."""
+        if self._left.pop() == 0:  # without a lock, at which threads would queue up
+            self._tensor.copy_(self.bytes().view(self._stored).view(self._tensor.shape))
+            self._bytes = None
+
+
 class _Place(NamedTuple):
     """A tensor that is read from a source.
 
     offset: where its bytes begin. tensor: what gets them: flat bytes, or if `stored` is given, elements in any order of
-    memory, cast from that dtype.
+    memory, cast from that dtype; on a device by `cast`.
     """
 
     offset: int
     tensor: torch.Tensor
     stored: torch.dtype | None = None
+    cast: _DeviceCast | None = None
 
     def between(self, start: int, end: int) -> _Part | None:
         """The part of it that lies between two offsets of the source."""
@@ -142,39 +172,43 @@ class _Place(NamedTuple):
         first, last = max(start - self.offset, 0), min(end - self.offset, size)
         if first >= last:
             return None
-        whole = last - first == size
-        outs = [self.tensor] if whole else list(rows_between(self.tensor, first // width, last // width))
-        is_direct = self.stored is None and not _is_away(self.tensor)
-        return _Part(self.offset + first - start, last - first, outs, self.stored, is_direct)
+        outs = [self.tensor]
+        if last - first < size and self.cast is None:
+            outs = list(rows_between(self.tensor, first // width, last // width))
+        return _Part(self.offset + first - start, last - first, outs, self, first)
 
 
 class _Part(NamedTuple):
     """What a piece holds of one tensor.
 
-    at, size: where its bytes are in the piece. outs: what gets them, in order. stored: the dtype they are cast from.
-    is_direct: whether they are read straight to their place.
+    at, size: where its bytes are in the piece. outs: what gets them, in order. first: its first byte in the tensor.
     """
 
     at: int
     size: int
     outs: list[torch.Tensor]
-    stored: torch.dtype | None
-    is_direct: bool
+    place: _Place
+    first: int
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the bytes are read straight to their place."""
+        return self.place.stored is None and not _is_away(self.place.tensor)
 
     def send(self, lane: Lane, buffer: Buffer) -> None:
         """Send it from the buffer that has the piece."""
         content = buffer.bytes.narrow(0, self.at, self.size)
-        if self.stored is None:
+        stored, cast = self.place.stored, self.place.cast
+        if stored is None:
             lane.send(self.outs, content, buffer.left)
-            return
-        if _is_away(self.outs[0]):  # it is cast over there
-            raw = torch.empty(self.size, dtype=torch.uint8, device=self.outs[0].device)
-            lane.send([raw], content, buffer.left)
-            content = raw
-        values, at = content.view(self.stored), 0
-        for out in self.outs:
-            out.copy_(values.narrow(0, at, out.numel()).view(out.shape))
-            at += out.numel()
+        elif cast is not None:
+            lane.send([cast.bytes().narrow(0, self.first, self.size)], content, buffer.left)
+            cast.arrived()
+        else:
+            values, at = content.view(stored), 0
+            for out in self.outs:
+                out.copy_(values.narrow(0, at, out.numel()).view(out.shape))
+                at += out.numel()
 
 
 @dataclass
