@@ -55,7 +55,7 @@ def save(
     background: copy everything, write it there, and return before that is done.
     """
     target = target.absolute()  # a script may go to another folder while this is written behind it
-    staging, leads, number, saved = _stage(target, run.local)
+    staging, leads, save_id, save_time = _stage(target, run.local)
     alive = commit.Alive(staging) if leads else None
     parts: list[Iterable[Part]] = []
 
@@ -98,10 +98,10 @@ def save(
             known = {name: entry for others in together(write, gather) for name, entry in others.items()} | own
 
             def publish() -> None:
-                manifest = Manifest(_all_files(staging, known), run.ranks, distributed_type, number, saved)
+                manifest = Manifest(_all_files(staging, known), run.ranks, distributed_type, save_id, save_time)
                 commit.publish(staging, target, manifest)
 
-            together(publish, gather, here=leads, undo=lambda: commit.withdraw(target, number))
+            together(publish, gather, here=leads, undo=lambda: commit.withdraw(target, save_id))
             # It is there on all machines: now it may replace what was there before, and old ones may go.
             together(lambda: _replace(target, keep), gather, here=leads)
         finally:
@@ -125,12 +125,12 @@ def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str, float
     the id and the time of this save."""
     communicator = current()
     gather, leads = communicator.gather_objects, communicator.rank == 0
-    alone = communicator.size == local[1]
-    if not alone:
+    one_machine = communicator.size == local[1]
+    if not one_machine:
         settle(target, local)
 
     def begin() -> tuple[str, str, float]:
-        if alone:
+        if one_machine:
             commit.finish(target)  # here, to save the processes one exchange
         staging = commit.staging_for(target)
         commit.begin(staging)
@@ -138,7 +138,7 @@ def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str, float
 
     answer = together(begin, gather, here=leads)[0]
     staging = target.parent / answer[0]
-    if not alone:
+    if not one_machine:
         elsewhere = local[0] == 0 and not leads and not staging.is_dir()
         together(lambda: commit.begin(staging), gather, here=elsewhere)
         leads = leads or elsewhere
@@ -183,8 +183,8 @@ class File:
     name: str
     content: Any
     safe: bool = False
-    # Of an optimizer: many small tensors (see `together`).
-    together: bool = False
+    # Of an optimizer: many small tensors (see `write_torch`, `together`).
+    pools_small_tensors: bool = False
 
     def copied(self, memory: HostMemory) -> File:
         with naming(self.name):
@@ -196,7 +196,7 @@ class File:
             disk.make_folder(path.parent)
         if self.safe:
             return {self.name: write_safetensors(self.content, path)}
-        return {self.name: write_torch(self.content, path, together=self.together)}
+        return {self.name: write_torch(self.content, path, together=self.pools_small_tensors)}
 
 
 def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, FileEntry]:
@@ -261,10 +261,10 @@ def own_parts(run: Run, step: int = 0) -> Iterator[File]:
     The progress gets a second file if it contains what 1.x releases refuse, since they would refuse the whole file.
     step: the accumulation step, as older releases store it.
     """
-    together = run.progress is not None and _is_known_to_1_x(run.progress)
-    progress = {PROGRESS: run.progress} if together else {}
+    one_file = run.progress is not None and _is_known_to_1_x(run.progress)
+    progress = {PROGRESS: run.progress} if one_file else {}
     yield File(layout.random_states(run.rank), {"step": step, **capture_random_states(run.device), **progress})
-    if run.progress is not None and not together:
+    if run.progress is not None and not one_file:
         yield File(layout.progress(run.rank), run.progress)
 
 
