@@ -75,7 +75,7 @@ class Position:
         self._drawn_from: set[str] = set()
         self._workers: dict[int, RngStates] = {}
         self._reader: Reader | None = None
-        self._seed_next: bool | None = None
+        self._next_draws_base_seed: bool | None = None
 
     @property
     def phase(self) -> Phase:
@@ -90,17 +90,20 @@ class Position:
     def begin(self, loader: PositionedLoader) -> Iteration:
         """A loop begins: in a whole epoch, in the rest of one, or where a loaded checkpoint says."""
         resume, self._resume, self._left = self._resume, None, None
-        part, seed = loader.part, None
+        part, draws_base_seed = loader.part, None
         if resume is not None:
-            part, seed = resume.part(loader), None if resume.start is None else resume.start["draws"]
+            part = resume.part(loader)
+            draws_base_seed = None if resume.start is None else resume.start["draws"]
             resume.rewind(loader)
         loader.start_epoch(part)
         if part.whole:
-            seed, self._seed_next = (self._seed_next if seed is None else seed), None
+            if draws_base_seed is None:
+                draws_base_seed = self._next_draws_base_seed
+            self._next_draws_base_seed = None
         # Where a script skips without a checkpoint, the rest of an epoch has workers of its own.
         stay = loader.persistent_workers and (part.whole or part.rng is not None)
         start = rng.random_states(loader)
-        start["draws"] = rng.makes_iterator(loader, part) if seed is None else seed
+        start["draws"] = rng.makes_iterator(loader, part) if draws_base_seed is None else draws_base_seed
         start["workers"] = self._states_of_workers() if stay else {}
         iteration = Iteration(
             part,
@@ -136,14 +139,14 @@ class Position:
         resume, known = iteration.resume, self._drawn_from
         if loader.num_workers and rng.makes_iterator(loader, iteration.part):
             ending.let_threads_finish(naps=5)  # workers are forked
-        reader = rng.read(loader, iteration, known, seed=iteration.start["draws"])
+        reader = rng.read(loader, iteration, known, draws_base_seed=iteration.start["draws"])
         if iteration.workers_stay:
             self._reader = reader
         if resume is None:
             return reader
         if resume.ended is not None:
             reader.batches = resume.ended.next_epoch(
-                reader.batches, lambda: rng.read(loader, iteration, known, seed=False).batches
+                reader.batches, lambda: rng.read(loader, iteration, known, draws_base_seed=False).batches
             )
         return resume.replaying(reader, loader, iteration.part)
 
@@ -193,13 +196,14 @@ class Position:
         else:
             progress = iteration.progress()
         over = iteration is None or iteration.finished
+        draws_next = self._next_draws_base_seed
         # An iterable dataset that was left in its middle would go on from there, where the next epoch begins anew.
         left = iteration is None and self._left is not None and isinstance(loader.dataset, IterableDataset)
         return Snapshot(
             **progress,
             broken=self._left if iteration is None else None,
             after=state_of(self._ended_dataset(loader)) if over and not left else None,
-            draws_next=rng.makes_iterator(loader, loader.part) if self._seed_next is None else self._seed_next,
+            draws_next=rng.makes_iterator(loader, loader.part) if draws_next is None else draws_next,
             generators=generators,
             seed=sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
             batch=loader.total_batch_size,
@@ -234,7 +238,7 @@ class Position:
             return
         if not saved.inside:
             loader.forget_state()  # a stateful loader would go on with an epoch that is over
-        self._seed_next = saved.draws_next
+        self._next_draws_base_seed = saved.draws_next
         resume = self._follow(Resume(saved, saved.next_epoch(), loader, skips=skips, by_itself=by_itself))
         dataset = None if saved.inside or saved.after is None else self._ended_dataset(loader)
         if dataset is not None:

@@ -383,14 +383,15 @@ class Replay(Reader):
             set_global_states(own)
 
 
-def read(loader: PositionedLoader, iteration: Iteration, known: set[str], *, seed: bool) -> Reader:
+def read(loader: PositionedLoader, iteration: Iteration, known: set[str], *, draws_base_seed: bool) -> Reader:
     """Have torch's loader begin an iteration; one like it, where the random states of the dataset matter.
 
-    known: which generators the dataset is known to draw from. seed: whether torch's loader draws a number to begin.
+    known: which generators the dataset is known to draw from.
+    draws_base_seed: whether torch's loader draws a number (the seed of its workers) to begin.
     """
     part = iteration.part
     makes = makes_iterator(loader, part)
-    with drawing_seed(part.torch_loader, makes, seed):
+    with drawing_seed(part.torch_loader, makes, draws_base_seed):
         torch_loader = _torch_loader(loader, iteration) if makes else loader.reused
         if loader.persistent_workers and part is loader.part:
             loader.reused = torch_loader
