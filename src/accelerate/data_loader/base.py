@@ -329,7 +329,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         raise NotImplementedError
 
     def _came_back(self, last: bool, backwards: int) -> None:
-        """The loop has done with the batch at hand. last: and ends now. backwards: how many there were before it."""
+        """The loop has done with the batch at hand: this is where preemption listens (`between_batches`).
+
+        last: whether the loop ends now. backwards: how many there were before this batch.
+        """
         if self.between_batches is not None:
             self.position.trains = self.gradient_state.backwards > backwards
             if self.position.trains and not last and self._may_be_saved(loops=1):
