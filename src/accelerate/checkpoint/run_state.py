@@ -53,7 +53,9 @@ class Run:
     custom: list[Any] = field(default_factory=list)
     scaler: Any = None
     progress: dict[str, Any] | None = None
-    # In the middle of a window: the gradients of this process, by parameter (see `named_parameters`).
+    # In the middle of a window: the gradients of this process, by parameter (see `named_parameters`). None outside an
+    # accumulation window. Engines that keep gradients elsewhere (`Sharded`, DeepSpeed) collect them themselves and only
+    # ask whether this is None.
     gradients: dict[str, torch.Tensor] | None = None
     # The files of which it was seen already whether they can be loaded.
     looked_at: set[str] = field(default_factory=set)

@@ -204,7 +204,7 @@ class Sharded(Strategy):
             yield from self.model_parts(model, number, gathers=self.gathers)
         for number, optimizer in enumerate(run.optimizers):
             yield from self.optimizer_parts(run.models, optimizer, number, gathers=self.gathers)
-        if run.gradients is not None:
+        if run.gradients is not None:  # asked only for whether a window is open: the gradients are collected here
             exchanged = self.exchanged(run.models)
             if exchanged is not None:
                 yield Shards(layout.gradient_shards(), "gradients", exchanged)
