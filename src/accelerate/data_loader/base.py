@@ -21,6 +21,9 @@ from accelerate.state import GradientState
 class DataLoaderStateMixin:
     """What a loader knows of the current batch. `begin` and `end` tell the gradient state where batches come from.
 
+    `begin` is called only by loaders without a position (`SkipDataLoader`). `PreparedLoader.start_epoch` does the same
+    for a part of an epoch.
+
     Attributes:
         end_of_dataloader: whether the current batch is the last one of this process.
         ends_everywhere: whether it is the last one of all processes.
@@ -49,8 +52,12 @@ class DataLoaderStateMixin:
 
     def begin(self) -> None:
         """An iteration starts."""
+        self._begin_with(self._known_length())
+
+    def _begin_with(self, samples: int | None) -> None:
+        """An iteration over that many samples, over all processes, starts; None if that is not known."""
         self.reset()
-        self._expect(self._known_length())
+        self._expect(samples)
         self.gradient_state._add_dataloader(self)
 
     def _expect(self, samples: int | None) -> None:
@@ -315,9 +322,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         if self._follows_rank_0:
             self._synchronize()
-        self.reset()
-        self._expect(part.samples_left)
-        self.gradient_state._add_dataloader(self)
+        self._begin_with(part.samples_left)
         part.set_epoch(self.iteration)
 
     def _synchronize(self) -> None:
