@@ -54,7 +54,7 @@ class EpochPart:
     whole: whether it is an epoch as `prepare` made it, and nothing was asked to be left out.
     samples: how many samples were read before it in batches of another size. batches: how many steps after those.
     steps: in how many steps all of that was read.
-    rng: what the dataset drew from then, where a loaded checkpoint knows it.
+    drawn: what the dataset drew from then, where a loaded checkpoint knows it.
     """
 
     torch_loader: Any
@@ -63,7 +63,7 @@ class EpochPart:
     samples: int = 0
     batches: int = 0
     steps: int = 0
-    rng: DrawnStates | None = None
+    drawn: DrawnStates | None = None
 
     @functools.cached_property
     def is_iterable(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
@@ -40,13 +40,26 @@ from accelerate.state import ending
 
 
 class Phase(Enum):
-    """What is going on with a loader."""
+    """What is going on with a loader.
+
+    Derived, never assigned: LOADED is `Position._resume`, READING and RESUMING are `_running`, LEFT is `_left`.
+    """
 
     BETWEEN = "nothing is read: before the first epoch, or after the last batch of one"
     READING = "a loop has a batch of it"
     LEFT = "nothing is read, and the last loop was left before its last batch"
     LOADED = "nothing is read, and a checkpoint says where the next iteration starts"
     RESUMING = "the first batch of that iteration is fetched, with the random states that its order came from"
+
+
+class Way(NamedTuple):
+    """How a loader comes to its place in an epoch; where it does neither, the epoch starts anew.
+
+    by_itself: a stateful loader goes there by loading a state of its own. skips: a loader is taken there.
+    """
+
+    by_itself: bool
+    skips: bool
 
 
 class Position:
@@ -79,6 +92,7 @@ class Position:
 
     @property
     def phase(self) -> Phase:
+        """Derived from `_resume` (LOADED), `_running` (READING, RESUMING) and `_left` (LEFT)."""
         if self._resume is not None:
             return Phase.LOADED
         if self._running:
@@ -101,7 +115,7 @@ class Position:
                 draws_base_seed = self._next_draws_base_seed
             self._next_draws_base_seed = None
         # Where a script skips without a checkpoint, the rest of an epoch has workers of its own.
-        stay = loader.persistent_workers and (part.whole or part.rng is not None)
+        stay = loader.persistent_workers and (part.whole or part.drawn is not None)
         start = rng.random_states(loader)
         start["draws"] = rng.makes_iterator(loader, part) if draws_base_seed is None else draws_base_seed
         start["workers"] = self._states_of_workers() if stay else {}
@@ -125,9 +139,9 @@ class Position:
 
     def _go_on(self, iteration: Iteration, resume: Resume, loader: PositionedLoader) -> None:
         """Tell an iteration what the interrupted one knew."""
-        drawn = iteration.part.rng
+        drawn = iteration.part.drawn
         if resume.by_itself and iteration.part.whole:
-            goal, drawn = resume.goal, resume.rng
+            goal, drawn = resume.goal, resume.drawn
             iteration.samples, iteration.batches = goal.samples, goal.batches
             iteration.earlier, iteration.partial = goal.steps - goal.batches, goal.partial
         if drawn is not None:
@@ -212,11 +226,11 @@ class Position:
             order=order_of(loader),
         )
 
-    def way(self, saved: Snapshot | None, loader: PositionedLoader, own_state: Any) -> tuple[bool, bool]:
-        """Whether a stateful loader goes to its place by itself, and whether a loader is taken there."""
+    def way(self, saved: Snapshot | None, loader: PositionedLoader, own_state: Any) -> Way:
+        """How a loader comes to its place."""
         has_own = own_state is not None and loader.use_stateful_dataloader
         by_itself = has_own and (saved is None or _can_go_on_by_itself(saved, loader))
-        return by_itself, not by_itself and (has_own or self.exact_resume)
+        return Way(by_itself, skips=not by_itself and (has_own or self.exact_resume))
 
     def load(self, saved: Snapshot | None, loader: PositionedLoader, own_state: Any = None) -> None:
         """Have the next iteration follow the interrupted one.
@@ -247,9 +261,9 @@ class Position:
 
     def _follow(self, resume: Resume) -> Resume:
         self._resume = resume
-        if resume.rng is not None:
-            self._drawn_from = set(resume.rng["before"])
-            self._workers = resume.rng["workers"] if resume.start is None else resume.start["workers"]
+        if resume.drawn is not None:
+            self._drawn_from = set(resume.drawn["before"])
+            self._workers = resume.drawn["workers"] if resume.start is None else resume.start["workers"]
         return resume
 
     def _states_of_workers(self) -> dict[int, RngStates]:
@@ -273,8 +287,8 @@ class Resume:
     skips: whether the iteration starts there, and not at the start of that epoch.
     by_itself: whether a stateful loader comes there by loading a state of its own.
     same_batches: whether a step has the same samples as then.
-    start: the random states that the order of the epoch came from, where it has begun. rng: those of a dataset that
-    draws, if they are of use here. ended: a dataset that stands behind the last sample of an epoch.
+    start: the random states that the order of the epoch came from, where it has begun. drawn: those of a dataset
+    that draws, if they are of use here. ended: a dataset that stands behind the last sample of an epoch.
     """
 
     def __init__(
@@ -285,7 +299,7 @@ class Resume:
         self.skips = skips and goal.steps > 0
         self.by_itself = by_itself
         self.same_batches = goal.has_batches_of(loader)
-        self.rng = goal.drawn if goal.has_readers_of(loader) else None
+        self.drawn = goal.drawn if goal.has_readers_of(loader) else None
         self.ended: EndedDataset | None = None
         self.start = _follow_order(goal, loader)
         # While the first batch is fetched: the random states to go on with.
@@ -306,7 +320,7 @@ class Resume:
                 samples, batches = samples + batches * goal.batch, 0
             part = whole.after_samples(samples, loader.total_batch_size) if samples else whole
             part = part.after_steps(batches, loader.batches_per_step) if batches else part
-        return replace(part, steps=goal.steps, rng=self.rng)
+        return replace(part, steps=goal.steps, drawn=self.drawn)
 
     def part_after(self, count: int, loader: PositionedLoader) -> EpochPart:
         """What is left when a script skips `count` steps by itself: not twice what would be skipped anyway."""
@@ -315,7 +329,7 @@ class Resume:
         else:
             part = loader.part.after_steps(count, loader.batches_per_step)
             if self.saved.inside and self.saved.steps == count:
-                part = replace(part, rng=self.rng)
+                part = replace(part, drawn=self.drawn)
         self.skips = False
         return part
 
@@ -340,7 +354,7 @@ class Resume:
     def replaying(self, reader: Reader, loader: PositionedLoader, part: EpochPart) -> Reader:
         """A reader, for a loop that leaves out by itself what was done: with the random states of then, if need be."""
         steps = self.goal.steps - part.steps if self.same_batches and self.start is not None else 0
-        before = {} if self.rng is None else self.rng["before"]
+        before = {} if self.drawn is None else self.drawn["before"]
         # Beside workers only a sampler draws in this process, and it is not known from what.
         names = rng.NAMES if loader.num_workers else tuple(before)
         if steps <= 0 or not names or loader.use_stateful_dataloader:
