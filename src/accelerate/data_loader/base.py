@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate.comm.tree import ignorant_find_batch_size
-from accelerate.data_loader.epoch import EpochPart, Iteration
+from accelerate.data_loader.epoch import EpochLoop, EpochPart
 from accelerate.data_loader.position import Position
 from accelerate.data_loader.rng import TrackedSampler, undisturbed
 from accelerate.data_loader.samplers import get_sampler
@@ -295,10 +295,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def __iter__(self) -> Iterator[Any]:
         if self.between_batches is not None and self._may_be_saved(loops=0):
             self.between_batches(begins=not self.position.trains)
-        iteration = self.position.begin(self)
+        loop = self.position.begin(self)
         backwards = self.gradient_state.backwards
         try:
-            yield from self._batches(iteration)
+            yield from self._batches(loop)
             if self.on_uneven_end is not None:
                 self.on_uneven_end(self, backwards)
         except GeneratorExit:
@@ -307,8 +307,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             raise
         finally:
             # Also after a `break`: the next iteration is another epoch, and the current batch is no longer ours.
-            self.position.caught_up(self, iteration)
-            if self.position.end(iteration):
+            self.position.caught_up(self, loop)
+            if self.position.end(loop):
                 self.iteration += 1
                 if self._rest_of is not None:
                     self._rest_of.iteration = self.iteration
@@ -329,7 +329,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """Have random states follow those of rank 0."""
         raise NotImplementedError
 
-    def _batches(self, iteration: Iteration) -> Iterator[Any]:
+    def _batches(self, loop: EpochLoop) -> Iterator[Any]:
         """The batches of an iteration, which has begun."""
         raise NotImplementedError
 
@@ -352,11 +352,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def samples_at_hand(self) -> tuple[int, int, list[Any] | None] | None:
         """The epoch, the number of the batch at hand in it, and the indices of its samples, where they are noted."""
-        iteration = self.position.current()
-        if iteration is None:
+        loop = self.position.current()
+        if loop is None:
             return None
-        number = iteration.batches - 1
-        return iteration.epoch, number, None if self.tracked_sampler is None else self.tracked_sampler.of_batch(number)
+        number = loop.batches - 1
+        return loop.epoch, number, None if self.tracked_sampler is None else self.tracked_sampler.of_batch(number)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, here and in every sampler or dataset with a `set_epoch`.

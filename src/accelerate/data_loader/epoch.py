@@ -173,8 +173,8 @@ class EpochPart:
 
 
 @dataclass(eq=False)
-class Iteration:
-    """One iteration over a part of an epoch.
+class EpochLoop:
+    """One loop over a part of an epoch.
 
     resume: how it starts after a checkpoint was loaded, until its first batch is there.
     start: the random states that the order of the epoch came from, `draws`: whether torch's loader draws a seed then,

@@ -25,8 +25,8 @@ from torch.utils.data import IterableDataset
 from accelerate.data_loader import rng
 from accelerate.data_loader.epoch import (
     DrawnStates,
+    EpochLoop,
     EpochPart,
-    Iteration,
     PositionedLoader,
     RngStates,
     Snapshot,
@@ -78,7 +78,7 @@ class Position:
 
     def _reset(self) -> None:
         # READING, RESUMING: the last one has the batch at hand, the others are the loops around it.
-        self._running: list[Iteration] = []
+        self._running: list[EpochLoop] = []
         # LEFT: the progress of the iteration that was left.
         self._left: dict[str, Any] | None = None
         # LOADED
@@ -101,7 +101,7 @@ class Position:
 
     # --- an iteration -------------------------------------------------------------------------------------------
 
-    def begin(self, loader: PositionedLoader) -> Iteration:
+    def begin(self, loader: PositionedLoader) -> EpochLoop:
         """A loop begins: in a whole epoch, in the rest of one, or where a loaded checkpoint says."""
         resume, self._resume, self._left = self._resume, None, None
         part, draws_base_seed = loader.part, None
@@ -119,7 +119,7 @@ class Position:
         start = rng.random_states(loader)
         start["draws"] = rng.makes_iterator(loader, part) if draws_base_seed is None else draws_base_seed
         start["workers"] = self._states_of_workers() if stay else {}
-        iteration = Iteration(
+        loop = EpochLoop(
             part,
             loader.iteration,
             resume,
@@ -133,55 +133,55 @@ class Position:
             workers=dict(start["workers"]),
         )
         if resume is not None:
-            self._go_on(iteration, resume, loader)
-        self._running.append(iteration)
-        return iteration
+            self._go_on(loop, resume, loader)
+        self._running.append(loop)
+        return loop
 
-    def _go_on(self, iteration: Iteration, resume: Resume, loader: PositionedLoader) -> None:
+    def _go_on(self, loop: EpochLoop, resume: Resume, loader: PositionedLoader) -> None:
         """Tell an iteration what the interrupted one knew."""
-        drawn = iteration.part.drawn
-        if resume.by_itself and iteration.part.whole:
+        drawn = loop.part.drawn
+        if resume.by_itself and loop.part.whole:
             goal, drawn = resume.goal, resume.drawn
-            iteration.samples, iteration.batches = goal.samples, goal.batches
-            iteration.earlier, iteration.partial = goal.steps - goal.batches, goal.partial
+            loop.samples, loop.batches = goal.samples, goal.batches
+            loop.earlier, loop.partial = goal.steps - goal.batches, goal.partial
         if drawn is not None:
-            iteration.first_rng, iteration.workers = drawn["before"], dict(drawn["workers"])
-            iteration.turn = iteration.part.batches * loader.batches_per_step
+            loop.first_rng, loop.workers = drawn["before"], dict(drawn["workers"])
+            loop.turn = loop.part.batches * loader.batches_per_step
 
-    def read(self, loader: PositionedLoader, iteration: Iteration) -> Reader:
+    def read(self, loader: PositionedLoader, loop: EpochLoop) -> Reader:
         """Have torch's loader begin the iteration."""
-        resume, known = iteration.resume, self._drawn_from
-        if loader.num_workers and rng.makes_iterator(loader, iteration.part):
+        resume, known = loop.resume, self._drawn_from
+        if loader.num_workers and rng.makes_iterator(loader, loop.part):
             ending.let_threads_finish(naps=5)  # workers are forked
-        reader = rng.read(loader, iteration, known, draws_base_seed=iteration.start["draws"])
-        if iteration.workers_stay:
+        reader = rng.read(loader, loop, known, draws_base_seed=loop.start["draws"])
+        if loop.workers_stay:
             self._reader = reader
         if resume is None:
             return reader
         if resume.ended is not None:
             reader.batches = resume.ended.next_epoch(
-                reader.batches, lambda: rng.read(loader, iteration, known, draws_base_seed=False).batches
+                reader.batches, lambda: rng.read(loader, loop, known, draws_base_seed=False).batches
             )
-        return resume.replaying(reader, loader, iteration.part)
+        return resume.replaying(reader, loader, loop.part)
 
-    def caught_up(self, loader: PositionedLoader, iteration: Iteration) -> None:
+    def caught_up(self, loader: PositionedLoader, loop: EpochLoop) -> None:
         """The first batch is there, or there is none."""
-        if iteration.resume is not None:
-            iteration.resume.caught_up(loader, iteration.part)
-            iteration.resume = None
+        if loop.resume is not None:
+            loop.resume.caught_up(loader, loop.part)
+            loop.resume = None
 
-    def current(self) -> Iteration | None:
+    def current(self) -> EpochLoop | None:
         """The iteration that the batch at hand is of."""
         return self._running[-1] if self._running else None
 
-    def end(self, iteration: Iteration) -> bool:
+    def end(self, loop: EpochLoop) -> bool:
         """An iteration is over; whether it still was one of this run, and no checkpoint has been loaded meanwhile."""
-        if iteration not in self._running:
+        if loop not in self._running:
             return False
-        self._running.remove(iteration)
-        self._left = None if iteration.finished else iteration.progress()
-        if iteration.workers_stay:
-            self._workers = iteration.workers
+        self._running.remove(loop)
+        self._left = None if loop.finished else loop.progress()
+        if loop.workers_stay:
+            self._workers = loop.workers
         return True
 
     def part_after(self, count: int, loader: PositionedLoader) -> EpochPart:
@@ -203,19 +203,19 @@ class Position:
             saved = self._resume.saved
             alike = len(generators) == len(saved.generators)
             return dataclasses.replace(saved, generators=generators) if alike else saved
-        sampler, iteration = loader.part.sampler, self.current()
-        if iteration is None:
+        sampler, loop = loader.part.sampler, self.current()
+        if loop is None:
             drawn: DrawnStates = {"before": {}, "workers": dict(self._states_of_workers())}
             progress: dict[str, Any] = {"epoch": loader.iteration, "drawn": drawn}
         else:
-            progress = iteration.progress()
-        over = iteration is None or iteration.finished
+            progress = loop.progress()
+        over = loop is None or loop.finished
         draws_next = self._next_draws_base_seed
         # An iterable dataset that was left in its middle would go on from there, where the next epoch begins anew.
-        left = iteration is None and self._left is not None and isinstance(loader.dataset, IterableDataset)
+        left = loop is None and self._left is not None and isinstance(loader.dataset, IterableDataset)
         return Snapshot(
             **progress,
-            broken=self._left if iteration is None else None,
+            broken=self._left if loop is None else None,
             after=state_of(self._ended_dataset(loader)) if over and not left else None,
             draws_next=rng.makes_iterator(loader, loader.part) if draws_next is None else draws_next,
             generators=generators,

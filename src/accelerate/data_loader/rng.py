@@ -29,7 +29,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
-from accelerate.data_loader.epoch import EpochPart, Iteration, PositionedLoader, RngStates
+from accelerate.data_loader.epoch import EpochLoop, EpochPart, PositionedLoader, RngStates
 from accelerate.data_loader.iterable import Envelope
 from accelerate.errors import warn
 from accelerate.torch_internals.data_loader import before_first_read, numpy_seed, renumber
@@ -224,18 +224,18 @@ class Reader:
 class InProcess(Reader):
     """The dataset is read in this process. known: which generators it is known to draw from."""
 
-    def __init__(self, loader: PositionedLoader, iteration: Iteration, batches: Iterator[Any], known: set[str]) -> None:
+    def __init__(self, loader: PositionedLoader, loop: EpochLoop, batches: Iterator[Any], known: set[str]) -> None:
         super().__init__(batches)
-        self._iteration = iteration
+        self._loop = loop
         self._known = known
         self._stateful = loader.use_stateful_dataloader
         # A sampler leaves out what was read before just before the first batch is read, and then sets them.
-        self._set_by_sampler = not iteration.part.is_iterable and not self._stateful
+        self._set_by_sampler = not loop.part.is_iterable and not self._stateful
         self._number = 0
         self._looks_at = 1  # 0 tells nothing, since samplers draw with it
 
     def after_skipping(self) -> Iterator[Any]:
-        states = self._iteration.first_rng
+        states = self._loop.first_rng
         if not states or self._set_by_sampler:
             return self.batches
         if not self._stateful:
@@ -256,10 +256,10 @@ class InProcess(Reader):
             before = global_states()
             taken = take()
             self._known |= drawn_since(before)
-            self._iteration.before = {name: before[name] for name in self._known}
+            self._loop.before = {name: before[name] for name in self._known}
             return taken
         if self._known:
-            self._iteration.before = global_states(self._known)
+            self._loop.before = global_states(self._known)
         return take()
 
 
@@ -316,9 +316,9 @@ class TrackedSampler(Sampler[Any]):
 class Workers(Reader):
     """Workers read the dataset, and tell their random states with a batch. indices: what torch's loader is given."""
 
-    def __init__(self, iteration: Iteration, batches: Iterator[Any], indices: TrackedSampler) -> None:
+    def __init__(self, loop: EpochLoop, batches: Iterator[Any], indices: TrackedSampler) -> None:
         super().__init__(batches)
-        self._iteration = iteration
+        self._loop = loop
         self._indices = indices
         self._ahead: list[BatchWithRng] = []
 
@@ -333,7 +333,7 @@ class Workers(Reader):
 
     def read(self, take: Callable[[], T]) -> T:
         for batch in self._ahead:
-            self._iteration.workers[batch.worker] = batch.states
+            self._loop.workers[batch.worker] = batch.states
         self._ahead.clear()
         return take()
 
@@ -383,33 +383,33 @@ class Replay(Reader):
             set_global_states(own)
 
 
-def read(loader: PositionedLoader, iteration: Iteration, known: set[str], *, draws_base_seed: bool) -> Reader:
+def read(loader: PositionedLoader, loop: EpochLoop, known: set[str], *, draws_base_seed: bool) -> Reader:
     """Have torch's loader begin an iteration; one like it, where the random states of the dataset matter.
 
     known: which generators the dataset is known to draw from.
     draws_base_seed: whether torch's loader draws a number (the seed of its workers) to begin.
     """
-    part = iteration.part
+    part = loop.part
     makes = makes_iterator(loader, part)
     with drawing_seed(part.torch_loader, makes, draws_base_seed):
-        torch_loader = _torch_loader(loader, iteration) if makes else loader.reused
+        torch_loader = _torch_loader(loader, loop) if makes else loader.reused
         if loader.persistent_workers and part is loader.part:
             loader.reused = torch_loader
         if loader.tracked_sampler is not None:
-            loader.tracked_sampler.first = iteration.batches
+            loader.tracked_sampler.first = loop.batches
         batches = iter(torch_loader)
     if loader.num_workers == 0:
-        return InProcess(loader, iteration, batches, known)
-    return Workers(iteration, batches, loader.tracked_sampler) if _workers_tell(loader) else Reader(batches)
+        return InProcess(loader, loop, batches, known)
+    return Workers(loop, batches, loader.tracked_sampler) if _workers_tell(loader) else Reader(batches)
 
 
-def _torch_loader(loader: PositionedLoader, iteration: Iteration) -> Any:
-    part, notes, first_rng = iteration.part, loader.notes_samples, iteration.first_rng
+def _torch_loader(loader: PositionedLoader, loop: EpochLoop) -> Any:
+    part, notes, first_rng = loop.part, loader.notes_samples, loop.first_rng
     loader.tracked_sampler = None
     if part.is_iterable or loader.use_stateful_dataloader:
         return part.torch_loader
     if loader.num_workers:
-        worker = _Worker(part.torch_loader, iteration.turn, dict(iteration.workers))
+        worker = _Worker(part.torch_loader, loop.turn, dict(loop.workers))
         loader.tracked_sampler = TrackedSampler(part.indices, notes)
         return part.again(loader.tracked_sampler, collate_fn=worker, worker_init_fn=worker.start).torch_loader
     if not notes and not first_rng:
