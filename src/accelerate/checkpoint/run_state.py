@@ -17,11 +17,11 @@ from torch.nn.parameter import is_lazy
 
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.data_loader.rng import global_states, set_global_states
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
 from accelerate.io.host_memory import HostMemory, is_plain
 from accelerate.io.safe_load import read_torch
+from accelerate.random import global_states, set_global_states
 from accelerate.torch_internals.modules import (
     buffers_of,
     has_post_load_hooks,

@@ -12,7 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader
 from accelerate.comm.tree import ignorant_find_batch_size
 from accelerate.data_loader.epoch import EpochLoop, EpochPart
 from accelerate.data_loader.position import Position
-from accelerate.data_loader.rng import TrackedSampler, undisturbed
+from accelerate.data_loader.readers import TrackedSampler
+from accelerate.data_loader.rng import undisturbed
 from accelerate.data_loader.samplers import get_sampler
 from accelerate.data_loader.torch_loaders import stateful_loader
 from accelerate.state import GradientState

@@ -13,7 +13,8 @@ from accelerate.comm.tree import slice_tensors
 from accelerate.data_loader.base import PreparedLoader
 from accelerate.data_loader.batch_split import batch_length, cut, join
 from accelerate.data_loader.epoch import EpochLoop
-from accelerate.data_loader.rng import Reader, undisturbed
+from accelerate.data_loader.readers import Reader
+from accelerate.data_loader.rng import undisturbed
 from accelerate.data_loader.scatter_protocol import Handout, RankBatch
 from accelerate.data_loader.skip_samplers import innermost_skip
 from accelerate.devices import Transfer, transfers_to
@@ -110,7 +111,7 @@ class DataLoaderDispatcher(PreparedLoader):
             left_out = innermost_skip(loop.part.indices)
             if left_out is not None:
                 left_out.keeps = self.batches_per_step
-            reader = self.position.read(self, loop)
+            reader = self.position.open_reader(self, loop)
             transfer.reads(reader.batches)
             first = self._skip(loop.part.skip_batches, reader.batches, handout)
             steps = self._steps(reader)

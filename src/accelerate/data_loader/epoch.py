@@ -236,7 +236,7 @@ class PositionedLoader(Protocol):
     use_stateful_dataloader: bool
     synchronized_generator: torch.Generator | None
     notes_samples: bool  # whether to note which samples each batch has
-    tracked_sampler: Any  # the `rng.TrackedSampler` of the last iteration
+    tracked_sampler: Any  # the `readers.TrackedSampler` of the last iteration
     # Those of the torch loader.
     dataset: Any
     sampler: Any

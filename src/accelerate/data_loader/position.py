@@ -34,8 +34,9 @@ from accelerate.data_loader.epoch import (
     other_order,
 )
 from accelerate.data_loader.iterable import IterableDatasetShard
-from accelerate.data_loader.rng import Reader, Replay
+from accelerate.data_loader.readers import Reader, Replay, open_reader
 from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler
+from accelerate.random import NAMES, set_global_states
 from accelerate.state import ending
 
 
@@ -148,19 +149,19 @@ class Position:
             loop.first_rng, loop.workers = drawn["before"], dict(drawn["workers"])
             loop.turn = loop.part.batches * loader.batches_per_step
 
-    def read(self, loader: PositionedLoader, loop: EpochLoop) -> Reader:
+    def open_reader(self, loader: PositionedLoader, loop: EpochLoop) -> Reader:
         """Have torch's loader begin the iteration."""
         resume, known = loop.resume, self._drawn_from
         if loader.num_workers and rng.makes_iterator(loader, loop.part):
             ending.let_threads_finish(naps=5)  # workers are forked
-        reader = rng.read(loader, loop, known, draws_base_seed=loop.start["draws"])
+        reader = open_reader(loader, loop, known, draws_base_seed=loop.start["draws"])
         if loop.workers_stay:
             self._reader = reader
         if resume is None:
             return reader
         if resume.ended is not None:
             reader.batches = resume.ended.next_epoch(
-                reader.batches, lambda: rng.read(loader, loop, known, draws_base_seed=False).batches
+                reader.batches, lambda: open_reader(loader, loop, known, draws_base_seed=False).batches
             )
         return resume.replaying(reader, loader, loop.part)
 
@@ -338,13 +339,13 @@ class Resume:
         if self.start is not None:
             self._loaded = rng.random_states(loader)
             rng.set_generators(loader, self.start["generators"])
-            rng.set_global_states(self.start)
+            set_global_states(self.start)
 
     def caught_up(self, loader: PositionedLoader, part: EpochPart) -> None:
         """The first batch is there, or an error: random states are again those that the checkpoint has brought."""
         if self._loaded is None:
             return
-        rng.set_global_states(self._loaded)
+        set_global_states(self._loaded)
         # A generator may be shared with another loader. It stays where it is if the order is still being drawn, and not
         # from the place where it was when the checkpoint was saved.
         if rng.draws_at_once(loader.part.sampler) or (self.same_batches and part.steps):
@@ -356,7 +357,7 @@ class Resume:
         steps = self.goal.steps - part.steps if self.same_batches and self.start is not None else 0
         before = {} if self.drawn is None else self.drawn["before"]
         # Beside workers only a sampler draws in this process, and it is not known from what.
-        names = rng.NAMES if loader.num_workers else tuple(before)
+        names = NAMES if loader.num_workers else tuple(before)
         if steps <= 0 or not names or loader.use_stateful_dataloader:
             return reader
         return Replay(reader, steps, names, before)
