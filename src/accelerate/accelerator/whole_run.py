@@ -18,7 +18,7 @@ from accelerate.accumulation import ItemWindow
 from accelerate.checkpoint import layout, load
 from accelerate.checkpoint.agreement import PATIENCE, rendezvous, together
 from accelerate.checkpoint.full_state import packed
-from accelerate.checkpoint.run_state import Loaded, Run, load_into, named_parameters
+from accelerate.checkpoint.run_state import Loaded, LocalRank, Run, load_into, named_parameters
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.comm import Communicator, current, set_current
 from accelerate.data_loader.epoch import Snapshot, change, other_order
@@ -140,9 +140,8 @@ def _agreed_source(accelerator: AcceleratorBase, input_dir: str | os.PathLike[st
     return found, True
 
 
-def _local(accelerator: AcceleratorBase) -> tuple[int, int]:
-    """Which of how many processes of its machine this one is."""
-    return accelerator.local_process_index, accelerator.state.world.local_size
+def _local(accelerator: AcceleratorBase) -> LocalRank:
+    return LocalRank(accelerator.local_process_index, accelerator.state.world.local_size)
 
 
 def _run(
@@ -162,7 +161,7 @@ def _run(
         custom=accelerator._custom_objects,
         scaler=accelerator.scaler,
         progress=progress,
-        local=(0, 1) if communicator.size == 1 else _local(accelerator),
+        local=LocalRank() if communicator.size == 1 else _local(accelerator),
         gradients=gradients,
         looked_at=accelerator._files_looked_at,
     )

@@ -280,15 +280,12 @@ def load_checkpoint_and_dispatch(
         device_map = _find_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
         if offload_folder is None:
             refuse_disk(model, device_map, max_memory, dtype)
-    if offload_state_dict is None and device_map is not None and "disk" in device_map.values():
-        offload_state_dict = True
     load_checkpoint_in_model(
         model,
         checkpoint,
         device_map=device_map,
         offload_folder=offload_folder,
         dtype=dtype,
-        offload_state_dict=bool(offload_state_dict),
         offload_buffers=offload_buffers,
         strict=strict,
         full_state_dict=full_state_dict,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -38,6 +38,13 @@ if TYPE_CHECKING:
 PROGRESS = "progress"
 
 
+class LocalRank(NamedTuple):
+    """Which of how many processes of its machine this one is."""
+
+    rank: int = 0
+    size: int = 1
+
+
 @dataclass
 class Run:
     """The objects of one training run, on one rank: models as prepared, optimizers and schedulers as the script made
@@ -59,8 +66,7 @@ class Run:
     gradients: dict[str, torch.Tensor] | None = None
     # The files of which it was seen already whether they can be loaded.
     looked_at: set[str] = field(default_factory=set)
-    # Which of how many processes of its machine this one is.
-    local: tuple[int, int] = (0, 1)
+    local: LocalRank = field(default_factory=LocalRank)
     # When loading: how many processes wrote the checkpoint, and what is loaded at a time, for a hook may come between
     # optimizers and models, and load some of the models itself.
     saved_ranks: int = 0

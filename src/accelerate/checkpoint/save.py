@@ -17,7 +17,7 @@ import torch
 from accelerate.checkpoint import commit, layout
 from accelerate.checkpoint.agreement import Background, Gather, one_at_a_time, settle, together
 from accelerate.checkpoint.layout import Manifest
-from accelerate.checkpoint.run_state import PROGRESS, Run, StateIO, capture_random_states
+from accelerate.checkpoint.run_state import PROGRESS, LocalRank, Run, StateIO, capture_random_states
 from accelerate.comm import current
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
@@ -114,24 +114,24 @@ def save(
 
 
 def _replace(target: Path, keep: int | None) -> None:
-    commit.finish(target)
+    commit.finish_replacement(target)
     if keep is not None:
         others = [folder for folder in commit.oldest_first(target.parent.parent) if folder != target]
         commit.prune(others, keep - 1)
 
 
-def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str, float]:
+def _stage(target: Path, local: LocalRank) -> tuple[Path, bool, str, float]:
     """The staging folder; whether this rank leads (rank 0, and one rank on each machine without its folder); and
     the id and the time of this save."""
     communicator = current()
     gather, leads = communicator.gather_objects, communicator.rank == 0
-    one_machine = communicator.size == local[1]
+    one_machine = communicator.size == local.size
     if not one_machine:
         settle(target, local)
 
     def begin() -> tuple[str, str, float]:
         if one_machine:
-            commit.finish(target)  # here, to save the processes one exchange
+            commit.finish_replacement(target)  # here, to save the processes one exchange
         staging = commit.staging_for(target)
         commit.begin(staging)
         return str(staging.relative_to(target.parent)), uuid.uuid4().hex, commit.time_of_saving(target)
@@ -139,7 +139,7 @@ def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str, float
     answer = together(begin, gather, here=leads)[0]
     staging = target.parent / answer[0]
     if not one_machine:
-        elsewhere = local[0] == 0 and not leads and not staging.is_dir()
+        elsewhere = local.rank == 0 and not leads and not staging.is_dir()
         together(lambda: commit.begin(staging), gather, here=elsewhere)
         leads = leads or elsewhere
     return staging, leads, answer[1], answer[2]
