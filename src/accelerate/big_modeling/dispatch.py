@@ -21,7 +21,7 @@ from accelerate.devices.base import DeviceLike
 from accelerate.errors import a_kind_of
 from accelerate.hooks.align import watch
 from accelerate.hooks.attach import attach_align_device_hook_on_blocks
-from accelerate.offload.module_tensors import STAND_INS
+from accelerate.offload.module_tensors import PLACEHOLDERS
 from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, keep_on_disk
 from accelerate.text import some_of
 
@@ -103,7 +103,7 @@ def dispatch_model(
 
 def _refuse_empty(model: nn.Module, device: DeviceLike) -> None:
     tensors = (*model.named_parameters(), *model.named_buffers())
-    empty = [name for name, tensor in tensors if tensor.is_meta and not isinstance(tensor, STAND_INS)]
+    empty = [name for name, tensor in tensors if tensor.is_meta and not isinstance(tensor, PLACEHOLDERS)]
     if empty and torch.device(device).type != "meta":
         raise ValueError(
             f"This {type(model).__name__} has no values (meta device) for {some_of(empty)}: load its weights first, "

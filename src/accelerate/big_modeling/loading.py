@@ -34,7 +34,7 @@ from accelerate.io.read_tensors import Read, read_all
 from accelerate.io.stored_tensors import FileRange, StoredTensor
 from accelerate.modules import model_has_dtensor
 from accelerate.offload.module_tensors import (
-    STAND_INS,
+    PLACEHOLDERS,
     extra_state_names,
     names_of_shared,
     resolve_dtype,
@@ -416,7 +416,7 @@ def _make_room(places: Holders) -> dict[str, torch.Tensor]:
     for name, (module, attribute) in places.items():
         table = table_of(module, attribute)
         tensor = table[attribute]
-        if is_lazy(tensor) or not tensor.is_meta or isinstance(tensor, STAND_INS):
+        if is_lazy(tensor) or not tensor.is_meta or isinstance(tensor, PLACEHOLDERS):
             continue
         if id(tensor) not in filled:
             with torch.inference_mode(False):
