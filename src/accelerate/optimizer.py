@@ -61,7 +61,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # Whether the engine counts micro-batches itself, and is stepped at each of them.
         self.every_micro_batch = False
         # Called after a step, and also when gradients were cleared.
-        self.on_sync: Callable[[], None] | None = None
+        self.on_gradients_consumed: Callable[[], None] | None = None
         # Called after a step alone, skipped or not.
         self.after_step: Callable[[], None] | None = None
         self._backwards_seen = 0
@@ -102,13 +102,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # What belongs to this process, and not to the optimizer, is found again where it is unpickled.
-        dropped = ("accelerator_state", "on_sync", "after_step", "_prepared_parameters")
+        dropped = ("accelerator_state", "on_gradients_consumed", "after_step", "_prepared_parameters")
         return {name: value for name, value in self.__dict__.items() if name not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.accelerator_state = AcceleratorState()
-        self.on_sync = self.after_step = self._prepared_parameters = None
+        self.on_gradients_consumed = self.after_step = self._prepared_parameters = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedOptimizer:
         # A copy takes part in the same training: only the optimizer inside is another one.
@@ -171,8 +171,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         sync = self.gradient_state.sync_gradients
         if sync or self.every_micro_batch:
             self._stepper.zero_grad(set_to_none, last=sync)
-            if sync and self.on_sync is not None:
-                self.on_sync()
+            if sync and self.on_gradients_consumed is not None:
+                self.on_gradients_consumed()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step, unless gradients are still being accumulated.
@@ -195,8 +195,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         result = self._stepper.step(closure)
         if self.after_step is not None:
             self.after_step()
-        if self.on_sync is not None:
-            self.on_sync()
+        if self.on_gradients_consumed is not None:
+            self.on_gradients_consumed()
         return result
 
     @property
@@ -213,7 +213,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return any(p.grad is not None for group in self.param_groups for p in group["params"])
 
     def _check_backward(self) -> None:
-        """No `accelerator.backward` since the last step: harmless, unless it would have had to do something."""
+        """Warn, or raise under fp16, if the gradients come from a `loss.backward()` without what they need."""
         steps = self.gradient_state.num_steps
         if (steps == 1 and self.scaler is None) or self._warned or not self._has_gradients():
             return
@@ -232,7 +232,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         )
 
     def _check_ownership(self) -> None:
-        """Once, at the first step: parameters that nobody prepared, or whose model was not called as prepared."""
+        """Warn, at the first step, of parameters that nobody prepared, or whose model was not called as prepared."""
         assert self._prepared_parameters is not None
         known, bypassed = self._prepared_parameters()
         self._prepared_parameters = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+import pickle
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,3 +73,41 @@ def synchronize_rng_states(rng_types: Iterable[RNGType | str], generator: torch.
         if RNGType(rng_type) == RNGType.GENERATOR and generator is None:
             continue
         synchronize_rng_state(RNGType(rng_type), generator=generator)
+
+
+# --- the states of the global generators ------------------------------------------------------------------------
+
+_GLOBAL: dict[str, Callable[[], Any]] = {
+    "python": random.getstate,
+    "numpy": lambda: np.random.get_state(),  # numpy imports its generators at their first use
+    "torch": torch.get_rng_state,
+}
+NAMES = tuple(_GLOBAL)
+
+
+def global_states(names: Iterable[str] = NAMES) -> dict[str, Any]:
+    """The states of the global generators of this process, by name."""
+    return {name: _GLOBAL[name]() for name in names}
+
+
+def set_global_states(
+    states: dict[str, Any], python: Any = random, numpy: Any = None, generator: torch.Generator | None = None
+) -> None:
+    """Set those that are among `states`: of the global generators, or of others that are given in their place."""
+    if "python" in states:
+        version, internal, gauss = states["python"]
+        python.setstate((version, tuple(internal), gauss))
+    if "numpy" in states:
+        (np.random if numpy is None else numpy).set_state(states["numpy"])
+    if "torch" in states:
+        (generator or torch.default_generator).set_state(torch.as_tensor(states["torch"]).cpu())
+
+
+def drawn_since(before: dict[str, Any]) -> set[str]:
+    """From which global generators something was drawn. Equal tensors need not be equal when they are pickled."""
+    after = global_states()
+    return {name for name in before if _plain(before[name]) != _plain(after[name])}
+
+
+def _plain(state: Any) -> bytes:
+    return pickle.dumps(state.numpy() if isinstance(state, torch.Tensor) else state)

@@ -43,7 +43,8 @@ class AcceleratedScheduler:
     Args:
         scheduler: the scheduler.
         optimizers: the optimizers it belongs to.
-        step_with_optimizer: step only when the optimizers did, once per rank; otherwise at every call.
+        step_with_optimizer: step only when the optimizers did, once per share of the data (set by `prepare`);
+            otherwise at every call.
         split_batches: whether the loaders split batches among the ranks, so that the schedule advances by one.
     """
 
@@ -66,7 +67,7 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state: GradientState = GradientState()
         self._steps_each_time = 1 if split_batches else PartialState().num_processes
-        self._total_steps = hasattr(scheduler, "total_steps")
+        self._has_total_steps = hasattr(scheduler, "total_steps")
         self._horizon = horizon(scheduler) if self._steps_each_time > 1 else None
         self._optimizer_steps = 0
 
@@ -88,7 +89,7 @@ class AcceleratedScheduler:
             self._check_horizon()
         for _ in range(self._steps_each_time):
             # OneCycleLR refuses to go past its end, which the last partial round may reach early.
-            if not self._total_steps or self.scheduler.last_epoch < self.scheduler.total_steps:
+            if not self._has_total_steps or self.scheduler.last_epoch < self.scheduler.total_steps:
                 self.scheduler.step(*args, **kwargs)
 
     def _check_horizon(self) -> None:

@@ -243,7 +243,7 @@ class Preparing(AcceleratorBase):
         prepared.gradient_state = self.gradient_state
         prepared.every_micro_batch = self._strategy.owns_accumulation
         # Neither knows this Accelerator, which knows the optimizer: so it ends, with its loaders, when it is dropped.
-        prepared.on_sync = functools.partial(self._items.begin, len(self._optimizers))
+        prepared.on_gradients_consumed = functools.partial(self._items.begin, len(self._optimizers))
         if self._precision.acts_after_step:
             prepared.after_step = functools.partial(self._precision.after_step, self._models)
         if self._stops_at_nonfinite is not None:

@@ -42,14 +42,14 @@ class Stepping(AcceleratorBase):
             if self._items.used:
                 self._items.refuse_others()
             steps = state.num_steps
-            share = loss if steps == 1 or self._strategy.divides_loss else loss / steps
+            scaled_loss = loss if steps == 1 or self._strategy.divides_loss else loss / steps
             if self.scaler is not None:
                 if not self._optimizers:
                     self._check_scaled(self.scaler)
-                share = self.scaler.scale(share)
+                scaled_loss = self.scaler.scale(scaled_loss)
             if self._stops_at_nonfinite is not None:
                 self._stops_at_nonfinite.note_loss(loss)
-            self._strategy.backward(share, **kwargs)
+            self._strategy.backward(scaled_loss, **kwargs)
         except (AttributeError, TypeError, ValueError):
             # Asked only now, so that a good loss is not asked for what it is.
             if hasattr(loss, "backward"):
@@ -61,7 +61,7 @@ class Stepping(AcceleratorBase):
         state.backwards += 1
 
     def _check_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """Nothing has been prepared that would divide the gradients again."""
+        """Warn once if no optimizer was prepared that would unscale the gradients."""
         if scaler.is_enabled() and not has_scaled(scaler):  # until the first loss: said once
             warn(
                 f"fp16 scales gradients by {scaler.get_scale():g}, but no optimizer was prepared that would unscale "

@@ -18,7 +18,7 @@ from accelerate.accumulation import ItemWindow
 from accelerate.checkpoint import layout, load
 from accelerate.checkpoint.agreement import PATIENCE, rendezvous, together
 from accelerate.checkpoint.full_state import packed
-from accelerate.checkpoint.run_state import Loaded, Run, load_into, named_parameters
+from accelerate.checkpoint.run_state import Loaded, LocalRank, Run, load_into, named_parameters
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.comm import Communicator, current, set_current
 from accelerate.data_loader.epoch import Snapshot, change, other_order
@@ -62,13 +62,13 @@ def _save(
     accelerator: AcceleratorBase, output_dir: Any, safe_serialization: bool, async_save: bool, kwargs: dict[str, Any]
 ) -> Path:
     config = accelerator.project_configuration
-    target, inside = _agreed_target(accelerator, output_dir)
+    target, mid_window = _agreed_target(accelerator, output_dir)
     if accelerator.scaler is not None:
         accelerator.scaler.state_dict()  # on every process: an update that is due changes the gradients, too
-    state, gradients = _captured_window(accelerator, inside)
-    state["loaders"] = [_captured_position(accelerator, number) for number in range(len(accelerator._dataloaders))]
+    progress, gradients = _captured_window(accelerator, mid_window)
+    progress["loaders"] = [_captured_position(accelerator, number) for number in range(len(accelerator._dataloaders))]
     save_checkpoint(
-        _run(accelerator, state, gradients),
+        _run(accelerator, progress, gradients),
         target,
         accelerator._strategy,
         accelerator._strategy.weights(accelerator._models),
@@ -117,6 +117,7 @@ def load_state(
         **load_model_func_kwargs,
     )
     _restore_window(accelerator, loaded.progress)
+    # The 1.x releases keep it beside the random states.
     accelerator._accumulation.step = (loaded.random_states or {}).get("step", 0)
     _restore_positions(accelerator, loaded)
     if config.automatic_checkpoint_naming and config.project_dir is not None:
@@ -139,13 +140,14 @@ def _agreed_source(accelerator: AcceleratorBase, input_dir: str | os.PathLike[st
     return found, True
 
 
-def _local(accelerator: AcceleratorBase) -> tuple[int, int]:
-    """Which of how many processes of its machine this one is."""
-    return accelerator.local_process_index, accelerator.state.world.local_size
+def _local(accelerator: AcceleratorBase) -> LocalRank:
+    return LocalRank(accelerator.local_process_index, accelerator.state.world.local_size)
 
 
 def _run(
-    accelerator: AcceleratorBase, state: dict[str, Any] | None = None, gradients: dict[str, torch.Tensor] | None = None
+    accelerator: AcceleratorBase,
+    progress: dict[str, Any] | None = None,
+    gradients: dict[str, torch.Tensor] | None = None,
 ) -> Run:
     communicator = current()
     return Run(
@@ -158,8 +160,8 @@ def _run(
         loaders=accelerator._dataloaders,
         custom=accelerator._custom_objects,
         scaler=accelerator.scaler,
-        progress=state,
-        local=(0, 1) if communicator.size == 1 else _local(accelerator),
+        progress=progress,
+        local=LocalRank() if communicator.size == 1 else _local(accelerator),
         gradients=gradients,
         looked_at=accelerator._files_looked_at,
     )
@@ -175,9 +177,9 @@ def _has_pending_gradients(accelerator: AcceleratorBase) -> bool:
 
 
 def _captured_window(
-    accelerator: AcceleratorBase, inside: bool
+    accelerator: AcceleratorBase, mid_window: bool
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor] | None]:
-    """The counts of the accumulation windows, and in the middle of one (inside) the gradients by parameter."""
+    """The counts of the accumulation windows, and in the middle of one (mid_window) the gradients by parameter."""
     accumulation, items, models = accelerator._accumulation, accelerator._items, accelerator._models
     numbers = {id(model): number for number, model in enumerate(models)}
     counts = [
@@ -189,11 +191,11 @@ def _captured_window(
         "step": accumulation.step,
         "counts": counts,
         "sync_gradients": accumulation.state.sync_gradients,
-        "gradients": inside,
+        "gradients": mid_window,
         "windows": [(window.items, window.scale, window.closed) for window in items.windows],
         "factors": (items.factor, items._next_factor, items.used),
     }
-    if not inside:
+    if not mid_window:
         return progress, None
     return progress, packed(
         {

@@ -21,7 +21,7 @@ from accelerate.devices.base import DeviceLike
 from accelerate.errors import a_kind_of
 from accelerate.hooks.align import watch
 from accelerate.hooks.attach import attach_align_device_hook_on_blocks
-from accelerate.offload.module_tensors import STAND_INS
+from accelerate.offload.module_tensors import PLACEHOLDERS
 from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, keep_on_disk
 from accelerate.text import some_of
 
@@ -103,7 +103,7 @@ def dispatch_model(
 
 def _refuse_empty(model: nn.Module, device: DeviceLike) -> None:
     tensors = (*model.named_parameters(), *model.named_buffers())
-    empty = [name for name, tensor in tensors if tensor.is_meta and not isinstance(tensor, STAND_INS)]
+    empty = [name for name, tensor in tensors if tensor.is_meta and not isinstance(tensor, PLACEHOLDERS)]
     if empty and torch.device(device).type != "meta":
         raise ValueError(
             f"This {type(model).__name__} has no values (meta device) for {some_of(empty)}: load its weights first, "
@@ -280,15 +280,12 @@ def load_checkpoint_and_dispatch(
         device_map = _find_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
         if offload_folder is None:
             refuse_disk(model, device_map, max_memory, dtype)
-    if offload_state_dict is None and device_map is not None and "disk" in device_map.values():
-        offload_state_dict = True
     load_checkpoint_in_model(
         model,
         checkpoint,
         device_map=device_map,
         offload_folder=offload_folder,
         dtype=dtype,
-        offload_state_dict=bool(offload_state_dict),
         offload_buffers=offload_buffers,
         strict=strict,
         full_state_dict=full_state_dict,

@@ -34,7 +34,7 @@ from accelerate.io.read_tensors import Read, read_all
 from accelerate.io.stored_tensors import FileRange, StoredTensor
 from accelerate.modules import model_has_dtensor
 from accelerate.offload.module_tensors import (
-    STAND_INS,
+    PLACEHOLDERS,
     extra_state_names,
     names_of_shared,
     resolve_dtype,
@@ -144,7 +144,15 @@ def load_checkpoint_in_model(
     contents = Contents({}, {}, {})
     for path in weight_files(checkpoint):
         contents.add(open_weights(path))
-    loader = _Loader(model, contents)
+    loader = _WeightLoader(
+        model,
+        contents,
+        device_map=device_map or {},
+        dtype=None if device_map is None else checked_dtype(dtype),
+        keep_in_fp32=keep_in_fp32_modules or [],
+        offload_buffers=offload_buffers,
+        offload_8bit=offload_8bit_bnb,
+    )
     sparse = loader.places.keys() & contents.others.keys()
     if device_map is None and (
         sparse or loads_by_own_code(model, not loader.missing and not loader.unexpected, except_for=take_over)
@@ -156,11 +164,6 @@ def load_checkpoint_in_model(
     if device_map is None:
         loader.fill()
     else:
-        loader.device_map = device_map
-        loader.dtype = checked_dtype(dtype)
-        loader.keep_in_fp32 = keep_in_fp32_modules or []
-        loader.offload_buffers = offload_buffers
-        loader.offload_8bit = offload_8bit_bnb
         loader.place(offload_folder)
     loader.tie()
 
@@ -174,16 +177,25 @@ def checked_dtype(dtype: Any) -> torch.dtype | None:
     raise ValueError(f"dtype is {dtype!r}: give a dtype of torch, or its name.")
 
 
-class _Loader:
-    """Load weights into one model."""
+class _WeightLoader:
+    """Load weights into one model. The settings are those of `load_checkpoint_in_model`, for a device map."""
 
-    device_map: Mapping[str, DeviceLike]
-    dtype: torch.dtype | None = None
-    keep_in_fp32: list[str]
-    offload_buffers = False
-    offload_8bit = False
-
-    def __init__(self, model: nn.Module, contents: Contents) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        contents: Contents,
+        *,
+        device_map: Mapping[str, DeviceLike],
+        dtype: torch.dtype | None,
+        keep_in_fp32: list[str],
+        offload_buffers: bool,
+        offload_8bit: bool,
+    ) -> None:
+        self.device_map = device_map
+        self.dtype = dtype
+        self.keep_in_fp32 = keep_in_fp32
+        self.offload_buffers = offload_buffers
+        self.offload_8bit = offload_8bit
         sources = contents.tensors
         self.model = model
         self.places = tensor_places(model)
@@ -402,7 +414,7 @@ def _make_room(places: Holders) -> dict[str, torch.Tensor]:
     for name, (module, attribute) in places.items():
         table = table_of(module, attribute)
         tensor = table[attribute]
-        if is_lazy(tensor) or not tensor.is_meta or isinstance(tensor, STAND_INS):
+        if is_lazy(tensor) or not tensor.is_meta or isinstance(tensor, PLACEHOLDERS):
             continue
         if id(tensor) not in filled:
             with torch.inference_mode(False):

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.checkpoint import commit
 from accelerate.comm import current
@@ -21,6 +21,9 @@ from accelerate.io.host_memory import HostMemory
 from accelerate.per_rank import PerRank, on_this_rank
 from accelerate.state import PartialState
 from accelerate.torch_internals.process_groups import default_store, kept_connection
+
+if TYPE_CHECKING:
+    from accelerate.checkpoint.run_state import LocalRank
 
 # How the processes exchange something: the value of each, by rank.
 Gather = Callable[[Any], list[Any]]
@@ -184,16 +187,16 @@ def together(
     return agree(failure, value, gather, undo if here else None)
 
 
-def settle(target: Path, local: tuple[int, int]) -> None:
+def settle(target: Path, local: LocalRank) -> None:
     """Finish an interrupted replacement of a checkpoint, on all ranks together; or roll it back.
 
     One that exists on some machines only is rolled back. Rank 0 goes first: ranks that share its disk then find nothing
-    to do. local: the local rank and the local world size.
+    to do.
     """
     communicator = current()
-    gather, first, local_main = communicator.gather_objects, communicator.rank == 0, local[0] == 0
-    if communicator.size == local[1]:
-        together(lambda: commit.finish(target), gather, here=first)
+    gather, first, local_main = communicator.gather_objects, communicator.rank == 0, local.rank == 0
+    if communicator.size == local.size:
+        together(lambda: commit.finish_replacement(target), gather, here=first)
         return
     looks = local_main or first
     if all(waiting is None for waiting in together(lambda: commit.pending(target), gather, here=looks)):
@@ -203,7 +206,7 @@ def settle(target: Path, local: tuple[int, int]) -> None:
     everywhere = {save for save in seen[0] if save is not None and all(save in state for state in seen)}
 
     def act() -> None:
-        (commit.finish if commit.pending(target) in everywhere else commit.roll_back)(target)
+        (commit.finish_replacement if commit.pending(target) in everywhere else commit.roll_back)(target)
 
     together(act, gather, here=first)
     together(act, gather, here=local_main and not first)

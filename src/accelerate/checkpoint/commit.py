@@ -143,7 +143,7 @@ def pending(target: Path) -> str | None:
     return None if manifest is None else manifest.save
 
 
-def finish(target: Path) -> None:
+def finish_replacement(target: Path) -> None:
     """Move the files of a replacement into place, all of them or what an interruption has left; if there is one."""
     if pending(target) is not None:
         with _alone_in(target):

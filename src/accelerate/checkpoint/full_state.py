@@ -45,7 +45,7 @@ def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> 
         for number, state in enumerate(map(storable, weights)):
             yield File(layout.model(number, safe), each_once(state) if safe else state, safe)
         for number, optimizer in enumerate(run.optimizers):
-            yield File(layout.optimizer(number), storable(optimizer.state_dict()), together=True)
+            yield File(layout.optimizer(number), storable(optimizer.state_dict()), pools_small_tensors=True)
     if run.gradients is not None:
         yield File(layout.gradients(run.rank), storable(run.gradients), True)
 

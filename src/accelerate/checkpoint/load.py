@@ -16,7 +16,16 @@ from accelerate.checkpoint import commit, layout
 from accelerate.checkpoint.agreement import agree, explained, one_at_a_time, settle, together
 from accelerate.checkpoint.layout import Manifest, files_since
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.run_state import Loaded, Run, StagedLoad, StateIO, apply_objects, apply_random_states, read
+from accelerate.checkpoint.run_state import (
+    Loaded,
+    LocalRank,
+    Run,
+    StagedLoad,
+    StateIO,
+    apply_objects,
+    apply_random_states,
+    read,
+)
 from accelerate.comm import current
 from accelerate.errors import CheckpointError, MissingFile, in_words
 
@@ -80,7 +89,7 @@ def check_map_location(map_location: Any) -> None:
         raise TypeError(f'map_location is {map_location!r}: pass "cpu", "on_device" or None.')
 
 
-def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
+def newest(project_dir: Path, local: LocalRank) -> tuple[Path, list[str]]:
     """The newest complete checkpoint of a project, and one sentence for each newer one that is not.
 
     Called on all ranks: where machines share no disk, it must exist on each of them.
@@ -95,7 +104,7 @@ def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
         wrong = None
         apart = _apart(folder, local)
         try:
-            if first or (apart and local[0] == 0):
+            if first or (apart and local.rank == 0):
                 verify_checkpoint(folder)
         except Exception as error:
             wrong = explained(error, communicator.rank)
@@ -112,10 +121,10 @@ def newest(project_dir: Path, local: tuple[int, int]) -> tuple[Path, list[str]]:
     raise MissingFile(f"{nothing}: pass the path of one, or start from the beginning.")
 
 
-def _apart(folder: Path, local: tuple[int, int]) -> bool:
+def _apart(folder: Path, local: LocalRank) -> bool:
     """Whether this machine has its own copy of the folder, on a disk that it does not share with rank 0."""
     communicator = current()
-    if communicator.size == local[1]:
+    if communicator.size == local.size:
         return False
     marks = communicator.gather_objects(commit.mark(folder))
     return bool(marks[communicator.rank] is None or marks[communicator.rank] != marks[0])
@@ -299,7 +308,7 @@ def _check(
     Weights and optimizers are checked by the reader while it reads them; or here (at_once), if hooks will change
     something before that.
     """
-    leads = run.rank == 0 or (apart and run.local[0] == 0)
+    leads = run.rank == 0 or (apart and run.local.rank == 0)
     owners = {name: _OF_ONE_RANK.fullmatch(name) for name in manifest.files}
     own = [name for name, of in owners.items() if (int(of.group(1)) % run.ranks == run.rank if of else leads)]
     large = [name for name in manifest.files if layout.WHOLE.fullmatch(name)]
@@ -309,7 +318,7 @@ def _check(
         manifest.check(folder, set(own) - set(large))
         if not at_once:
             reader.unchecked |= {name: manifest.files[name] for name in large}
-        elif run.local[0] == 0:
+        elif run.local.rank == 0:
             manifest.check(folder, large)
     if run.rank < manifest.world_size and layout.random_states(run.rank) not in manifest.files:
         raise CheckpointError(

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, MutableMapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from torch.nn.parameter import is_lazy
 
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.data_loader.rng import global_states, set_global_states
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
 from accelerate.io.host_memory import HostMemory, is_plain
 from accelerate.io.safe_load import read_torch
+from accelerate.random import global_states, set_global_states
 from accelerate.torch_internals.modules import (
     buffers_of,
     has_post_load_hooks,
@@ -36,6 +36,13 @@ if TYPE_CHECKING:
 
 # Beside the random states of a process, in a file that the 1.x releases know: they take from it what they know.
 PROGRESS = "progress"
+
+
+class LocalRank(NamedTuple):
+    """Which of how many processes of its machine this one is."""
+
+    rank: int = 0
+    size: int = 1
 
 
 @dataclass
@@ -53,12 +60,13 @@ class Run:
     custom: list[Any] = field(default_factory=list)
     scaler: Any = None
     progress: dict[str, Any] | None = None
-    # In the middle of a window: the gradients of this process, by parameter (see `named_parameters`).
+    # In the middle of a window: the gradients of this process, by parameter (see `named_parameters`). None outside an
+    # accumulation window. Engines that keep gradients elsewhere (`Sharded`, DeepSpeed) collect them themselves and only
+    # ask whether this is None.
     gradients: dict[str, torch.Tensor] | None = None
     # The files of which it was seen already whether they can be loaded.
     looked_at: set[str] = field(default_factory=set)
-    # Which of how many processes of its machine this one is.
-    local: tuple[int, int] = (0, 1)
+    local: LocalRank = field(default_factory=LocalRank)
     # When loading: how many processes wrote the checkpoint, and what is loaded at a time, for a hook may come between
     # optimizers and models, and load some of the models itself.
     saved_ranks: int = 0

@@ -17,7 +17,7 @@ import torch
 from accelerate.checkpoint import commit, layout
 from accelerate.checkpoint.agreement import Background, Gather, one_at_a_time, settle, together
 from accelerate.checkpoint.layout import Manifest
-from accelerate.checkpoint.run_state import PROGRESS, Run, StateIO, capture_random_states
+from accelerate.checkpoint.run_state import PROGRESS, LocalRank, Run, StateIO, capture_random_states
 from accelerate.comm import current
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
@@ -55,7 +55,7 @@ def save(
     background: copy everything, write it there, and return before that is done.
     """
     target = target.absolute()  # a script may go to another folder while this is written behind it
-    staging, leads, number, saved = _stage(target, run.local)
+    staging, leads, save_id, save_time = _stage(target, run.local)
     alive = commit.Alive(staging) if leads else None
     parts: list[Iterable[Part]] = []
 
@@ -98,10 +98,10 @@ def save(
             known = {name: entry for others in together(write, gather) for name, entry in others.items()} | own
 
             def publish() -> None:
-                manifest = Manifest(_all_files(staging, known), run.ranks, distributed_type, number, saved)
+                manifest = Manifest(_all_files(staging, known), run.ranks, distributed_type, save_id, save_time)
                 commit.publish(staging, target, manifest)
 
-            together(publish, gather, here=leads, undo=lambda: commit.withdraw(target, number))
+            together(publish, gather, here=leads, undo=lambda: commit.withdraw(target, save_id))
             # It is there on all machines: now it may replace what was there before, and old ones may go.
             together(lambda: _replace(target, keep), gather, here=leads)
         finally:
@@ -114,32 +114,32 @@ def save(
 
 
 def _replace(target: Path, keep: int | None) -> None:
-    commit.finish(target)
+    commit.finish_replacement(target)
     if keep is not None:
         others = [folder for folder in commit.oldest_first(target.parent.parent) if folder != target]
         commit.prune(others, keep - 1)
 
 
-def _stage(target: Path, local: tuple[int, int]) -> tuple[Path, bool, str, float]:
+def _stage(target: Path, local: LocalRank) -> tuple[Path, bool, str, float]:
     """The staging folder; whether this rank leads (rank 0, and one rank on each machine without its folder); and
     the id and the time of this save."""
     communicator = current()
     gather, leads = communicator.gather_objects, communicator.rank == 0
-    alone = communicator.size == local[1]
-    if not alone:
+    one_machine = communicator.size == local.size
+    if not one_machine:
         settle(target, local)
 
     def begin() -> tuple[str, str, float]:
-        if alone:
-            commit.finish(target)  # here, to save the processes one exchange
+        if one_machine:
+            commit.finish_replacement(target)  # here, to save the processes one exchange
         staging = commit.staging_for(target)
         commit.begin(staging)
         return str(staging.relative_to(target.parent)), uuid.uuid4().hex, commit.time_of_saving(target)
 
     answer = together(begin, gather, here=leads)[0]
     staging = target.parent / answer[0]
-    if not alone:
-        elsewhere = local[0] == 0 and not leads and not staging.is_dir()
+    if not one_machine:
+        elsewhere = local.rank == 0 and not leads and not staging.is_dir()
         together(lambda: commit.begin(staging), gather, here=elsewhere)
         leads = leads or elsewhere
     return staging, leads, answer[1], answer[2]
@@ -183,8 +183,8 @@ class File:
     name: str
     content: Any
     safe: bool = False
-    # Of an optimizer: many small tensors (see `together`).
-    together: bool = False
+    # Of an optimizer: many small tensors (see `write_torch`, `together`).
+    pools_small_tensors: bool = False
 
     def copied(self, memory: HostMemory) -> File:
         with naming(self.name):
@@ -196,7 +196,7 @@ class File:
             disk.make_folder(path.parent)
         if self.safe:
             return {self.name: write_safetensors(self.content, path)}
-        return {self.name: write_torch(self.content, path, together=self.together)}
+        return {self.name: write_torch(self.content, path, together=self.pools_small_tensors)}
 
 
 def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, FileEntry]:
@@ -261,10 +261,10 @@ def own_parts(run: Run, step: int = 0) -> Iterator[File]:
     The progress gets a second file if it contains what 1.x releases refuse, since they would refuse the whole file.
     step: the accumulation step, as older releases store it.
     """
-    together = run.progress is not None and _is_known_to_1_x(run.progress)
-    progress = {PROGRESS: run.progress} if together else {}
+    one_file = run.progress is not None and _is_known_to_1_x(run.progress)
+    progress = {PROGRESS: run.progress} if one_file else {}
     yield File(layout.random_states(run.rank), {"step": step, **capture_random_states(run.device), **progress})
-    if run.progress is not None and not together:
+    if run.progress is not None and not one_file:
         yield File(layout.progress(run.rank), run.progress)
 
 

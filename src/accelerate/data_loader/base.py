@@ -10,9 +10,10 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader
 
 from accelerate.comm.tree import ignorant_find_batch_size
-from accelerate.data_loader.epoch import EpochPart, Iteration
+from accelerate.data_loader.epoch import EpochLoop, EpochPart
 from accelerate.data_loader.position import Position
-from accelerate.data_loader.rng import TrackedSampler, undisturbed
+from accelerate.data_loader.readers import TrackedSampler
+from accelerate.data_loader.rng import undisturbed
 from accelerate.data_loader.samplers import get_sampler
 from accelerate.data_loader.torch_loaders import stateful_loader
 from accelerate.state import GradientState
@@ -20,6 +21,9 @@ from accelerate.state import GradientState
 
 class DataLoaderStateMixin:
     """What a loader knows of the current batch. `begin` and `end` tell the gradient state where batches come from.
+
+    `begin` is called only by loaders without a position (`SkipDataLoader`). `PreparedLoader.start_epoch` does the same
+    for a part of an epoch.
 
     Attributes:
         end_of_dataloader: whether the current batch is the last one of this process.
@@ -49,8 +53,12 @@ class DataLoaderStateMixin:
 
     def begin(self) -> None:
         """An iteration starts."""
+        self._begin_with(self._known_length())
+
+    def _begin_with(self, samples: int | None) -> None:
+        """An iteration over that many samples, over all processes, starts; None if that is not known."""
         self.reset()
-        self._expect(self._known_length())
+        self._expect(samples)
         self.gradient_state._add_dataloader(self)
 
     def _expect(self, samples: int | None) -> None:
@@ -288,10 +296,10 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     def __iter__(self) -> Iterator[Any]:
         if self.between_batches is not None and self._may_be_saved(loops=0):
             self.between_batches(begins=not self.position.trains)
-        iteration = self.position.begin(self)
+        loop = self.position.begin(self)
         backwards = self.gradient_state.backwards
         try:
-            yield from self._batches(iteration)
+            yield from self._batches(loop)
             if self.on_uneven_end is not None:
                 self.on_uneven_end(self, backwards)
         except GeneratorExit:
@@ -300,8 +308,8 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
             raise
         finally:
             # Also after a `break`: the next iteration is another epoch, and the current batch is no longer ours.
-            self.position.caught_up(self, iteration)
-            if self.position.end(iteration):
+            self.position.caught_up(self, loop)
+            if self.position.end(loop):
                 self.iteration += 1
                 if self._rest_of is not None:
                     self._rest_of.iteration = self.iteration
@@ -315,21 +323,22 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         """
         if self._follows_rank_0:
             self._synchronize()
-        self.reset()
-        self._expect(part.samples_left)
-        self.gradient_state._add_dataloader(self)
+        self._begin_with(part.samples_left)
         part.set_epoch(self.iteration)
 
     def _synchronize(self) -> None:
         """Have random states follow those of rank 0."""
         raise NotImplementedError
 
-    def _batches(self, iteration: Iteration) -> Iterator[Any]:
+    def _batches(self, loop: EpochLoop) -> Iterator[Any]:
         """The batches of an iteration, which has begun."""
         raise NotImplementedError
 
     def _came_back(self, last: bool, backwards: int) -> None:
-        """The loop has done with the batch at hand. last: and ends now. backwards: how many there were before it."""
+        """The loop has done with the batch at hand: this is where preemption listens (`between_batches`).
+
+        last: whether the loop ends now. backwards: how many there were before this batch.
+        """
         if self.between_batches is not None:
             self.position.trains = self.gradient_state.backwards > backwards
             if self.position.trains and not last and self._may_be_saved(loops=1):
@@ -344,11 +353,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     def samples_at_hand(self) -> tuple[int, int, list[Any] | None] | None:
         """The epoch, the number of the batch at hand in it, and the indices of its samples, where they are noted."""
-        iteration = self.position.current()
-        if iteration is None:
+        loop = self.position.current()
+        if loop is None:
             return None
-        number = iteration.batches - 1
-        return iteration.epoch, number, None if self.tracked_sampler is None else self.tracked_sampler.of_batch(number)
+        number = loop.batches - 1
+        return loop.epoch, number, None if self.tracked_sampler is None else self.tracked_sampler.of_batch(number)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, here and in every sampler or dataset with a `set_epoch`.

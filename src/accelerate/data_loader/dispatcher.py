@@ -12,8 +12,9 @@ from accelerate.comm import current
 from accelerate.comm.tree import slice_tensors
 from accelerate.data_loader.base import PreparedLoader
 from accelerate.data_loader.batch_split import batch_length, cut, join
-from accelerate.data_loader.epoch import Iteration
-from accelerate.data_loader.rng import Reader, undisturbed
+from accelerate.data_loader.epoch import EpochLoop
+from accelerate.data_loader.readers import Reader
+from accelerate.data_loader.rng import undisturbed
 from accelerate.data_loader.scatter_protocol import Handout, RankBatch
 from accelerate.data_loader.skip_samplers import innermost_skip
 from accelerate.devices import Transfer, transfers_to
@@ -81,18 +82,18 @@ class DataLoaderDispatcher(PreparedLoader):
     def _expect(self, samples: int | None) -> None:
         """Rank 0 tells with the last batch."""
 
-    def _batches(self, iteration: Iteration) -> Iterator[Any]:
+    def _batches(self, loop: EpochLoop) -> Iterator[Any]:
         transfer = self._new_transfer()
         handout = Handout(current())
         leads = self.state.is_main_process
-        parts = self._lead(handout, iteration, transfer) if leads else self._follow(handout)
+        parts = self._lead(handout, loop, transfer) if leads else self._follow(handout)
         for part in parts:
-            self.position.caught_up(self, iteration)
+            self.position.caught_up(self, loop)
             self.end_of_dataloader = self.ends_everywhere = part.is_last
             self.remainder = part.total_samples if part.is_last else -1
             self.adjust_state_dict_for_prefetch()
-            iteration.batches += 1
-            iteration.finished = part.is_last
+            loop.batches += 1
+            loop.finished = part.is_last
             backwards = self.gradient_state.backwards
             started = transfer.start(part.batch, late=not part.is_last)
             yield self._hand_out(transfer.finish(started), part.counts)
@@ -104,18 +105,18 @@ class DataLoaderDispatcher(PreparedLoader):
             if part.is_last:
                 return
 
-    def _lead(self, handout: Handout, iteration: Iteration, transfer: Transfer) -> Iterator[RankBatch]:
+    def _lead(self, handout: Handout, loop: EpochLoop, transfer: Transfer) -> Iterator[RankBatch]:
         """Read one global batch ahead, so that the last one is known when it is sent."""
         with handout.telling_errors():
-            left_out = innermost_skip(iteration.part.indices)
+            left_out = innermost_skip(loop.part.indices)
             if left_out is not None:
                 left_out.keeps = self.batches_per_step
-            reader = self.position.read(self, iteration)
+            reader = self.position.open_reader(self, loop)
             transfer.reads(reader.batches)
-            first = self._skip(iteration.part.skip_batches, reader.batches, handout)
+            first = self._skip(loop.part.skip_batches, reader.batches, handout)
             steps = self._steps(reader)
             step = next(steps, None)
-            self.position.caught_up(self, iteration)
+            self.position.caught_up(self, loop)
         if step is None:
             handout.finish()
             return
@@ -126,11 +127,11 @@ class DataLoaderDispatcher(PreparedLoader):
 
         while step is not None:
             with handout.telling_errors():
-                iteration.fetched()
-                self._note_state(iteration.part)
+                loop.fetched()
+                self._note_state(loop.part)
                 following = next(steps, None)
                 if following is None:
-                    self._note_state(iteration.part)
+                    self._note_state(loop.part)
                 shares = self._parts(step, start, is_last=following is None)
                 parts = [shares[share] for share in self._share_of_rank]
                 described = handout.describe(parts)

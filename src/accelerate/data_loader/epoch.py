@@ -54,7 +54,7 @@ class EpochPart:
     whole: whether it is an epoch as `prepare` made it, and nothing was asked to be left out.
     samples: how many samples were read before it in batches of another size. batches: how many steps after those.
     steps: in how many steps all of that was read.
-    rng: what the dataset drew from then, where a loaded checkpoint knows it.
+    drawn: what the dataset drew from then, where a loaded checkpoint knows it.
     """
 
     torch_loader: Any
@@ -63,7 +63,7 @@ class EpochPart:
     samples: int = 0
     batches: int = 0
     steps: int = 0
-    rng: DrawnStates | None = None
+    drawn: DrawnStates | None = None
 
     @functools.cached_property
     def is_iterable(self) -> bool:
@@ -173,8 +173,8 @@ class EpochPart:
 
 
 @dataclass(eq=False)
-class Iteration:
-    """One iteration over a part of an epoch.
+class EpochLoop:
+    """One loop over a part of an epoch.
 
     resume: how it starts after a checkpoint was loaded, until its first batch is there.
     start: the random states that the order of the epoch came from, `draws`: whether torch's loader draws a seed then,
@@ -236,7 +236,7 @@ class PositionedLoader(Protocol):
     use_stateful_dataloader: bool
     synchronized_generator: torch.Generator | None
     notes_samples: bool  # whether to note which samples each batch has
-    tracked_sampler: Any  # the `rng.TrackedSampler` of the last iteration
+    tracked_sampler: Any  # the `readers.TrackedSampler` of the last iteration
     # Those of the torch loader.
     dataset: Any
     sampler: Any

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
@@ -25,8 +25,8 @@ from torch.utils.data import IterableDataset
 from accelerate.data_loader import rng
 from accelerate.data_loader.epoch import (
     DrawnStates,
+    EpochLoop,
     EpochPart,
-    Iteration,
     PositionedLoader,
     RngStates,
     Snapshot,
@@ -34,19 +34,33 @@ from accelerate.data_loader.epoch import (
     other_order,
 )
 from accelerate.data_loader.iterable import IterableDatasetShard
-from accelerate.data_loader.rng import Reader, Replay
+from accelerate.data_loader.readers import Reader, Replay, open_reader
 from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler
+from accelerate.random import NAMES, set_global_states
 from accelerate.state import ending
 
 
 class Phase(Enum):
-    """What is going on with a loader."""
+    """What is going on with a loader.
+
+    Derived, never assigned: LOADED is `Position._resume`, READING and RESUMING are `_running`, LEFT is `_left`.
+    """
 
     BETWEEN = "nothing is read: before the first epoch, or after the last batch of one"
     READING = "a loop has a batch of it"
     LEFT = "nothing is read, and the last loop was left before its last batch"
     LOADED = "nothing is read, and a checkpoint says where the next iteration starts"
     RESUMING = "the first batch of that iteration is fetched, with the random states that its order came from"
+
+
+class Way(NamedTuple):
+    """How a loader comes to its place in an epoch; where it does neither, the epoch starts anew.
+
+    by_itself: a stateful loader goes there by loading a state of its own. skips: a loader is taken there.
+    """
+
+    by_itself: bool
+    skips: bool
 
 
 class Position:
@@ -65,7 +79,7 @@ class Position:
 
     def _reset(self) -> None:
         # READING, RESUMING: the last one has the batch at hand, the others are the loops around it.
-        self._running: list[Iteration] = []
+        self._running: list[EpochLoop] = []
         # LEFT: the progress of the iteration that was left.
         self._left: dict[str, Any] | None = None
         # LOADED
@@ -75,10 +89,11 @@ class Position:
         self._drawn_from: set[str] = set()
         self._workers: dict[int, RngStates] = {}
         self._reader: Reader | None = None
-        self._seed_next: bool | None = None
+        self._next_draws_base_seed: bool | None = None
 
     @property
     def phase(self) -> Phase:
+        """Derived from `_resume` (LOADED), `_running` (READING, RESUMING) and `_left` (LEFT)."""
         if self._resume is not None:
             return Phase.LOADED
         if self._running:
@@ -87,22 +102,25 @@ class Position:
 
     # --- an iteration -------------------------------------------------------------------------------------------
 
-    def begin(self, loader: PositionedLoader) -> Iteration:
+    def begin(self, loader: PositionedLoader) -> EpochLoop:
         """A loop begins: in a whole epoch, in the rest of one, or where a loaded checkpoint says."""
         resume, self._resume, self._left = self._resume, None, None
-        part, seed = loader.part, None
+        part, draws_base_seed = loader.part, None
         if resume is not None:
-            part, seed = resume.part(loader), None if resume.start is None else resume.start["draws"]
+            part = resume.part(loader)
+            draws_base_seed = None if resume.start is None else resume.start["draws"]
             resume.rewind(loader)
         loader.start_epoch(part)
         if part.whole:
-            seed, self._seed_next = (self._seed_next if seed is None else seed), None
+            if draws_base_seed is None:
+                draws_base_seed = self._next_draws_base_seed
+            self._next_draws_base_seed = None
         # Where a script skips without a checkpoint, the rest of an epoch has workers of its own.
-        stay = loader.persistent_workers and (part.whole or part.rng is not None)
+        stay = loader.persistent_workers and (part.whole or part.drawn is not None)
         start = rng.random_states(loader)
-        start["draws"] = rng.makes_iterator(loader, part) if seed is None else seed
+        start["draws"] = rng.makes_iterator(loader, part) if draws_base_seed is None else draws_base_seed
         start["workers"] = self._states_of_workers() if stay else {}
-        iteration = Iteration(
+        loop = EpochLoop(
             part,
             loader.iteration,
             resume,
@@ -116,55 +134,55 @@ class Position:
             workers=dict(start["workers"]),
         )
         if resume is not None:
-            self._go_on(iteration, resume, loader)
-        self._running.append(iteration)
-        return iteration
+            self._go_on(loop, resume, loader)
+        self._running.append(loop)
+        return loop
 
-    def _go_on(self, iteration: Iteration, resume: Resume, loader: PositionedLoader) -> None:
+    def _go_on(self, loop: EpochLoop, resume: Resume, loader: PositionedLoader) -> None:
         """Tell an iteration what the interrupted one knew."""
-        drawn = iteration.part.rng
-        if resume.by_itself and iteration.part.whole:
-            goal, drawn = resume.goal, resume.rng
-            iteration.samples, iteration.batches = goal.samples, goal.batches
-            iteration.earlier, iteration.partial = goal.steps - goal.batches, goal.partial
+        drawn = loop.part.drawn
+        if resume.by_itself and loop.part.whole:
+            goal, drawn = resume.goal, resume.drawn
+            loop.samples, loop.batches = goal.samples, goal.batches
+            loop.earlier, loop.partial = goal.steps - goal.batches, goal.partial
         if drawn is not None:
-            iteration.first_rng, iteration.workers = drawn["before"], dict(drawn["workers"])
-            iteration.turn = iteration.part.batches * loader.batches_per_step
+            loop.first_rng, loop.workers = drawn["before"], dict(drawn["workers"])
+            loop.turn = loop.part.batches * loader.batches_per_step
 
-    def read(self, loader: PositionedLoader, iteration: Iteration) -> Reader:
+    def open_reader(self, loader: PositionedLoader, loop: EpochLoop) -> Reader:
         """Have torch's loader begin the iteration."""
-        resume, known = iteration.resume, self._drawn_from
-        if loader.num_workers and rng.makes_iterator(loader, iteration.part):
+        resume, known = loop.resume, self._drawn_from
+        if loader.num_workers and rng.makes_iterator(loader, loop.part):
             ending.let_threads_finish(naps=5)  # workers are forked
-        reader = rng.read(loader, iteration, known, seed=iteration.start["draws"])
-        if iteration.workers_stay:
+        reader = open_reader(loader, loop, known, draws_base_seed=loop.start["draws"])
+        if loop.workers_stay:
             self._reader = reader
         if resume is None:
             return reader
         if resume.ended is not None:
             reader.batches = resume.ended.next_epoch(
-                reader.batches, lambda: rng.read(loader, iteration, known, seed=False).batches
+                reader.batches, lambda: open_reader(loader, loop, known, draws_base_seed=False).batches
             )
-        return resume.replaying(reader, loader, iteration.part)
+        return resume.replaying(reader, loader, loop.part)
 
-    def caught_up(self, loader: PositionedLoader, iteration: Iteration) -> None:
+    def caught_up(self, loader: PositionedLoader, loop: EpochLoop) -> None:
         """The first batch is there, or there is none."""
-        if iteration.resume is not None:
-            iteration.resume.caught_up(loader, iteration.part)
-            iteration.resume = None
+        if loop.resume is not None:
+            loop.resume.caught_up(loader, loop.part)
+            loop.resume = None
 
-    def current(self) -> Iteration | None:
+    def current(self) -> EpochLoop | None:
         """The iteration that the batch at hand is of."""
         return self._running[-1] if self._running else None
 
-    def end(self, iteration: Iteration) -> bool:
+    def end(self, loop: EpochLoop) -> bool:
         """An iteration is over; whether it still was one of this run, and no checkpoint has been loaded meanwhile."""
-        if iteration not in self._running:
+        if loop not in self._running:
             return False
-        self._running.remove(iteration)
-        self._left = None if iteration.finished else iteration.progress()
-        if iteration.workers_stay:
-            self._workers = iteration.workers
+        self._running.remove(loop)
+        self._left = None if loop.finished else loop.progress()
+        if loop.workers_stay:
+            self._workers = loop.workers
         return True
 
     def part_after(self, count: int, loader: PositionedLoader) -> EpochPart:
@@ -186,20 +204,21 @@ class Position:
             saved = self._resume.saved
             alike = len(generators) == len(saved.generators)
             return dataclasses.replace(saved, generators=generators) if alike else saved
-        sampler, iteration = loader.part.sampler, self.current()
-        if iteration is None:
+        sampler, loop = loader.part.sampler, self.current()
+        if loop is None:
             drawn: DrawnStates = {"before": {}, "workers": dict(self._states_of_workers())}
             progress: dict[str, Any] = {"epoch": loader.iteration, "drawn": drawn}
         else:
-            progress = iteration.progress()
-        over = iteration is None or iteration.finished
+            progress = loop.progress()
+        over = loop is None or loop.finished
+        draws_next = self._next_draws_base_seed
         # An iterable dataset that was left in its middle would go on from there, where the next epoch begins anew.
-        left = iteration is None and self._left is not None and isinstance(loader.dataset, IterableDataset)
+        left = loop is None and self._left is not None and isinstance(loader.dataset, IterableDataset)
         return Snapshot(
             **progress,
-            broken=self._left if iteration is None else None,
+            broken=self._left if loop is None else None,
             after=state_of(self._ended_dataset(loader)) if over and not left else None,
-            draws_next=rng.makes_iterator(loader, loader.part) if self._seed_next is None else self._seed_next,
+            draws_next=rng.makes_iterator(loader, loader.part) if draws_next is None else draws_next,
             generators=generators,
             seed=sampler.initial_seed if isinstance(sampler, SeedableRandomSampler) else None,
             batch=loader.total_batch_size,
@@ -208,11 +227,11 @@ class Position:
             order=order_of(loader),
         )
 
-    def way(self, saved: Snapshot | None, loader: PositionedLoader, own_state: Any) -> tuple[bool, bool]:
-        """Whether a stateful loader goes to its place by itself, and whether a loader is taken there."""
+    def way(self, saved: Snapshot | None, loader: PositionedLoader, own_state: Any) -> Way:
+        """How a loader comes to its place."""
         has_own = own_state is not None and loader.use_stateful_dataloader
         by_itself = has_own and (saved is None or _can_go_on_by_itself(saved, loader))
-        return by_itself, not by_itself and (has_own or self.exact_resume)
+        return Way(by_itself, skips=not by_itself and (has_own or self.exact_resume))
 
     def load(self, saved: Snapshot | None, loader: PositionedLoader, own_state: Any = None) -> None:
         """Have the next iteration follow the interrupted one.
@@ -234,7 +253,7 @@ class Position:
             return
         if not saved.inside:
             loader.forget_state()  # a stateful loader would go on with an epoch that is over
-        self._seed_next = saved.draws_next
+        self._next_draws_base_seed = saved.draws_next
         resume = self._follow(Resume(saved, saved.next_epoch(), loader, skips=skips, by_itself=by_itself))
         dataset = None if saved.inside or saved.after is None else self._ended_dataset(loader)
         if dataset is not None:
@@ -243,9 +262,9 @@ class Position:
 
     def _follow(self, resume: Resume) -> Resume:
         self._resume = resume
-        if resume.rng is not None:
-            self._drawn_from = set(resume.rng["before"])
-            self._workers = resume.rng["workers"] if resume.start is None else resume.start["workers"]
+        if resume.drawn is not None:
+            self._drawn_from = set(resume.drawn["before"])
+            self._workers = resume.drawn["workers"] if resume.start is None else resume.start["workers"]
         return resume
 
     def _states_of_workers(self) -> dict[int, RngStates]:
@@ -269,8 +288,8 @@ class Resume:
     skips: whether the iteration starts there, and not at the start of that epoch.
     by_itself: whether a stateful loader comes there by loading a state of its own.
     same_batches: whether a step has the same samples as then.
-    start: the random states that the order of the epoch came from, where it has begun. rng: those of a dataset that
-    draws, if they are of use here. ended: a dataset that stands behind the last sample of an epoch.
+    start: the random states that the order of the epoch came from, where it has begun. drawn: those of a dataset
+    that draws, if they are of use here. ended: a dataset that stands behind the last sample of an epoch.
     """
 
     def __init__(
@@ -281,7 +300,7 @@ class Resume:
         self.skips = skips and goal.steps > 0
         self.by_itself = by_itself
         self.same_batches = goal.has_batches_of(loader)
-        self.rng = goal.drawn if goal.has_readers_of(loader) else None
+        self.drawn = goal.drawn if goal.has_readers_of(loader) else None
         self.ended: EndedDataset | None = None
         self.start = _follow_order(goal, loader)
         # While the first batch is fetched: the random states to go on with.
@@ -302,7 +321,7 @@ class Resume:
                 samples, batches = samples + batches * goal.batch, 0
             part = whole.after_samples(samples, loader.total_batch_size) if samples else whole
             part = part.after_steps(batches, loader.batches_per_step) if batches else part
-        return replace(part, steps=goal.steps, rng=self.rng)
+        return replace(part, steps=goal.steps, drawn=self.drawn)
 
     def part_after(self, count: int, loader: PositionedLoader) -> EpochPart:
         """What is left when a script skips `count` steps by itself: not twice what would be skipped anyway."""
@@ -311,7 +330,7 @@ class Resume:
         else:
             part = loader.part.after_steps(count, loader.batches_per_step)
             if self.saved.inside and self.saved.steps == count:
-                part = replace(part, rng=self.rng)
+                part = replace(part, drawn=self.drawn)
         self.skips = False
         return part
 
@@ -320,13 +339,13 @@ class Resume:
         if self.start is not None:
             self._loaded = rng.random_states(loader)
             rng.set_generators(loader, self.start["generators"])
-            rng.set_global_states(self.start)
+            set_global_states(self.start)
 
     def caught_up(self, loader: PositionedLoader, part: EpochPart) -> None:
         """The first batch is there, or an error: random states are again those that the checkpoint has brought."""
         if self._loaded is None:
             return
-        rng.set_global_states(self._loaded)
+        set_global_states(self._loaded)
         # A generator may be shared with another loader. It stays where it is if the order is still being drawn, and not
         # from the place where it was when the checkpoint was saved.
         if rng.draws_at_once(loader.part.sampler) or (self.same_batches and part.steps):
@@ -336,9 +355,9 @@ class Resume:
     def replaying(self, reader: Reader, loader: PositionedLoader, part: EpochPart) -> Reader:
         """A reader, for a loop that leaves out by itself what was done: with the random states of then, if need be."""
         steps = self.goal.steps - part.steps if self.same_batches and self.start is not None else 0
-        before = {} if self.rng is None else self.rng["before"]
+        before = {} if self.drawn is None else self.drawn["before"]
         # Beside workers only a sampler draws in this process, and it is not known from what.
-        names = rng.NAMES if loader.num_workers else tuple(before)
+        names = NAMES if loader.num_workers else tuple(before)
         if steps <= 0 or not names or loader.use_stateful_dataloader:
             return reader
         return Replay(reader, steps, names, before)

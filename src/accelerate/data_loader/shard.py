@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from accelerate.data_loader.base import PreparedLoader
-from accelerate.data_loader.epoch import EpochPart, Iteration
+from accelerate.data_loader.epoch import EpochLoop, EpochPart
 from accelerate.data_loader.iterable import PartlyRepeated
 from accelerate.devices import transfers_to
 from accelerate.random import synchronize_rng_states
@@ -80,11 +80,11 @@ class DataLoaderShard(PreparedLoader):
         if self.rng_types is not None:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
 
-    def _batches(self, iteration: Iteration) -> Iterator[Any]:
-        part = iteration.part
+    def _batches(self, loop: EpochLoop) -> Iterator[Any]:
+        part = loop.part
         transfer = self._new_transfer()
         counts_of = getattr(part.shard, "counts", None) or _none_repeated
-        tells_position = self.use_stateful_dataloader or iteration.moved_dataset is not None
+        tells_position = self.use_stateful_dataloader or loop.moved_dataset is not None
 
         def fetch() -> tuple[Any, tuple[int, int] | None] | None:
             batch, counts = reader.read(take), None
@@ -94,21 +94,21 @@ class DataLoaderShard(PreparedLoader):
                 batch, counts = batch.batch, batch.counts
             return transfer.start(batch), counts
 
-        reader = self.position.read(self, iteration)
+        reader = self.position.open_reader(self, loop)
         transfer.reads(reader.batches)
         for _ in range(part.skip_batches):
             if next(reader.batches, _END) is _END:
                 break
         take = functools.partial(next, reader.after_skipping(), _END)
         upcoming = fetch()
-        self.position.caught_up(self, iteration)
+        self.position.caught_up(self, loop)
         if upcoming is None:
             self._set_end(part)
         index = part.skip_batches
         while upcoming is not None:
             current, counts = upcoming
             if tells_position:
-                iteration.fetched()
+                loop.fetched()
                 self._note_state(part)
             transfer.wait()
             upcoming = fetch()
@@ -120,8 +120,8 @@ class DataLoaderShard(PreparedLoader):
                 self.end_of_dataloader = self.ends_everywhere = False
             if self.on_uneven_end is not None:
                 self.on_uneven_end.next_batch(self.gradient_state.backwards)
-            iteration.batches += 1
-            iteration.finished = last
+            loop.batches += 1
+            loop.finished = last
             backwards = self.gradient_state.backwards
             yield self._hand_out(transfer.finish(current), counts or counts_of(-1 if last else index))
             index += 1
@@ -142,8 +142,8 @@ class DataLoaderShard(PreparedLoader):
     @property
     def _shard(self) -> Any:
         """What decides which samples this process gets, in the loop that goes on."""
-        iteration = self.position.current()
-        return (self.part if iteration is None else iteration.part).shard
+        loop = self.position.current()
+        return (self.part if loop is None else loop.part).shard
 
     @property
     def total_dataset_length(self) -> int:

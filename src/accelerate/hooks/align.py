@@ -15,7 +15,7 @@ from accelerate.comm.tree import find_device, send_arguments_to_device, send_to_
 from accelerate.devices.base import DeviceLike
 from accelerate.hooks.base import ModelHook, SequentialHook, add_hook_to_module
 from accelerate.offload.module_tensors import (
-    STAND_INS,
+    PLACEHOLDERS,
     find_tensor,
     get_non_persistent_buffers,
     set_module_tensor_to_device,
@@ -175,7 +175,7 @@ class AlignDevicesHook(ModelHook):
             raise
         return args, kwargs
 
-    def cast_stand_ins(self, dtype: torch.dtype) -> None:
+    def cast_placeholders(self, dtype: torch.dtype) -> None:
         """Offload weights that are in the module now in another dtype from now on.
 
         Args:
@@ -324,7 +324,7 @@ def _tensors(module: nn.Module, recurse: bool) -> dict[str, torch.Tensor]:
 
 def _home_device(tensor: Any) -> torch.device:
     """Return the device of a tensor, or the one it had before it was offloaded."""
-    device: torch.device = tensor.slot.home if isinstance(tensor, STAND_INS) else tensor.device
+    device: torch.device = tensor.slot.home if isinstance(tensor, PLACEHOLDERS) else tensor.device
     return device
 
 
@@ -338,7 +338,7 @@ def _fill_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_m
     for attribute in (*parameters_of(module).keys(), *buffers_of(module).keys()):
         entry = state_dict.get(f"{prefix}{attribute}")
         # With keep_vars the entry is the parameter itself.
-        if isinstance(entry, STAND_INS) and entry is not table_of(module, attribute)[attribute]:
+        if isinstance(entry, PLACEHOLDERS) and entry is not table_of(module, attribute)[attribute]:
             state_dict[f"{prefix}{attribute}"] = entry.slot.host().detach().to(entry.dtype)
 
 
@@ -347,9 +347,9 @@ def _apply(module: nn.Module, function: Callable[[torch.Tensor], Any], *args: An
 
     def checked(tensor: torch.Tensor) -> Any:
         result = function(tensor)
-        if not isinstance(tensor, STAND_INS):
+        if not isinstance(tensor, PLACEHOLDERS):
             return result
-        if not isinstance(result, STAND_INS):
+        if not isinstance(result, PLACEHOLDERS):
             name = full_name(tensor.slot.weights, tensor.slot.name)
             raise RuntimeError(
                 f"This {type(module).__name__} cannot be moved: {name} is in host memory or on disk, and is loaded "
@@ -379,7 +379,7 @@ def take_over(
     for attribute, tensor in (*parameters_of(module).items(), *buffers_of(module).items()):
         key = f"{prefix}{attribute}"
         value = state_dict.get(key)
-        if not isinstance(tensor, STAND_INS) or not isinstance(value, torch.Tensor):
+        if not isinstance(tensor, PLACEHOLDERS) or not isinstance(value, torch.Tensor):
             continue
         if value.shape == tensor.shape and not value.is_meta:
             try:

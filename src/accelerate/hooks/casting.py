@@ -45,7 +45,7 @@ class LayerwiseCastingHook(ModelHook):
     def after_error(self, module: nn.Module) -> None:
         module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
         for hook in align_hooks(module):
-            hook.cast_stand_ins(self.storage_dtype)
+            hook.cast_placeholders(self.storage_dtype)
 
 
 def attach_layerwise_casting_hooks(

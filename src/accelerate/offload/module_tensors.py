@@ -18,7 +18,7 @@ from accelerate.torch_internals.modules import EXTRA_STATE, buffers_of, non_pers
 _PLAIN = (torch.Tensor, nn.Parameter)
 
 # What stands in a module for a tensor that lies elsewhere.
-STAND_INS = (OffloadedParameter, OffloadedTensor)
+PLACEHOLDERS = (OffloadedParameter, OffloadedTensor)
 
 
 def named_module_tensors(
@@ -189,7 +189,7 @@ def set_module_tensor_to_device(
     if target.type == "xpu" and not is_xpu_available():
         raise ValueError(f"{tensor_name} cannot be put on {device}, because this machine has no XPU: put it on 'cpu'.")
     # A tensor that lies elsewhere, with a hook that knows where, has a value: moving it brings that in.
-    if value is None and old.is_meta and target.type != "meta" and not isinstance(old, STAND_INS):
+    if value is None and old.is_meta and target.type != "meta" and not isinstance(old, PLACEHOLDERS):
         raise ValueError(f"{tensor_name} is on the meta device and holds no value: give one to put it on {device}.")
     if value is not None and value.shape != old.shape and not is_packed(old):
         raise ValueError(

@@ -210,7 +210,7 @@ class OffloadedParameter(Offloaded, nn.Parameter):
         return nn.Parameter.__new__(cls, _meta(tensor), False)
 
 
-def stand_in_for(tensor: torch.Tensor, slot: Slot) -> Any:
+def placeholder_for(tensor: torch.Tensor, slot: Slot) -> Any:
     """The placeholder of a tensor."""
     made = (OffloadedParameter if isinstance(tensor, nn.Parameter) else OffloadedTensor)._around(tensor)
     made.slot = slot
@@ -218,9 +218,9 @@ def stand_in_for(tensor: torch.Tensor, slot: Slot) -> Any:
     return made
 
 
-def traits_of(stand_in: torch.Tensor) -> tuple[torch.dtype, bool]:
+def traits_of(placeholder: torch.Tensor) -> tuple[torch.dtype, bool]:
     """The dtype of a placeholder and whether it requires gradients, without a dispatch for each."""
-    traits: tuple[torch.dtype, bool] = _as_meta(_traits, (), (stand_in,), {})
+    traits: tuple[torch.dtype, bool] = _as_meta(_traits, (), (placeholder,), {})
     return traits
 
 

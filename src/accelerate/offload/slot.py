@@ -14,7 +14,7 @@ from accelerate.devices.base import DeviceLike
 from accelerate.io.stored_tensors import FileRange
 from accelerate.offload.offloaded_weights import find_source, full_name
 from accelerate.offload.parameters import has_parts, is_packed, of_kind
-from accelerate.offload.placeholder import Offloaded, stand_in_for, traits_of
+from accelerate.offload.placeholder import Offloaded, placeholder_for, traits_of
 from accelerate.torch_internals.modules import buffers_of, parameters_of
 from accelerate.torch_internals.offloaded_tensors import version_of
 
@@ -56,8 +56,8 @@ class Slot:
         tensor = cast(torch.Tensor, self.table[attribute])
         # The class of a tensor that is not a plain one, and its strides where it does not lie row by row.
         self.kind: type[torch.Tensor] | None = _kind_of(tensor)
-        self.placeholder = stand_in_for(tensor, self)
-        self.stand_in: type[torch.Tensor] = type(self.placeholder)
+        self.placeholder = placeholder_for(tensor, self)
+        self.placeholder_type: type[torch.Tensor] = type(self.placeholder)
         self.strides: tuple[int, ...] | None = _unusual_strides(self.placeholder)
         self.nbytes: Any = self.placeholder.nbytes
         self.table[attribute] = self.placeholder
@@ -74,12 +74,17 @@ class Slot:
         """Pickled together with its placeholder, which becomes a tensor with the value."""
         kind = self.kind or (nn.Parameter if self.is_parameter else torch.Tensor)
         changed = {"weights": {self.name: self.placeholder}, "stand_in": kind, "shared": {}, "_taken": None}
-        return {**self.__dict__, **changed}
+        own = {name: value for name, value in self.__dict__.items() if name != "placeholder_type"}
+        return {**own, **changed}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.placeholder_type = self.__dict__.pop("stand_in")  # its name in pickles
 
     def is_empty(self) -> bool:
         tensor = self.table.get(self.attribute)  # pruning and its likes take a parameter away
         # `torch.utils.swap_tensors` makes another tensor of the same object.
-        if tensor is self.placeholder and type(tensor) is self.stand_in:
+        if tensor is self.placeholder and type(tensor) is self.placeholder_type:
             return True
         if tensor is None or not tensor.is_meta:
             return False
@@ -91,10 +96,10 @@ class Slot:
 
     def fill(self, value: torch.Tensor, gradients: bool = True) -> torch.Tensor:
         """Put a value into the module. Returns the tensor that is there now. gradients: whether it may require them."""
-        stand_in = self.table[self.attribute]
-        if stand_in is not self.placeholder and isinstance(stand_in, Offloaded):
-            self.placeholder = stand_in  # a cast of the model may have put another one there
-        dtype, requires_grad = traits_of(stand_in)
+        placeholder = self.table[self.attribute]
+        if placeholder is not self.placeholder and isinstance(placeholder, Offloaded):
+            self.placeholder = placeholder  # a cast of the model may have put another one there
+        dtype, requires_grad = traits_of(placeholder)
         requires_grad = gradients and requires_grad
         if value.dtype is not dtype:
             value = value.to(dtype)
@@ -102,9 +107,9 @@ class Slot:
             value = value.new_empty_strided(value.shape, self.strides).copy_(value.detach())
         if self.is_parameter and self.kind is None:
             value = nn.Parameter(value, requires_grad=requires_grad)
-        if self.is_parameter and (len(stand_in.__dict__) > 1 or self.kind is not None):
+        if self.is_parameter and (len(placeholder.__dict__) > 1 or self.kind is not None):
             # In a module that was unpickled a plain parameter stands in.
-            attributes = stand_in.attributes() if isinstance(stand_in, Offloaded) else dict(stand_in.__dict__)
+            attributes = placeholder.attributes() if isinstance(placeholder, Offloaded) else dict(placeholder.__dict__)
             if self.kind is None:
                 value.__dict__.update(attributes)
             else:

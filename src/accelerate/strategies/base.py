@@ -168,7 +168,7 @@ class Strategy:
     # --- one step -----------------------------------------------------------------------------------------------
 
     def micro_batch(self, model: torch.nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
-        """A context for one forward and backward, at whose end gradients are synchronised, or kept to this process.
+        """A context for a forward and a backward, whose backward synchronizes gradients, or keeps them on this process.
 
         None where there is nothing to do.
         """

@@ -47,7 +47,7 @@ class Flat:
             if old is not None:
                 self._homes[id(old)] = (weakref.ref(old), flat, part)
 
-    def same(self) -> list[set[str]]:
+    def tied_names(self) -> list[set[str]]:
         """The names of each parameter that has several."""
         found: dict[str, set[str]] = {}
         for flat in self._flats:
@@ -139,19 +139,19 @@ class Flat:
 
     # --- gradients in the middle of a window --------------------------------------------------------------------
 
-    def waiting(self) -> dict[str, torch.Tensor]:
+    def unreduced_gradients(self) -> dict[str, torch.Tensor]:
         """Those of this process alone, by name: without an exchange they are kept as a whole."""
         found: dict[str, torch.Tensor] = {}
         for flat in self._flats:
-            gradient = flat.waiting()
+            gradient = flat.unreduced_gradient()
             found |= {} if gradient is None else self._named(flat, gradient)
         return found
 
-    def exchanged(self) -> dict[str, torch.Tensor] | None:
+    def reduced_gradients(self) -> dict[str, torch.Tensor] | None:
         """Those that are exchanged, by name, of which each process gets some; None where there are none."""
         found: dict[str, torch.Tensor] | None = None
         for flat in self._flats:
-            piece = flat.exchanged()
+            piece = flat.reduced_gradient()
             if piece is None:
                 continue
             pieces = [torch.empty_like(piece, device=flat.device) for _ in range(dist.get_world_size(flat.group))]
@@ -164,21 +164,21 @@ class Flat:
         return found
 
     def put_gradients(
-        self, waiting: dict[str, torch.Tensor], exchanged: dict[str, torch.Tensor], dtype: torch.dtype | None
+        self, unreduced: dict[str, torch.Tensor], reduced: dict[str, torch.Tensor], dtype: torch.dtype | None
     ) -> None:
         """Have these gradients, by name, and no others. dtype: of those that wait, if not that of the parameters."""
-        for flat, waits in zip(self._flats, self._wait_anywhere(waiting), strict=True):
+        for flat, waits in zip(self._flats, self._wait_anywhere(unreduced), strict=True):
             own = flat.parameter.dtype
-            mine = self._flattened(flat, waiting, dtype or own)
+            mine = self._flattened(flat, unreduced, dtype or own)
             if mine is None and waits:
                 mine = torch.zeros(flat.size, dtype=dtype or own, device=flat.device)
-            flat.put_gradients(self._flattened(flat, exchanged, own), mine)
+            flat.put_gradients(self._flattened(flat, reduced, own), mine)
 
-    def _wait_anywhere(self, waiting: dict[str, torch.Tensor]) -> list[bool]:
+    def _wait_anywhere(self, unreduced: dict[str, torch.Tensor]) -> list[bool]:
         """For which of the flat parameters some process has gradients that wait."""
         if not self._flats:
             return []
-        here = [any(name in waiting for name in self._names[id(flat.parameter)]) for flat in self._flats]
+        here = [any(name in unreduced for name in self._names[id(flat.parameter)]) for flat in self._flats]
         anywhere = torch.tensor(here, dtype=torch.int32, device=self._flats[0].device)
         dist.all_reduce(anywhere)
         return [bool(count) for count in anywhere.tolist()]

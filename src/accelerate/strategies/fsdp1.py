@@ -55,7 +55,7 @@ class FSDP1(Sharded):
         if isinstance(inner, Wrapper):  # whoever made it has wrapped it
             give_mesh(inner, self.mesh[0])
             flat = Flat(inner)
-            self._note(inner, flat, flat.same())
+            self._note(inner, flat, flat.tied_names())
             return model
         if any(isinstance(module, Wrapper) for module in inner.modules()):
             raise ValueError(
@@ -75,7 +75,7 @@ class FSDP1(Sharded):
             for name, parameter in parameters_of(module).items()
             if parameter is not None
         }
-        same = names_of_each(inner)
+        tied_names = names_of_each(inner)
         fill = self._fill(inner, chosen)
         if isinstance(fill, values.Filling):
             for part in (part for root in ignored for part in root.modules()):
@@ -93,13 +93,13 @@ class FSDP1(Sharded):
                 if parameter is not None:
                     self.moved.note(before[id(part), name], part, name)
         average_gradients({p for part in whole for p in part.parameters()}, lambda: exchanges(wrapped))
-        self._note(wrapped, Flat(wrapped, before), same)
+        self._note(wrapped, Flat(wrapped, before), tied_names)
         # What was compiled is so again, from outside: inside, it would have its name in all names of parameters.
         return wrapped if model is inner else compiled_like(model, wrapped)
 
-    def _note(self, wrapped: Any, flat: Flat, same: list[set[str]]) -> None:
+    def _note(self, wrapped: Any, flat: Flat, tied_names: list[set[str]]) -> None:
         wrapped._accelerate_flat = flat
-        wrapped._accelerate_same = same
+        wrapped._accelerate_same = tied_names
         self._flats.add(flat)
 
     def _settings(self) -> dict[str, Any]:
@@ -163,29 +163,29 @@ class FSDP1(Sharded):
 
     # --- in the middle of a window ------------------------------------------------------------------------------
 
-    def waiting(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
+    def unreduced_gradients(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         for number, flat in enumerate(map(_flat, models)):
-            found |= {} if flat is None else _numbered(flat.waiting(), number)
+            found |= {} if flat is None else _numbered(flat.unreduced_gradients(), number)
         whole = self._whole(models)
         return found | {name: p.grad.detach() for name, p in whole.items() if p.grad is not None}
 
-    def exchanged(self, models: list[nn.Module]) -> dict[str, Any] | None:
-        parts = [None if (flat := _flat(model)) is None else flat.exchanged() for model in models]
+    def reduced_gradients(self, models: list[nn.Module]) -> dict[str, Any] | None:
+        parts = [None if (flat := _flat(model)) is None else flat.reduced_gradients() for model in models]
         if all(part is None for part in parts):
             return None
         return {name: g for number, part in enumerate(parts) for name, g in _numbered(part or {}, number).items()}
 
     def put_gradients(
-        self, models: list[nn.Module], waiting: dict[str, torch.Tensor], exchanged: dict[str, torch.Tensor]
+        self, models: list[nn.Module], unreduced: dict[str, torch.Tensor], reduced: dict[str, torch.Tensor]
     ) -> None:
         policy: Any = self.plugin.mixed_precision_policy
         for number, flat in enumerate(map(_flat, models)):
-            own, mean = _of(number, waiting), _of(number, exchanged)
+            own, mean = _of(number, unreduced), _of(number, reduced)
             if flat is not None:
                 flat.put_gradients(own, mean, None if policy is None else policy.param_dtype)
         for name, parameter in self._whole(models).items():
-            parameter.grad = added(waiting.get(name), exchanged.get(name), parameter)
+            parameter.grad = added(unreduced.get(name), reduced.get(name), parameter)
 
     def _whole(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
         """The parameters that are not sharded, by number and name."""
@@ -229,25 +229,25 @@ class FSDP1(Sharded):
             with Wrapper.state_dict_type(wrapped, kind, *configs):
                 yield
 
-    def pieces(self, model: nn.Module) -> dict[str, Any]:
+    def sharded_state_dict(self, model: nn.Module) -> dict[str, Any]:
         wrapped = _find(model)
         if wrapped is None:
-            return super().pieces(model)
+            return super().sharded_state_dict(model)
         with self._pieces(wrapped):
             state: dict[str, Any] = wrapped.state_dict()
         return state
 
-    def put_pieces(self, model: nn.Module, pieces: dict[str, Any]) -> None:
+    def load_sharded_state_dict(self, model: nn.Module, pieces: dict[str, Any]) -> None:
         wrapped = _find(model)
         if wrapped is None:
-            super().put_pieces(model, pieces)
+            super().load_sharded_state_dict(model, pieces)
             return
         with self._pieces(wrapped):
             wrapped.load_state_dict({**wrapped.state_dict(), **pieces})
 
-    def same(self, model: nn.Module) -> list[set[str]]:
+    def tied_names(self, model: nn.Module) -> list[set[str]]:
         wrapped = _find(model)
-        return super().same(model) if wrapped is None else wrapped._accelerate_same
+        return super().tied_names(model) if wrapped is None else wrapped._accelerate_same
 
     def names(self, models: list[nn.Module], optimizer: Any) -> Names:
         flat = self._flat_of(models, optimizer)[1]
@@ -271,12 +271,14 @@ class FSDP1(Sharded):
             "optimizers that belong to one model: give each model its own optimizer, or use version 2."
         )
 
-    def optimizer_pieces(self, models: list[nn.Module], optimizer: Any) -> dict[str, Any]:
+    def sharded_optimizer_state_dict(self, models: list[nn.Module], optimizer: Any) -> dict[str, Any]:
         wrapped, _ = self._flat_of(models, optimizer)
         with self._pieces(wrapped):
             return Wrapper.optim_state_dict(wrapped, optimizer)
 
-    def put_optimizer_pieces(self, models: list[nn.Module], optimizer: Any, content: dict[str, Any]) -> None:
+    def load_sharded_optimizer_state_dict(
+        self, models: list[nn.Module], optimizer: Any, content: dict[str, Any]
+    ) -> None:
         wrapped, _ = self._flat_of(models, optimizer)
         with self._pieces(wrapped):
             optimizer.load_state_dict(Wrapper.optim_state_dict_to_load(wrapped, optimizer, content))

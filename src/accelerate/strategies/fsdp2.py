@@ -61,7 +61,7 @@ class FSDP2(Sharded):
         self.tensor_mesh = whole_mesh["tp"] if whole_mesh is not None and config and config.tp_enabled else None
         self.tensor_rank = axis_rank(whole_mesh, "tp")
         # On an axis inside, a process has accumulated for a part of each layer only.
-        self.takes_back = self.tensor_mesh is None
+        self.restores_unreduced = self.tensor_mesh is None
         self._tables: weakref.WeakSet[WaitingGradients] = weakref.WeakSet()
 
     # --- preparing ----------------------------------------------------------------------------------------------
@@ -156,30 +156,30 @@ class FSDP2(Sharded):
 
     def gradients(self, parameters: list[torch.Tensor]) -> list[torch.Tensor]:
         # Without an exchange, gradients are kept as a whole beside the parameters.
-        aside = (self._aside(parameter) for parameter in parameters)
-        return super().gradients(parameters) + [local(gradient) for gradient in aside if gradient is not None]
+        unreduced = (self._unreduced(parameter) for parameter in parameters)
+        return super().gradients(parameters) + [local(gradient) for gradient in unreduced if gradient is not None]
 
-    def _aside(self, parameter: torch.Tensor) -> torch.Tensor | None:
+    def _unreduced(self, parameter: torch.Tensor) -> torch.Tensor | None:
         return next((found for table in self._tables if (found := table.get(parameter)) is not None), None)
 
     # --- in the middle of a window ------------------------------------------------------------------------------
 
-    def waiting(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
+    def unreduced_gradients(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
         found = {}
         for name, parameter in named_parameters(models).items():
             sharded = isinstance(parameter, DTensor)
-            gradient = self._aside(parameter) if sharded else parameter.grad
-            if gradient is not None and (self.takes_back or not sharded):
+            gradient = self._unreduced(parameter) if sharded else parameter.grad
+            if gradient is not None and (self.restores_unreduced or not sharded):
                 found[name] = gradient.detach()
         return found
 
-    def exchanged(self, models: list[nn.Module]) -> dict[str, Any] | None:
+    def reduced_gradients(self, models: list[nn.Module]) -> dict[str, Any] | None:
         found = {}
         for name, parameter in named_parameters(models).items():
             if isinstance(parameter, DTensor):
-                aside = None if self.takes_back else self._aside(parameter)
+                unreduced = None if self.restores_unreduced else self._unreduced(parameter)
                 parts = [] if parameter.grad is None else [parameter.grad.detach()]
-                parts += [] if aside is None else [spread_as(self._mean(aside), parameter)]
+                parts += [] if unreduced is None else [spread_as(self._mean(unreduced), parameter)]
                 if parts:
                     found[name] = sum(parts[1:], parts[0])
         return found or None
@@ -192,14 +192,14 @@ class FSDP2(Sharded):
         return whole(complete(mean)) / self.mesh.size()
 
     def put_gradients(
-        self, models: list[nn.Module], waiting: dict[str, torch.Tensor], exchanged: dict[str, torch.Tensor]
+        self, models: list[nn.Module], unreduced: dict[str, torch.Tensor], reduced: dict[str, torch.Tensor]
     ) -> None:
         parameters = named_parameters(models)
         sharded = {name for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
-        super().put_gradients(models, {n: g for n, g in waiting.items() if n not in sharded}, exchanged)
+        super().put_gradients(models, {n: g for n, g in unreduced.items() if n not in sharded}, reduced)
         policy: Any = self.plugin.mixed_precision_policy or MixedPrecisionPolicy()
         for name in sharded:
-            parameter, gradient = parameters[name], waiting.get(name)
+            parameter, gradient = parameters[name], unreduced.get(name)
             if gradient is not None:
                 gradient = gradient.to(self.device, policy.reduce_dtype or policy.param_dtype or parameter.dtype)
             for table in self._tables:

@@ -54,7 +54,7 @@ def save_fsdp_model(
     if full or use_dcp:
         _write(engine.model_parts(model, model_index, gathers=full, keep=keep), output_dir)
     else:
-        _save_own(keep(engine.pieces(model)), layout.own_model(model_index, _rank(accelerator)), output_dir)
+        _save_own(keep(engine.sharded_state_dict(model)), layout.own_model(model_index, _rank(accelerator)), output_dir)
 
 
 def load_fsdp_model(
@@ -82,16 +82,16 @@ def load_fsdp_model(
     own_file = Path(input_dir) / layout.own_model(model_index, _rank(accelerator))
 
     def read() -> dict[str, Any]:
-        names = _adapter_names(model, engine.pieces(model)) if adapter else None
+        names = _adapter_names(model, engine.sharded_state_dict(model)) if adapter else None
         if not use_dcp and not gathers(fsdp_plugin):
-            own = engine.pieces(model)
+            own = engine.sharded_state_dict(model)
             stored = {name: name for name in own} if names is None else names
             found = _load_own(own_file, {name: own[inside] for name, inside in stored.items()})
             _check_names(own_file, found, stored)
             return {stored[name]: value for name, value in found.items()}
         return engine.read_model(model, CheckpointReader(Path(input_dir)), model_index, names=names)
 
-    engine.put_pieces(model, _agreed(read))
+    engine.load_sharded_state_dict(model, _agreed(read))
 
 
 def save_fsdp_optimizer(
@@ -156,7 +156,7 @@ def load_fsdp_optimizer(
     content = _agreed(
         lambda: engine.read_optimizer([model], optimizer, CheckpointReader(Path(input_dir)), optimizer_index),
     )
-    engine.put_optimizer_pieces([model], optimizer, content)
+    engine.load_sharded_optimizer_state_dict([model], optimizer, content)
 
 
 def _engine(accelerator: Any) -> Sharded:

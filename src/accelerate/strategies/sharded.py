@@ -59,7 +59,7 @@ class Sharded(Strategy):
     saves_alone = False
     scaler_kind = ShardedScaler
     # Whether a process can take back gradients that it alone has accumulated; else all get their mean.
-    takes_back = True
+    restores_unreduced = True
     plugin: FullyShardedDataParallelPlugin
 
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
@@ -136,14 +136,14 @@ class Sharded(Strategy):
 
     # --- shards -------------------------------------------------------------------------------------------------
 
-    def pieces(self, model: nn.Module) -> dict[str, Any]:
+    def sharded_state_dict(self, model: nn.Module) -> dict[str, Any]:
         """The state dict of a model, with tensors that know which piece this process has."""
         return unwrapped(model).state_dict()
 
-    def put_pieces(self, model: nn.Module, pieces: dict[str, Any]) -> None:
+    def load_sharded_state_dict(self, model: nn.Module, pieces: dict[str, Any]) -> None:
         unwrapped(model).load_state_dict(pieces, strict=False)
 
-    def same(self, model: nn.Module) -> list[set[str]]:
+    def tied_names(self, model: nn.Module) -> list[set[str]]:
         """The names of each parameter of a model."""
         return names_of_each(unwrapped(model))
 
@@ -151,11 +151,13 @@ class Sharded(Strategy):
         """The names of an optimizer's parameters."""
         return parameter_names(models, optimizer)
 
-    def optimizer_pieces(self, models: list[nn.Module], optimizer: Any) -> dict[str, Any]:
+    def sharded_optimizer_state_dict(self, models: list[nn.Module], optimizer: Any) -> dict[str, Any]:
         """The state dict of an optimizer, by the names of parameters, with pieces."""
         return to_names(optimizer.state_dict(), self.names(models, optimizer))
 
-    def put_optimizer_pieces(self, models: list[nn.Module], optimizer: Any, content: dict[str, Any]) -> None:
+    def load_sharded_optimizer_state_dict(
+        self, models: list[nn.Module], optimizer: Any, content: dict[str, Any]
+    ) -> None:
         optimizer.load_state_dict(to_indices(content, self.names(models, optimizer)))
 
     # --- saving -------------------------------------------------------------------------------------------------
@@ -180,8 +182,8 @@ class Sharded(Strategy):
         return state
 
     def stream_weights(self, model: nn.Module) -> tuple[dict[str, Any], Fetch] | None:
-        pieces = self.pieces(model)
-        for names in self.same(model):
+        pieces = self.sharded_state_dict(model)
+        for names in self.tied_names(model):
             for twin in [name for name in pieces if name in names][1:]:
                 del pieces[twin]
 
@@ -204,30 +206,30 @@ class Sharded(Strategy):
             yield from self.model_parts(model, number, gathers=self.gathers)
         for number, optimizer in enumerate(run.optimizers):
             yield from self.optimizer_parts(run.models, optimizer, number, gathers=self.gathers)
-        if run.gradients is not None:
-            exchanged = self.exchanged(run.models)
-            if exchanged is not None:
-                yield Shards(layout.gradient_shards(), "gradients", exchanged)
-            yield File(layout.gradients(run.rank), self.waiting(run.models), True)
+        if run.gradients is not None:  # asked only for whether a window is open: the gradients are collected here
+            reduced = self.reduced_gradients(run.models)
+            if reduced is not None:
+                yield Shards(layout.gradient_shards(), "gradients", reduced)
+            yield File(layout.gradients(run.rank), self.unreduced_gradients(run.models), True)
 
     # In the middle of a window, by names as those of `named_parameters`:
 
-    def waiting(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
+    def unreduced_gradients(self, models: list[nn.Module]) -> dict[str, torch.Tensor]:
         """The gradients that this process has accumulated and not exchanged yet, as a whole."""
         return {}
 
-    def exchanged(self, models: list[nn.Module]) -> dict[str, Any] | None:
+    def reduced_gradients(self, models: list[nn.Module]) -> dict[str, Any] | None:
         """The gradients that are exchanged already, in pieces; None, on all processes, where there are none."""
         parameters = named_parameters(models)
         self._complete(list(parameters.values()))
         return {name: p.grad.detach() for name, p in parameters.items() if p.grad is not None} or None
 
     def put_gradients(
-        self, models: list[nn.Module], waiting: dict[str, torch.Tensor], exchanged: dict[str, torch.Tensor]
+        self, models: list[nn.Module], unreduced: dict[str, torch.Tensor], reduced: dict[str, torch.Tensor]
     ) -> None:
-        """Have these gradients, and no others. exchanged: as a whole, and the same on all processes."""
+        """Have these gradients, and no others. reduced: as a whole, and the same on all processes."""
         for name, parameter in named_parameters(models).items():
-            gradient = added(waiting.get(name), exchanged.get(name), parameter)
+            gradient = added(unreduced.get(name), reduced.get(name), parameter)
             parameter.grad = None if gradient is None else spread_as(gradient, parameter)
 
     @property
@@ -245,7 +247,7 @@ class Sharded(Strategy):
     ) -> Iterator[Part]:
         """The parts of a checkpoint for one model. keep: takes what shall be saved out of its state dict."""
         if not gathers:
-            yield Shards(layout.model_shards(number), "model", keep(self.pieces(model)))
+            yield Shards(layout.model_shards(number), "model", keep(self.sharded_state_dict(model)))
             return
         content = self.state_dict(model)
         if dist.get_rank() == 0:
@@ -253,7 +255,7 @@ class Sharded(Strategy):
 
     def optimizer_parts(self, models: list[nn.Module], optimizer: Any, number: int, *, gathers: bool) -> Iterator[Part]:
         """The parts of a checkpoint for one optimizer."""
-        content = self.optimizer_pieces(models, optimizer)
+        content = self.sharded_optimizer_state_dict(models, optimizer)
         if not gathers:
             yield Shards(layout.optimizer_shards(number), "optimizer", content)
             return
@@ -270,14 +272,14 @@ class Sharded(Strategy):
             self.read_optimizer(run.models, optimizer, reader, number)
             for number, optimizer in enumerate(run.optimizers_to_load)
         ]
-        waiting, exchanged = read_gradients(run, reader, alike=not self.takes_back)
+        unreduced, reduced = read_gradients(run, reader, alike=not self.restores_unreduced)
 
         def apply() -> None:
             for model, pieces in zip(run.models_to_load, models, strict=True):
-                self.put_pieces(model, pieces)
-            self.put_gradients(run.models, waiting, exchanged)
+                self.load_sharded_state_dict(model, pieces)
+            self.put_gradients(run.models, unreduced, reduced)
             for optimizer, content in zip(run.optimizers_to_load, optimizers, strict=True):
-                self.put_optimizer_pieces(run.models, optimizer, content)
+                self.load_sharded_optimizer_state_dict(run.models, optimizer, content)
 
         return StagedLoad(apply)
 
@@ -293,7 +295,7 @@ class Sharded(Strategy):
 
         names: where they are stored under other names, and only some of them: the name of each in the model.
         """
-        everything = self.pieces(model)
+        everything = self.sharded_state_dict(model)
         own = everything if names is None else {stored: everything[name] for stored, name in names.items()}
         folder = layout.model_shards(number)
         if reader.has(folder):
@@ -301,7 +303,7 @@ class Sharded(Strategy):
         else:
             stored = reader.weights(_model_file(reader, number), {})
             found = {name: _cut(value, own.get(name)) for name, value in stored.items()}
-        for twins in self.same(model):  # one name may be all that was stored
+        for twins in self.tied_names(model):  # one name may be all that was stored
             stored_as = next((name for name in twins if name in found), None)
             if stored_as is not None:
                 found |= {name: found[stored_as] for name in twins if name not in found}
@@ -317,7 +319,7 @@ class Sharded(Strategy):
         owners = [index for index, model in enumerate(models) if any(id(p) in own for p in model.parameters())]
         likes: dict[str, Any] = {}
         for index in owners:
-            pieces = self.pieces(models[index])
+            pieces = self.sharded_state_dict(models[index])
             likes |= {f"{index}.{name}": value for name, value in pieces.items()}
             if len(owners) == 1:
                 likes |= pieces

@@ -15,7 +15,7 @@ from accelerate.torch_internals.compile import original_of
 
 
 class TensorParallel(Sharded):
-    takes_back = False  # all get the same data
+    restores_unreduced = False  # all get the same data
 
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
         super().__init__(state, ddp)

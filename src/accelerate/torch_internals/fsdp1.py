@@ -146,36 +146,36 @@ class FlatParameter:
         gradient: torch.Tensor | None = self.parameter.grad
         return gradient
 
-    def waiting(self) -> torch.Tensor | None:
+    def unreduced_gradient(self) -> torch.Tensor | None:
         """The gradient of this process alone, which waits for an exchange."""
         gradient = self.gradient()
         return None if gradient is None or gradient.shape != self.size else gradient
 
-    def exchanged(self) -> torch.Tensor | None:
+    def reduced_gradient(self) -> torch.Tensor | None:
         """The piece here of the gradient that is exchanged already."""
         # Put there by a backward without an exchange after one with it.
         gradient: torch.Tensor | None = getattr(self.parameter, "_saved_grad_shard", None)
         gradient = self.gradient() if gradient is None else gradient
         return None if gradient is None or gradient.shape == self.size else gradient
 
-    def put_gradients(self, exchanged: torch.Tensor | None, waiting: torch.Tensor | None) -> None:
+    def put_gradients(self, reduced: torch.Tensor | None, unreduced: torch.Tensor | None) -> None:
         """Have these gradients, each as large as all of it, and no others. To be called by all processes."""
         flat = self.parameter
         for parameter in (flat, *self.originals):
             parameter.grad = None
         vars(flat).pop("_saved_grad_shard", None)
-        if exchanged is not None:
-            flat.grad = self.shard(exchanged)
-        if waiting is not None:
+        if reduced is not None:
+            flat.grad = self.shard(reduced)
+        if unreduced is not None:
             if flat.grad is not None:
                 flat._saved_grad_shard, flat.grad = flat.grad, None
             # While all of the parameter is there, as in a backward without an exchange; torch leaves it there after.
             module: Any = self._module()
             with Wrapper.summon_full_params(module, recurse=False, writeback=False):
-                flat.grad = waiting.to(flat.dtype)
-            flat.grad.data = waiting  # in low precision, as it was
-        if self.keeps_originals and (exchanged is not None or waiting is not None):
-            as_a_whole = waiting is not None or not self.is_sharded
+                flat.grad = unreduced.to(flat.dtype)
+            flat.grad.data = unreduced  # in low precision, as it was
+        if self.keeps_originals and (reduced is not None or unreduced is not None):
+            as_a_whole = unreduced is not None or not self.is_sharded
             _inside(self._handle, "_use_unsharded_grad_views" if as_a_whole else "_use_sharded_grad_views")()
 
 

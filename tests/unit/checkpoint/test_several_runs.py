@@ -47,7 +47,7 @@ class _AnotherRun:
         assert manifest is not None
         commit.publish(staging, self.target, manifest)
         if not self.break_off:
-            commit.finish(self.target)
+            commit.finish_replacement(self.target)
 
 
 @pytest.mark.parametrize("break_off", [False, True])
@@ -90,7 +90,7 @@ def test_a_replacement_that_ends_while_the_reader_asks_about_it(
         if len(looks) == 1:
             move_all_but_the_manifest()
         elif committed.exists():
-            commit.finish(folder)
+            commit.finish_replacement(folder)
         return found
 
     monkeypatch.setattr(commit, "mark", look)
