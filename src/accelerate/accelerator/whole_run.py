@@ -23,7 +23,7 @@ from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.comm import Communicator, current, set_current
 from accelerate.data_loader.epoch import Snapshot, change, other_order
 from accelerate.data_loader.position import dataset_to_move
-from accelerate.errors import CheckpointError, WrongFolder
+from accelerate.errors import CheckpointError, WrongFolder, warn
 from accelerate.io.torch_format import refused
 
 logger = logging.getLogger(__name__)
@@ -368,7 +368,14 @@ def _target(config: Any, output_dir: str | os.PathLike[str] | None) -> Path:
         return Path(os.path.expanduser(output_dir))
     if config.project_dir is None:
         raise WrongFolder("automatic_checkpoint_naming needs a `project_dir` in the ProjectConfiguration.")
-    return layout.automatic(Path(config.project_dir), config.iteration)
+    target = layout.automatic(Path(config.project_dir), config.iteration)
+    if output_dir is not None:
+        warn(
+            f"save_state was given {os.fspath(output_dir)!r}, but automatic_checkpoint_naming=True names the folder: "
+            f"the checkpoint is {target}, and counts for `total_limit`. Use `save_model` for weights to keep, or name "
+            "all folders yourself."
+        )
+    return target
 
 
 def _free(target: Path, config: Any, own: Path | None) -> Path:

@@ -27,6 +27,7 @@ from accelerate.checkpoint.run_state import (
     read,
 )
 from accelerate.comm import current
+from accelerate.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from accelerate.errors import CheckpointError, MissingFile, in_words
 
 logger = logging.getLogger(__name__)
@@ -80,8 +81,17 @@ def _check_without_manifest(folder: Path) -> None:
     if not (folder / layout.random_states(0)).exists():
         raise CheckpointError(
             f"{folder} has neither {layout.MANIFEST} nor {layout.random_states(0)}, so it is not a complete "
-            "checkpoint: load another one."
+            f"checkpoint: {_instead(folder)}."
         )
+
+
+def _instead(folder: Path) -> str:
+    """What to do with a folder that is not a checkpoint."""
+    if inner := layout.automatic_folders(folder):
+        return f"its checkpoints are in {inner[0].parent}; pass one of them, or call `load_state()` without a folder"
+    if any((folder / name).exists() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
+        return "it has the weights of a model only; load them with `load_checkpoint_in_model`"
+    return "load another one"
 
 
 def check_map_location(map_location: Any) -> None:

@@ -167,8 +167,8 @@ _PREDICATES = {
 # Calls of a training step in which DDP and FSDP talk.
 _IN_A_STEP = ("backward", "forward")
 EVEN = (
-    "loaders returned by `accelerator.prepare` end together, unless `even_batches=False` was asked for; for others use "
-    "`accelerator.join_uneven_inputs`"
+    "loaders returned by `accelerator.prepare` end together, unless `even_batches=False` was asked for or their "
+    "datasets differ in length between ranks; for others use `accelerator.join_uneven_inputs`"
 )
 
 

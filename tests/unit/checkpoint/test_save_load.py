@@ -1197,3 +1197,21 @@ def test_what_1_x_would_refuse_is_in_a_file_of_its_own(tmp_path: Path, state: An
     found = read(run, CheckpointReader(tmp_path)).progress
     assert found is not None
     np.testing.assert_equal(found["loaders"][0]["dataset"], state)
+
+
+def test_a_folder_beside_automatic_names_is_a_warning(tmp_path: Path) -> None:
+    run = Training(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=1))
+    with pytest.warns(UserWarning, match=r"given 'best', but automatic_checkpoint_naming=True names the folder: .*_0"):
+        run.accelerator.save_state("best")
+    run.accelerator.save_state()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_1"]
+
+
+def test_a_folder_that_is_not_a_checkpoint_but_near_one(tmp_path: Path) -> None:
+    run = Training(project_config=ProjectConfiguration(tmp_path / "project", automatic_checkpoint_naming=True))
+    run.accelerator.save_state()
+    with pytest.raises(CheckpointError, match=r"its checkpoints are in .*project/checkpoints; pass one of them"):
+        run.accelerator.load_state(tmp_path / "project")
+    run.accelerator.save_model(run.model, str(tmp_path / "weights"))
+    with pytest.raises(CheckpointError, match="it has the weights of a model only; load them with"):
+        run.accelerator.load_state(tmp_path / "weights")
