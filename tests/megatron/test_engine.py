@@ -384,7 +384,7 @@ def takes_batches() -> None:
         wanted = net(**batch).loss.item()
         found = net(**batch, use_cache=False, attention_mask=None, position_ids=places, whole=torch.tensor(1.0)).loss
         assert found.item() == pytest.approx(wanted)
-        with pytest.raises(TypeError, match="takes a batch as keywords"):
+        with pytest.raises(TypeError, match="takes a batch as keyword arguments"):
             net(batch["input_ids"])
         with pytest.raises(ValueError, match="`labels` has 2 rows, but the batch has 4 samples"):
             net(input_ids=batch["input_ids"], labels=batch["labels"][:2])
