@@ -508,14 +508,14 @@ def test_a_script_that_cannot_be_read_is_shown_once(tmp_path: Path) -> None:
 
 
 def test_what_all_ranks_say_is_on_the_screen_once(tmp_path: Path) -> None:
-    train = script(
-        tmp_path, "open(f'{rank}-there', 'w').close()\nwhile not os.path.exists(f'{1 - rank}-there'): pass\n"
-    )
+    # A rank that is slower than the other is told to end, and has its error all the same.
+    meet = "open(f'{rank}-there', 'w').close()\nwhile not os.path.exists(f'{1 - rank}-there'): pass\n"
+    train = script(tmp_path, f"signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{meet}")
     with open(train, "a") as file:
         file.write("import warnings\nwarnings.simplefilter('always')\n")
         file.write("for _ in range(2): warnings.warn('heard by all')\nwarnings.warn(f'from {rank}')\n")
         file.write("sys.stdout.write(f'{rank} {os.environ.get(\"TORCH_CPP_LOG_LEVEL\")}\\n')\n")
-        file.write("signal.signal(signal.SIGTERM, signal.SIG_IGN)\nraise ValueError('for all of us')\n")
+        file.write("raise ValueError('for all of us')\n")
     done = launch(tmp_path, *TWO, train)
     assert done.returncode == 1
     # By the first rank as it happens; the launcher names all ranks as the last thing.
