@@ -109,7 +109,7 @@ def test_stand_ins_need_what_they_stand_for() -> None:
     with pytest.raises(ValueError, match="no 'optimizer' that it stands for") as caught:
         fill(plugin, objects(optimizer, DummyScheduler(optimizer), batch_sizes=[]))
     assert "no loader was prepared" in str(caught.value)
-    assert "no 'scheduler' it stands for" in str(caught.value)
+    assert "no 'scheduler' that it stands for" in str(caught.value)
     with pytest.raises(ValueError, match="needs a DummyScheduler"):
         schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([nn.Parameter(torch.ones(1))]), 1)
         fill(DeepSpeedPlugin(hf_ds_config={**AUTO, "scheduler": {}}), objects(optimizer, schedule))
