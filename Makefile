@@ -15,6 +15,8 @@ RAY := .venv-ray
 TORCH_OLDEST := .venv-torch-2.6
 TORCH_MIDDLE := .venv-torch-2.9
 BIN := $(VENV)/bin
+# Hundreds of processes import the package: each would compile it again.
+unexport PYTHONDONTWRITEBYTECODE
 WHEELS := dist
 # Modules are compiled when they are first imported: of the large libraries, only a few ever are.
 PIP := -m pip --disable-pip-version-check install --quiet --no-compile

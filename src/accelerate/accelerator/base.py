@@ -20,7 +20,7 @@ from accelerate.accumulation import Accumulation, ItemWindows
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.data import DataLoaderConfiguration
 from accelerate.config.dynamo import TorchDynamoPlugin
-from accelerate.config.enums import DynamoBackend, RNGType
+from accelerate.config.enums import DynamoBackend, PrecisionType, RNGType
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -112,6 +112,10 @@ class AcceleratorBase(AcceleratorFacts):
         nonfinite: str | None = None,
     ) -> None:
         _check_settings(kwargs_handlers, rng_types, dataloader_config)
+        _check_flag("device_placement", device_placement)
+        _check_flag("split_batches", split_batches)
+        _check_flag("cpu", cpu)
+        _check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
         _check_kind("project_config", project_config, ProjectConfiguration, ", or only a folder as `project_dir`")
         _check_kind("gradient_accumulation_plugin", gradient_accumulation_plugin, GradientAccumulationPlugin)
         accumulation = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
@@ -273,6 +277,13 @@ class AcceleratorBase(AcceleratorFacts):
 def _check_kind(name: str, setting: Any, kind: type, otherwise: str = "") -> None:
     if setting is not None and not isinstance(setting, kind):
         raise TypeError(f"{name} is {setting!r}: pass a {kind.__name__}{otherwise}.")
+
+
+def _check_flag(name: str, flag: Any) -> None:
+    """Any string would count as true: "false", and the precision in `Accelerator("bf16")`."""
+    if isinstance(flag, str):
+        meant = f", or did you mean `mixed_precision={flag!r}`?" if flag in PrecisionType.list() else "."
+        raise TypeError(f"{name} is {flag!r}, a str: pass True or False{meant}")
 
 
 def _check_settings(kwargs_handlers: Any, rng_types: Any, dataloader_config: Any) -> None:

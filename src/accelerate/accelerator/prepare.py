@@ -88,6 +88,11 @@ class Preparing(AcceleratorBase):
                 _warn_of_objects_inside(item, item, "")
             elif isinstance(item, dict):
                 _warn_of_objects_inside(item, item.values(), ".values()")
+            elif isinstance(item, type):
+                warn(
+                    f"`prepare` was given the class {item.__name__} and returns it unchanged: pass an object, "
+                    f"`{item.__name__}(...)`."
+                )
             elif isinstance(item, torch.utils.data.Dataset) and not isinstance(item, torch.nn.Module):
                 warn(
                     f"`prepare` was given a dataset, {a_kind_of(item)}, and returns it unchanged, so every process "

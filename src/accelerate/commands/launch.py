@@ -41,6 +41,13 @@ __all__ = [
     "tpu_pod_launcher",
 ]
 
+# What torchrun calls some of the flags.
+TORCHRUN = {
+    "--nproc_per_node": "`--num_processes`, of all machines together",
+    "--node_rank": "`--machine_rank`",
+    "--master_addr": "`--main_process_ip`",
+    "--master_port": "`--main_process_port`",
+}
 DESCRIPTION = """Run a script on one process or many, on one machine or many.
 
 Flags come before the script; everything after it is passed to the script. A setting is taken from its flag, else from
@@ -106,6 +113,10 @@ class _Parser(CustomArgumentParser):
             self.error("name the script to run")
         found.training_script, *found.training_script_args = ("--" if word == self.STAND_IN else word for word in after)
         return found, rest
+
+    def _instead_of(self, word: str) -> str:
+        here = TORCHRUN.get(clean_option(word))
+        return f" (here it is {here})" if here else super()._instead_of(word)
 
     def error(self, message: str) -> NoReturn:
         missing = message.startswith("the following arguments are required: script")

@@ -150,8 +150,12 @@ class CustomArgumentParser(argparse.ArgumentParser):
                 self._refuse([word])
 
     def _refuse(self, unknown: list[str]) -> NoReturn:
-        words = [word + did_you_mean(word.partition("=")[0], self._option_string_actions) for word in unknown]
+        words = [word + self._instead_of(word.partition("=")[0]) for word in unknown]
         self.error(f"unrecognized arguments: {' '.join(words)}")
+
+    def _instead_of(self, word: str) -> str:
+        """What to add to an error about a flag that does not exist."""
+        return did_you_mean(word, self._option_string_actions)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)

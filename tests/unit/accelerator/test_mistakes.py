@@ -259,6 +259,11 @@ def test_a_list_comes_back_as_it_is_and_that_is_said(kind: Any) -> None:
         accelerator.prepare(nn.ModuleList([Net()]))
 
 
+def test_a_class_comes_back_as_it_is_and_that_is_said() -> None:
+    with pytest.warns(UserWarning, match=r"was given the class Net and returns it unchanged: pass .* `Net\(\.\.\.\)`"):
+        assert Accelerator(cpu=True).prepare(Net) is Net
+
+
 def test_a_model_without_values() -> None:
     with init_empty_weights():
         net = Net()
@@ -287,6 +292,8 @@ def test_a_model_without_values() -> None:
         ({"mixed_precision": torch.float16}, r"is torch\.float16: choose one of .* \(did you mean `fp16`\?\)\."),
         ({"mixed_precision": "FP64"}, r"mixed_precision is 'FP64': choose one of no, fp8, fp16, bf16 "),
         ({"rng_types": "generator"}, r"rng_types is 'generator': pass a list, `rng_types=\['generator'\]`"),
+        ({"device_placement": "bf16"}, "pass True or False, or did you mean `mixed_precision='bf16'`"),
+        ({"split_batches": "false"}, r"^split_batches is 'false', a str: pass True or False\.$"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin()}, "not both"),
         ({"gradient_accumulation_plugin": 2}, "gradient_accumulation_plugin is 2: pass a GradientAccumulationPlugin"),

@@ -82,6 +82,8 @@ def test_every_command_has_a_parser_that_knows_what_to_call() -> None:
         (["config", "defualt"], "there is no 'defualt' (did you mean `default`?); choose one of default, update;"),
         (["test", "--config_file", "/nowhere.yaml"], "accelerate test: There is no config file /nowhere.yaml"),
         (["help", "lanch"], "there is no command 'lanch' (did you mean `launch`?);"),
+        (["launch", "--nproc-per-node", "2", "x.py"], "--nproc-per-node (here it is `--num_processes`, of"),
+        (["launch", "--master_port=1", "x.py"], "--master_port=1 (here it is `--main_process_port`);"),
         (["launch", "--nonsense", "x.py"], "accelerate launch: unrecognized arguments: --nonsense; "),
         (["launch", "--num_processes", "two", "x.py"], "should be a whole number of at least 1, not 'two'"),
         (["launch", "--cpu", "--multi_gpu", "x.py"], "`--multi_gpu` and `--cpu` exclude each other"),
