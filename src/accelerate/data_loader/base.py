@@ -125,6 +125,8 @@ class DataLoaderAdapter:
     length_asked = False
     # The torch loader whose workers stay, once it has been iterated: it is iterated again.
     reused: Any = None
+    # The generator that follows that of rank 0, if any does.
+    synchronized_generator: torch.Generator | None = None
     # Those of the torch loader.
     dataset: Any
     sampler: Any
@@ -257,7 +259,7 @@ class DataLoaderAdapter:
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """What `prepare` makes of a loader: one that knows its position, and can go on from a saved one.
 
-    iteration: the epoch that is read, or comes next. synchronized_generator: it follows that of rank 0.
+    iteration: the epoch that is read, or comes next.
     """
 
     # Called when a loop that trains comes back for another batch; with begins=True before the first one of all.
@@ -267,7 +269,6 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # Whether to note which samples each batch has; see `samples_at_hand`.
     notes_samples: bool = False
     tracked_sampler: TrackedSampler | None = None
-    synchronized_generator: torch.Generator | None = None
     # The loader that this one reads the rest of an epoch of: one of `skip_first_batches`.
     _rest_of: Any = None
 
