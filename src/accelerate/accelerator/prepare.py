@@ -148,7 +148,7 @@ class Preparing(AcceleratorBase):
         self._strategy.prepare(bundle)
         if self._precision.acts_after_step and not acted:
             for earlier in self._optimizers:  # they may step a model that comes after them
-                self._listen_to_steps(earlier, functools.partial(self._precision.after_step, self._models))
+                earlier.after_step += (functools.partial(self._precision.after_step, self._models),)
         for model in bundle.models:
             model.value = self._finish_model(model.value)
         for optimizer in bundle.optimizers:
@@ -245,11 +245,11 @@ class Preparing(AcceleratorBase):
         # Neither knows this Accelerator, which knows the optimizer: so it ends, with its loaders, when it is dropped.
         prepared.on_gradients_consumed = functools.partial(self._items.begin, len(self._optimizers))
         if self._precision.acts_after_step:
-            prepared.after_step = functools.partial(self._precision.after_step, self._models)
+            prepared.after_step += (functools.partial(self._precision.after_step, self._models),)
         if self._stops_at_nonfinite is not None:
-            self._listen_to_steps(prepared, functools.partial(self._stops_at_nonfinite.after_step, prepared._stepper))
-        for listener in self._step_listeners if not self._optimizers else ():
-            self._listen_to_steps(prepared, listener)
+            prepared.after_step += (functools.partial(self._stops_at_nonfinite.after_step, prepared._stepper),)
+        if not self._optimizers:
+            prepared.after_step += tuple(self._step_listeners)
         if self._strategy.keeps_parameters:
             prepared._prepared_parameters = functools.partial(
                 _prepared_parameters, self._models, self._strategy, self.num_processes
@@ -279,13 +279,15 @@ class Preparing(AcceleratorBase):
         return prepared
 
     def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        prepared = self._strategy.engine_scheduler(scheduler, self._optimizers) or self._follower(scheduler)
+        mark(prepared)
+        self._schedulers.append(prepared)
+        return prepared
+
+    def _follower(self, scheduler: Any) -> AcceleratedScheduler:
+        """What steps a scheduler after its optimizers."""
         wrapped = getattr(scheduler, "optimizer", None)
         own = [optimizer for optimizer in self._optimizers if wrapped in (optimizer, optimizer.optimizer)]
-        prepared = self._strategy.engine_scheduler(scheduler, self._optimizers)
-        if prepared is not None:
-            mark(prepared)
-            self._schedulers.append(prepared)
-            return prepared
         prepared = AcceleratedScheduler(
             scheduler,
             own or self._optimizers,
@@ -297,8 +299,6 @@ class Preparing(AcceleratorBase):
         prepared.gradient_state = self.gradient_state
         if self._says_horizon(scheduler):
             prepared._horizon = None  # it is not said again when the schedule has ended
-        mark(prepared)
-        self._schedulers.append(prepared)
         return prepared
 
     def _says_horizon(self, scheduler: Any) -> bool:
