@@ -17,6 +17,7 @@ from accelerate.data_loader.samplers import (
     SamplerShard,
     SeedableRandomSampler,
     cuts_in_order,
+    sampler_in_use,
     sampler_owner,
 )
 from accelerate.data_loader.skip_samplers import SkipSampler
@@ -92,8 +93,7 @@ class EpochPart:
     @property
     def sampler(self) -> Any:
         """The sampler of indices, which decides the order: underneath all batching, sharding and skipping."""
-        owner = self.torch_loader if self.sampler_owner is None else self.sampler_owner
-        sampler = getattr(owner, "sampler", None)
+        sampler = sampler_in_use(self.torch_loader)
         while isinstance(sampler, (SkipSampler, SamplerShard)):
             sampler = sampler.sampler
         return sampler
