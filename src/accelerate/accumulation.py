@@ -156,13 +156,14 @@ class ItemWindows:
         for window, group in zip(self.windows, groups, strict=False):
             if window.closed:
                 window.rescale(self._strategy, group, self.factor)
-        self._before = [self._marks(group) for group in groups] if len(groups) > 1 else []
+        marks = self._strategy.gradient_marks  # which change with every gradient
+        self._before = list(map(marks, groups)) if len(groups) > 1 else []
         return self.factor
 
     def add(self, num_items: float, groups: list[list[torch.Tensor]], *, last: bool) -> None:
         """After that backward: count the items where it has left gradients. last: whether those windows close."""
         for index, group in enumerate(groups):
-            if not self._before or self._marks(group) != self._before[index]:
+            if not self._before or self._strategy.gradient_marks(group) != self._before[index]:
                 window = self.windows[index]
                 window.items += num_items
                 window.scale = self.factor
@@ -189,10 +190,6 @@ class ItemWindows:
                 window.scale = self.factor
             window.rescale(self._strategy, group, wanted)
             self._next_factor = 2.0 ** round(math.log2(wanted))
-
-    def _marks(self, parameters: list[torch.Tensor]) -> list[Any]:
-        """Something that changes with every gradient."""
-        return self._strategy.gradient_marks(parameters)
 
 
 def item_count(num_items: Any) -> float:

@@ -276,19 +276,17 @@ class TorchDistributed(Communicator):
 
     def _gather_large(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         placed, group = self._place(tensor)
-        rest = placed.shape[1:]
-        longest = max(sizes)
-        if min(sizes) == longest:
-            out = torch.empty((longest * self.size, *rest), dtype=placed.dtype, device=placed.device)
-            if out.numel():
-                _all_gather(_bytes(out), _bytes(placed), group=group)
-            return out.to(tensor.device)
-        padded = torch.empty((longest, *rest), dtype=placed.dtype, device=placed.device)
-        padded[: sizes[self.rank]] = placed
-        out = torch.empty((self.size, longest, *rest), dtype=placed.dtype, device=placed.device)
+        longest, even = max(sizes), min(sizes) == max(sizes)
+        if not even:
+            padded = placed.new_empty((longest, *placed.shape[1:]))
+            padded[: len(placed)] = placed
+            placed = padded
+        out = placed.new_empty((self.size * longest, *placed.shape[1:]))
         if out.numel():
-            _all_gather(_bytes(out), _bytes(padded), group=group)
-        return torch.cat([out[rank, :size] for rank, size in enumerate(sizes)]).to(tensor.device)
+            _all_gather(_bytes(out), _bytes(placed), group=group)
+        if not even:
+            out = torch.cat([part[:size] for part, size in zip(out.split(longest), sizes, strict=True)])
+        return out.to(tensor.device)
 
 
 def _has_backend(device: torch.device) -> bool:

@@ -199,13 +199,10 @@ class AcceleratorState(PartialState):
         return plugin is not None and plugin.fsdp_version == 2
 
     def _check_unchanged(self, mixed_precision: str | None, cpu: bool) -> None:
-        what = None
         if cpu and not self._cpu:
-            what = "cpu=True"
-        elif mixed_precision is not None and mixed_precision != self._mixed_precision:
-            what = f"mixed_precision={mixed_precision!r} (it is {self._mixed_precision!r})"
-        if what is not None:
-            self._refuse(what)
+            self._refuse("cpu=True")
+        if mixed_precision is not None and mixed_precision != self._mixed_precision:
+            self._refuse(f"mixed_precision={mixed_precision!r} (it is {self._mixed_precision!r})")
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(
