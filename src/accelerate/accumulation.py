@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, ContextDecorator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -38,16 +39,15 @@ class Accumulation:
         if loader is not None and loader.ends_everywhere and state.sync_with_dataloader:
             self.counts.pop(_key(models), None)
             self.step = 0
-            state._set_sync_gradients(True)
-            return True
-        self.step += 1
-        steps = state.num_steps
-        if steps == 1:
-            state._set_sync_gradients(True)
-            return True
-        key = _key(models)
-        count = self.counts[key] = self.counts.get(key, 0) + 1
-        sync = count % steps == 0
+            sync = True
+        else:
+            self.step += 1
+            steps = state.num_steps
+            sync = steps == 1
+            if not sync:
+                key = _key(models)
+                count = self.counts[key] = self.counts.get(key, 0) + 1
+                sync = count % steps == 0
         state._set_sync_gradients(sync)
         return sync
 
@@ -83,6 +83,7 @@ class Accumulating(ContextDecorator, AbstractContextManager[None]):
             self._contexts.pop().__exit__(kind, error, traceback)
 
 
+@dataclass(eq=False)
 class ItemWindow:
     """The items behind the gradients of one set of parameters, since its optimizer has last stepped.
 
@@ -90,13 +91,12 @@ class ItemWindow:
     closed: whether the window is complete, and that the final scale.
     """
 
-    def __init__(self) -> None:
-        self.begin()
+    items: float = 0.0
+    scale: float | None = None
+    closed: bool = False
 
     def begin(self) -> None:
-        self.items: float = 0.0
-        self.scale: float | None = None
-        self.closed = False
+        self.items, self.scale, self.closed = 0.0, None, False
 
     def rescale(self, strategy: Strategy, parameters: list[torch.Tensor], scale: float) -> None:
         assert self.scale is not None

@@ -221,10 +221,7 @@ def _restore_window(accelerator: AcceleratorBase, progress: dict[str, Any] | Non
             accumulation.counts[tuple(id(models[number]) for number in numbers)] = count
     accumulation.state.sync_gradients = progress["sync_gradients"]
     items.factor, items._next_factor, items.used = progress["factors"]
-    for values in progress["windows"]:
-        window = ItemWindow()
-        window.items, window.scale, window.closed = values
-        items.windows.append(window)
+    items.windows = [ItemWindow(*values) for values in progress["windows"]]
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------
@@ -300,10 +297,8 @@ def _restore_positions(accelerator: AcceleratorBase, loaded: Loaded) -> None:
     first: list[Any] = [[{name: state.get(name) for name in ("dataset", "inside", "after")} for state in positions]]
     current().broadcast_objects(first)
     saved = [Snapshot.from_state_dict({**state, **common}) for state, common in zip(positions, first[0], strict=True)]
-    if own_states:  # what stateful loaders said of themselves: loaded by code of others, which may object on one rank
-        together(lambda: _restore_loaders(accelerator, saved, own_states))
-    else:
-        _restore_loaders(accelerator, saved, own_states)
+    # What stateful loaders said of themselves is loaded by code of others, which may object on one rank.
+    together(lambda: _restore_loaders(accelerator, saved, own_states))
 
 
 def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_states: dict[int, Any]) -> None:

@@ -270,13 +270,14 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     notes_samples: bool = False
     tracked_sampler: TrackedSampler | None = None
     # The loader that this one reads the rest of an epoch of: one of `skip_first_batches`.
-    _rest_of: Any = None
+    _rest_of: PreparedLoader | None = None
 
     def __init__(
         self,
         dataset: Any,
         *,
         torch_device_mesh: Any = None,
+        synchronized_generator: torch.Generator | None = None,
         iteration: int = 0,
         _drop_last: bool = False,
         _non_blocking: bool = False,
@@ -285,6 +286,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         super().__init__(dataset, **kwargs)
         self.device_mesh = torch_device_mesh
+        self.synchronized_generator = synchronized_generator
         self.iteration = iteration
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
@@ -374,8 +376,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def whole_epoch(self) -> EpochPart:
         """The epoch that this loader reads, or reads the rest of."""
-        whole: EpochPart = self.part if self._rest_of is None else self._rest_of.part
-        return whole
+        return self.part if self._rest_of is None else self._rest_of.part
 
     @property
     def num_shards(self) -> int:

@@ -354,8 +354,7 @@ def _length(loader: PreparedLoader) -> int | None:
     sampler, owner = loader.part.sampler, loader.part.sampler_owner
     kept = isinstance(sampler, DistributedSampler) and sampler.num_replicas == loader.num_shards
     if isinstance(loader.dataset, IterableDataset) or kept:
-        length: int | None = loader.whole_epoch.samples_left
-        return length
+        return loader.whole_epoch.samples_left
     with suppress(TypeError, NotImplementedError, AttributeError):  # an endless one, or batches of no certain size
         return len(sampler) if owner is None or cuts_in_order(owner) else len(owner) * int(owner.batch_size)
     return None

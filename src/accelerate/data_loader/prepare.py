@@ -114,10 +114,11 @@ def prepare_data_loader(
         "_non_blocking": non_blocking,
         "_follows_rank_0": state.num_processes > 1,
         "torch_device_mesh": torch_device_mesh,
+        "synchronized_generator": generator,
     }
     dataset = dataloader.dataset
     if dispatch_batches:
-        loader: Any = DataLoaderDispatcher(
+        return DataLoaderDispatcher(
             dataset,
             split_batches=split_batches,
             slice_fn=slice_fn_for_dispatch,
@@ -125,8 +126,6 @@ def prepare_data_loader(
             **arguments,
             **same_batches(dataloader),
         )
-        loader.synchronized_generator = generator
-        return loader
     batches = same_batches(dataloader)
     if processes > 1:
         if iterable and not split_batches and knows_shards(dataset, processes):
@@ -151,7 +150,6 @@ def prepare_data_loader(
         dataset,
         device=device if put_on_device else None,
         rng_types=rng_types,
-        synchronized_generator=generator,
         **arguments,
         **batches,
     )

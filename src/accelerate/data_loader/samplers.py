@@ -432,8 +432,7 @@ def get_sampler(dataloader: Any) -> Any:
     Returns:
         The sampler; None for an iterable dataset.
     """
-    owner = sampler_owner(dataloader)
-    return getattr(owner, "sampler", None) if owner is not None else None
+    return getattr(sampler_owner(dataloader), "sampler", None)
 
 
 def sampler_in_use(dataloader: Any) -> Any:

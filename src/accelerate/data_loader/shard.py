@@ -56,11 +56,11 @@ class DataLoaderShard(PreparedLoader):
             _drop_last=_drop_last,
             _non_blocking=_non_blocking,
             torch_device_mesh=torch_device_mesh,
+            synchronized_generator=synchronized_generator,
             iteration=iteration,
             **kwargs,
         )
         self.rng_types = rng_types
-        self.synchronized_generator = synchronized_generator
 
     def _join_process(self) -> None:
         super()._join_process()
