@@ -127,20 +127,15 @@ class TorchDistributed(Communicator):
         self.rank: int = dist.get_rank()
         self.size: int = dist.get_world_size()
         self.device = device
-        self._host_group = self._group_for_host()
+        # Where CPU tensors go: the main group (None), or a gloo group beside one of NCCL alone.
+        takes_host = _has_backend(torch.device("cpu"))
+        self._host_group: dist.ProcessGroup | None = None if takes_host else dist.new_group(backend="gloo")
         self._side_group: dist.ProcessGroup | None = None
         self._on_device = device.type != "cpu" and _has_backend(device)
         self.fast_device: torch.device | None = device if self._on_device else None
         self._exchange = all_gather_on(self._host_group)
         self._messages = messages_of(self._host_group or dist.group.WORLD, self.size)
         self._known: dict[Any, _Told] = {}
-
-    def _group_for_host(self) -> dist.ProcessGroup | None:
-        """A group that takes CPU tensors: the main one (None), or a gloo group beside an NCCL-only one."""
-        if _has_backend(torch.device("cpu")):
-            return None
-        group: dist.ProcessGroup = dist.new_group(backend="gloo")
-        return group
 
     def _place(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
         """The tensor where a collective can take it, and the group to use there."""

@@ -379,6 +379,11 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return self.part if self._rest_of is None else self._rest_of.part
 
     @property
+    def total_dataset_length(self) -> int:
+        """The number of samples over all processes."""
+        return self.part.total_length
+
+    @property
     def num_shards(self) -> int:
         """How many processes, or groups of them, get samples of their own."""
         return getattr(self.part.shard, "num_processes", 1)

@@ -145,11 +145,6 @@ class DataLoaderShard(PreparedLoader):
         loop = self.position.current()
         return (self.part if loop is None else loop.part).shard
 
-    @property
-    def total_dataset_length(self) -> int:
-        """The number of samples over all processes."""
-        return self.part.total_length
-
 
 _END: Any = object()
 
