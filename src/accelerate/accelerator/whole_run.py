@@ -27,6 +27,7 @@ from accelerate.errors import CheckpointError, WrongFolder, warn
 from accelerate.io.torch_format import refused
 
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
 
 
 def save_state(
@@ -39,7 +40,10 @@ def save_state(
     """See `Accelerator.save_state`."""
     config = accelerator.project_configuration
     if async_save and not accelerator._strategy.can_snapshot:
-        _say_that_it_waits(type(accelerator._strategy).__name__)
+        _warn_once(
+            "save_state(async_save=True) returns only when the checkpoint is on disk: the state of "
+            f"{type(accelerator._strategy).__name__} cannot be copied while training continues."
+        )
         async_save = False
     callers = rendezvous().callers(accelerator.gradient_state.backwards) if accelerator._strategy.saves_alone else "all"
     if callers != "late":
@@ -325,26 +329,13 @@ def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_st
 # --- who saves, and where ---------------------------------------------------------------------------------------
 
 
-@cache
-def _say_that_it_waits(engine: str) -> None:
-    logger.warning(
-        f"save_state(async_save=True) returns only when the checkpoint is on disk: the state of {engine} cannot be "
-        "copied while training continues."
-    )
-
-
-@cache
-def _tell_once() -> None:
-    logger.warning(
-        "Only the main process called save_state: the checkpoint lacks the random states of the others, and a load "
-        "derives new ones for them; call save_state on all processes."
-    )
-
-
 @contextmanager
 def _only_main() -> Iterator[None]:
     """A context in which the main process talks to nobody: the others are not there."""
-    _tell_once()
+    _warn_once(
+        "Only the main process called save_state: the checkpoint lacks the random states of the others, and a load "
+        "derives new ones for them; call save_state on all processes."
+    )
     everybody = current()
     set_current(Communicator())
     try:

@@ -77,6 +77,12 @@ class EpochPart:
         torch_loader = self.torch_loader
         return torch_loader.sampler if torch_loader.batch_sampler is None else torch_loader.batch_sampler
 
+    @property
+    def dataset(self) -> Any:
+        """The dataset of the script, of which this process may read a share."""
+        dataset = self.torch_loader.dataset
+        return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+
     @functools.cached_property
     def shard(self) -> Any:
         """What decides which samples this process gets."""
@@ -112,19 +118,15 @@ class EpochPart:
     @property
     def total_length(self) -> int:
         """How many samples the dataset has, on all processes together."""
-        dataset = self.torch_loader.dataset
-        if hasattr(dataset, "total_length"):
-            return int(dataset.total_length)
-        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+        known = getattr(self.torch_loader.dataset, "total_length", None)
+        return len(self.dataset) if known is None else int(known)
 
     @property
     def samples_left(self) -> int | None:
         """How many samples this part has but for whole batches that are left out; None if that is not known."""
-        dataset = self.torch_loader.dataset
-        dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
         try:
             # A dataset that leaves samples out by itself tells the length of the rest.
-            return max(self.total_length - (0 if isinstance(dataset, SkippedDataset) else self.samples), 0)
+            return max(self.total_length - (0 if isinstance(self.dataset, SkippedDataset) else self.samples), 0)
         except (TypeError, NotImplementedError):  # a dataset without a length
             return None
 

@@ -32,7 +32,6 @@ from accelerate.data_loader.epoch import (
     order_of,
     other_order,
 )
-from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.readers import Reader, Replay, open_reader
 from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler
 from accelerate.random import NAMES, set_global_states
@@ -408,8 +407,7 @@ def dataset_to_move(loader: PreparedLoader) -> Any:
 
 def stateful_dataset(loader: PreparedLoader) -> Any:
     """The dataset of a loader, where this process reads it and it has a state."""
-    dataset = loader.dataset
-    dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+    dataset = loader.part.dataset
     has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
     return dataset if has_state and not loader.num_workers else None
 
