@@ -297,19 +297,12 @@ class Preparing(AcceleratorBase):
         if not self.split_batches:
             prepared._steps_each_time = self._strategy.batches_of_a_step()
         prepared.gradient_state = self.gradient_state
-        if self._says_horizon(scheduler):
-            prepared._horizon = None  # it is not said again when the schedule has ended
+        if self.num_processes > 1 and not self.split_batches and self.step_scheduler_with_optimizer:
+            from accelerate.accelerator import loaders
+
+            if loaders.says_horizon(self, horizon(scheduler)):
+                prepared._horizon = None  # it is not said again when the schedule has ended
         return prepared
-
-    def _says_horizon(self, scheduler: Any) -> bool:
-        """Whether it is said when a schedule ends: if it is for whole epochs of a prepared loader, where the script has
-        asked that loader how long it is and no other loader explains the number."""
-        steps = horizon(scheduler)
-        if not steps or self.num_processes == 1 or self.split_batches or not self.step_scheduler_with_optimizer:
-            return False
-        from accelerate.accelerator import loaders
-
-        return loaders.says_horizon(self, steps)
 
     def prepare_data_loader(
         self,

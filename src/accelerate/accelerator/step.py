@@ -168,11 +168,9 @@ class Stepping(AcceleratorBase):
             )
         from accelerate.data_loader import BatchSamplerShard
 
-        shards = [loader.batch_sampler for loader in self._dataloaders]
-        changed = (
-            [shard for shard in shards if isinstance(shard, BatchSamplerShard)] if even_batches is not None else []
-        )
-        if even_batches is not None and len(changed) < len(shards):
+        shards = [] if even_batches is None else [loader.batch_sampler for loader in self._dataloaders]
+        changed = [shard for shard in shards if isinstance(shard, BatchSamplerShard)]
+        if len(changed) < len(shards):
             warn(
                 f"`even_batches` has no effect on loaders of iterable datasets: {len(shards) - len(changed)} of the "
                 f"{len(shards)} prepared loaders have one."
