@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import AbstractContextManager, ContextDecorator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -38,16 +39,15 @@ class Accumulation:
         if loader is not None and loader.ends_everywhere and state.sync_with_dataloader:
             self.counts.pop(_key(models), None)
             self.step = 0
-            state._set_sync_gradients(True)
-            return True
-        self.step += 1
-        steps = state.num_steps
-        if steps == 1:
-            state._set_sync_gradients(True)
-            return True
-        key = _key(models)
-        count = self.counts[key] = self.counts.get(key, 0) + 1
-        sync = count % steps == 0
+            sync = True
+        else:
+            self.step += 1
+            steps = state.num_steps
+            sync = steps == 1
+            if not sync:
+                key = _key(models)
+                count = self.counts[key] = self.counts.get(key, 0) + 1
+                sync = count % steps == 0
         state._set_sync_gradients(sync)
         return sync
 
@@ -83,6 +83,7 @@ class Accumulating(ContextDecorator, AbstractContextManager[None]):
             self._contexts.pop().__exit__(kind, error, traceback)
 
 
+@dataclass(eq=False)
 class ItemWindow:
     """The items behind the gradients of one set of parameters, since its optimizer has last stepped.
 
@@ -90,13 +91,12 @@ class ItemWindow:
     closed: whether the window is complete, and that the final scale.
     """
 
-    def __init__(self) -> None:
-        self.begin()
+    items: float = 0.0
+    scale: float | None = None
+    closed: bool = False
 
     def begin(self) -> None:
-        self.items: float = 0.0
-        self.scale: float | None = None
-        self.closed = False
+        self.items, self.scale, self.closed = 0.0, None, False
 
     def rescale(self, strategy: Strategy, parameters: list[torch.Tensor], scale: float) -> None:
         assert self.scale is not None
@@ -156,13 +156,14 @@ class ItemWindows:
         for window, group in zip(self.windows, groups, strict=False):
             if window.closed:
                 window.rescale(self._strategy, group, self.factor)
-        self._before = [self._marks(group) for group in groups] if len(groups) > 1 else []
+        marks = self._strategy.gradient_marks  # which change with every gradient
+        self._before = list(map(marks, groups)) if len(groups) > 1 else []
         return self.factor
 
     def add(self, num_items: float, groups: list[list[torch.Tensor]], *, last: bool) -> None:
         """After that backward: count the items where it has left gradients. last: whether those windows close."""
         for index, group in enumerate(groups):
-            if not self._before or self._marks(group) != self._before[index]:
+            if not self._before or self._strategy.gradient_marks(group) != self._before[index]:
                 window = self.windows[index]
                 window.items += num_items
                 window.scale = self.factor
@@ -189,10 +190,6 @@ class ItemWindows:
                 window.scale = self.factor
             window.rescale(self._strategy, group, wanted)
             self._next_factor = 2.0 ** round(math.log2(wanted))
-
-    def _marks(self, parameters: list[torch.Tensor]) -> list[Any]:
-        """Something that changes with every gradient."""
-        return self._strategy.gradient_marks(parameters)
 
 
 def item_count(num_items: Any) -> float:

@@ -13,17 +13,6 @@ from accelerate.checkpoint.model_weights import save, tell_manifest
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Run, apply_objects, apply_random_states, read
 from accelerate.checkpoint.save import own_parts, shared_parts, write_parts
-from accelerate.constants import (
-    MODEL_NAME,
-    OPTIMIZER_NAME,
-    RNG_STATE_NAME,
-    SAFE_MODEL_NAME,
-    SAFE_WEIGHTS_NAME,
-    SAMPLER_NAME,
-    SCALER_NAME,
-    SCHEDULER_NAME,
-    WEIGHTS_NAME,
-)
 from accelerate.io import disk
 from accelerate.io.blocks import summed_up
 from accelerate.io.safe_load import read_torch
@@ -33,15 +22,6 @@ from accelerate.state import PartialState
 from accelerate.unwrap import unwrapped
 
 __all__ = [
-    "MODEL_NAME",
-    "OPTIMIZER_NAME",
-    "RNG_STATE_NAME",
-    "SAFE_MODEL_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "SAMPLER_NAME",
-    "SCALER_NAME",
-    "SCHEDULER_NAME",
-    "WEIGHTS_NAME",
     "load_accelerator_state",
     "load_custom_state",
     "save_accelerator_state",

@@ -72,16 +72,29 @@ class NotInstalled(CommandFailed, ImportError):
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn about the line outside of this package, and of torch, that led here.
+    """Warn about the line that led here, outside of this package, of torch, and of Python's way into a `with`.
 
     Args:
         message: the sentence.
         category: the class of the warning.
     """
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("accelerate", "torch"):
+    level, frame, inside = 2, sys._getframe(1), ("accelerate", "torch", "contextlib")
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in inside:
         level, frame = level + 1, frame.f_back
     warnings.warn(message, category, stacklevel=level)
+
+
+def check_kind(name: str, setting: object, kind: type, otherwise: str = "") -> None:
+    """Refuse a setting of another kind; None says that there is none.
+
+    Args:
+        name: of the setting.
+        setting: what was given.
+        kind: its class.
+        otherwise: what else may be passed, for the end of the sentence.
+    """
+    if setting is not None and not isinstance(setting, kind):
+        raise TypeError(f"{name} is {a_kind_of(setting)}: pass a {kind.__name__}{otherwise}.")
 
 
 def in_words(error: Exception) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from accelerate.big_modeling.device_map import infer_auto_device_map
 from accelerate.big_modeling.sizes import compute_module_sizes
 from accelerate.comm.ops import broadcast_data
-from accelerate.comm.tree import ignorant_find_batch_size, leaves, recursively_apply, send_to_device
+from accelerate.comm.tree import ignorant_find_batch_size, leaves, recursively_apply, replace_leaves, send_to_device
 from accelerate.state import PartialState
 from accelerate.torch_internals import pytree
 from accelerate.torch_internals.fake_tensors import without_content
@@ -205,7 +205,7 @@ def pippy_forward(forward: Callable[..., Any], num_chunks: int, gather_output: b
     else:
         output = forward()
     if state.process_index == state.num_processes - 1:
-        output = recursively_apply(functools.partial(_cut, size=size, full=full), output)
+        output = recursively_apply(_rows, output, size=full, start=0, stop=size)
     if gather_output:
         return broadcast_data(output, state.num_processes - 1)
     return output if state.process_index == state.num_processes - 1 else None
@@ -225,8 +225,9 @@ def _fill(values: Any, size: int, full: int) -> Any:
     return recursively_apply(fill, values)
 
 
-def _cut(tensor: torch.Tensor, size: int, full: int) -> torch.Tensor:
-    return tensor[:size] if tensor.ndim and len(tensor) == full else tensor
+def _rows(value: torch.Tensor, size: int, start: int, stop: int) -> torch.Tensor:
+    """Some samples of a tensor that has one row for each of `size` samples."""
+    return value[start:stop] if value.ndim and len(value) == size else value
 
 
 def prepare_pippy(
@@ -270,8 +271,7 @@ def prepare_pippy(
             "The model cannot be traced without an input: give example_args or example_kwargs with tensors."
         )
     piece = math.ceil(size / chunks)
-    cut = functools.partial(_rows, size=size, start=0, stop=piece)
-    args, kwargs = send_to_device((recursively_apply(cut, args), recursively_apply(cut, kwargs)), "cpu")
+    args, kwargs = send_to_device(recursively_apply(_rows, (args, kwargs), size=size, start=0, stop=piece), "cpu")
     args, kwargs = recursively_apply(torch.Tensor.contiguous, (args, kwargs))
     structure = _output_structure(model, args, kwargs)
     pipe = _traced(model, split_points, args, kwargs)
@@ -395,15 +395,10 @@ def _in_rounds(
     outputs = []
     for start in range(0, size, room):
         count = min(room, size - start)
-        cut = functools.partial(_rows, size=size, start=start, stop=start + count)
-        part_args, part_kwargs = _fill([recursively_apply(cut, args), recursively_apply(cut, kwargs)], count, room)
+        part = recursively_apply(_rows, (args, kwargs), size=size, start=start, stop=start + count)
+        part_args, part_kwargs = _fill(part, count, room)
         output = pippy_forward(forward, num_chunks, gather_output, *part_args, **part_kwargs)
-        outputs.append(recursively_apply(functools.partial(_cut, size=count, full=room), output))
+        outputs.append(recursively_apply(_rows, output, size=room, start=0, stop=count))
     if outputs[0] is None or len(outputs) == 1:
         return outputs[0]
-    tensors = iter([torch.cat(parts) for parts in zip(*map(leaves, outputs), strict=True)])
-    return recursively_apply(lambda _: next(tensors), outputs[0])
-
-
-def _rows(value: torch.Tensor, size: int, start: int, stop: int) -> torch.Tensor:
-    return value[start:stop] if value.ndim and len(value) == size else value
+    return replace_leaves(outputs[0], [torch.cat(parts) for parts in zip(*map(leaves, outputs), strict=True)])

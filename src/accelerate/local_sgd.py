@@ -69,8 +69,4 @@ class LocalSGD:
             self._average()
 
     def _average(self) -> None:
-        communicator = current()
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                if parameter.requires_grad:
-                    communicator.all_reduce(parameter.data).div_(communicator.size)
+        current().average([parameter.data for parameter in self.model.parameters() if parameter.requires_grad])

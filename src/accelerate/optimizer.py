@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from accelerate.comm.tree import recursively_apply
+from accelerate.errors import warn
 from accelerate.precision.stepping import Stepper, patch_optimizer_step, stepper_for
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.torch_internals.grad_scaler import has_scaled
@@ -63,7 +63,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         # Called after a step, and also when gradients were cleared.
         self.on_gradients_consumed: Callable[[], None] | None = None
         # Called after a step alone, skipped or not.
-        self.after_step: Callable[[], None] | None = None
+        self.after_step: tuple[Callable[[], None], ...] = ()
         self._backwards_seen = 0
         self._warned = False
         self._prepared_parameters: Callable[[], tuple[set[int], set[int]]] | None = None
@@ -108,7 +108,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.accelerator_state = AcceleratorState()
-        self.on_gradients_consumed = self.after_step = self._prepared_parameters = None
+        self.on_gradients_consumed = self._prepared_parameters = None
+        self.after_step = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AcceleratedOptimizer:
         # A copy takes part in the same training: only the optimizer inside is another one.
@@ -193,8 +194,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._check_backward()
         self._backwards_seen = backwards
         result = self._stepper.step(closure)
-        if self.after_step is not None:
-            self.after_step()
+        for listener in self.after_step:
+            listener()
         if self.on_gradients_consumed is not None:
             self.on_gradients_consumed()
         return result
@@ -224,11 +225,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 "call `accelerator.backward(loss)` instead."
             )
         missing = "scaled for fp16" if self.scaler is not None else f"divided by the {steps} accumulation steps"
-        warnings.warn(
+        warn(
             f"`optimizer.step()` was called without `accelerator.backward(loss)` since the last step: a loss that went "
             f"through `loss.backward()` was not {missing}, so these gradients are wrong; "
-            "call `accelerator.backward(loss)` instead.",
-            stacklevel=3,
+            "call `accelerator.backward(loss)` instead."
         )
 
     def _check_ownership(self) -> None:
@@ -238,19 +238,17 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._prepared_parameters = None
         mine = [parameter for group in self.param_groups for parameter in group["params"]]
         if known and mine and known.isdisjoint(map(id, mine)):
-            warnings.warn(
+            warn(
                 f"None of the {len(mine)} parameters of this {type(self.optimizer).__name__} belongs to a model that "
                 "was passed to `accelerator.prepare()`: their gradients are not synchronised, and the prepared model "
-                "is not trained by it; create the optimizer from the parameters of the model you prepare.",
-                stacklevel=3,
+                "is not trained by it; create the optimizer from the parameters of the model you prepare."
             )
         alone = sum(parameter.grad is not None and id(parameter) in bypassed for parameter in mine)
         if alone:
-            warnings.warn(
+            warn(
                 f"The gradients of {alone} of the {len(mine)} parameters of this {type(self.optimizer).__name__} were "
                 f"not averaged over the {self.accelerator_state.num_processes} processes, so each process trains "
-                "its own model: call the model that `accelerator.prepare()` returned, not the one it was given.",
-                stacklevel=3,
+                "its own model: call the model that `accelerator.prepare()` returned, not the one it was given."
             )
 
 

@@ -24,9 +24,9 @@ MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")
 _BACKENDS = {"cp": "torch", "sp": "deepspeed"}
 _HANDLERS = {
-    "tp_handler": TorchTensorParallelConfig,
-    "cp_handler": TorchContextParallelConfig,
-    "sp_handler": DeepSpeedSequenceParallelConfig,
+    "tp": TorchTensorParallelConfig,
+    "cp": TorchContextParallelConfig,
+    "sp": DeepSpeedSequenceParallelConfig,
 }
 
 
@@ -77,16 +77,13 @@ class ParallelismConfig:
             if value != only:
                 raise ValueError(f"{name} is {value!r}: there is only {only!r}.")
             setattr(self, name, value)
-        for name, kind in _HANDLERS.items():
+        for axis, kind in _HANDLERS.items():
+            name = f"{axis}_handler"
             handler = getattr(self, name)
-            if handler is not None and not isinstance(handler, kind):
+            if handler is None and self._sizes[axis] > 1:
+                setattr(self, name, kind())
+            elif handler is not None and not isinstance(handler, kind):
                 raise ValueError(f"{name} is {a_kind_of(handler)}: pass a {kind.__name__}.")
-        if self.tp_enabled and self.tp_handler is None:
-            self.tp_handler = TorchTensorParallelConfig()
-        if self.cp_enabled and self.cp_handler is None:
-            self.cp_handler = TorchContextParallelConfig()
-        if self.sp_enabled and self.sp_handler is None:
-            self.sp_handler = DeepSpeedSequenceParallelConfig()
         self._check_combination()
 
     def __repr__(self) -> str:
@@ -234,7 +231,7 @@ class ParallelismConfig:
 
     def to_json(self) -> Any:
         """Return the settings as plain data."""
-        handlers = {name: getattr(self, name) for name in _HANDLERS}
+        handlers = {f"{axis}_handler": getattr(self, f"{axis}_handler") for axis in _HANDLERS}
         return {
             **{f"{axis}_size": size for axis, size in self._sizes.items()},
             "cp_backend": self.cp_backend,

@@ -109,17 +109,13 @@ class AcceleratedScheduler:
             if self._optimizer_steps * each < 1.5 * longer * self._horizon + each:
                 return
         if PartialState().is_main_process:
-            self._say_it_has_ended(self._horizon, each)
+            warn(
+                f"The learning-rate schedule of {self._horizon} steps ended after {self._horizon // each} optimizer "
+                f"steps, but training continues: a prepared scheduler moves {each} steps (one per process) each time. "
+                "If it should last longer, give it the number of steps of a single process, or pass "
+                "`step_scheduler_with_optimizer=False` to the Accelerator."
+            )
         self._horizon = None
-
-    @staticmethod
-    def _say_it_has_ended(steps: int, each: int) -> None:
-        warn(
-            f"The learning-rate schedule of {steps} steps ended after {steps // each} optimizer steps, but training "
-            f"continues: a prepared scheduler moves {each} steps (one per process) each time. If it should last "
-            "longer, give it the number of steps of a single process, or pass "
-            "`step_scheduler_with_optimizer=False` to the Accelerator."
-        )
 
     def get_last_lr(self) -> Any:
         """Return the last learning rate of each parameter group."""

@@ -37,7 +37,8 @@ def extract_model_from_parallel(
         # A new compiled module, not a changed one: training goes on with the wrapper inside the old one.
         return model if inner is original_of(model) else compiled_like(model, inner)
     if recursive:
-        _unwrap_children(model, keep_fp32_wrapper, keep_torch_compile)
+        for name, child in model.named_children():
+            setattr(model, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
     if not keep_fp32_wrapper:
         _restore_forward(model)
     return model
@@ -72,11 +73,6 @@ def _wrapper_classes() -> tuple[Any, ...]:
     # A script may use FSDP by itself. Not imported for the question's sake: while it is not, no model is one.
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return (*_wrappers,) if fsdp is None else (*_wrappers, fsdp.FullyShardedDataParallel)
-
-
-def _unwrap_children(model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> None:
-    for name, child in model.named_children():
-        setattr(model, name, extract_model_from_parallel(child, keep_fp32_wrapper, keep_torch_compile, True))
 
 
 def _restore_forward(model: Any) -> None:

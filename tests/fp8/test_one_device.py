@@ -79,7 +79,7 @@ def test_training_converts_layers_and_keeps_everything_else(caplog: pytest.LogCa
     )
     assert [name for name, module in model.named_modules() if isinstance(module, Float8Linear)] == ["wide", "deep"]
     assert model.wide is layer and ao.has_ao_layers(model)
-    assert optimizer.after_step is None, "only weights that are gathered in 8 bits need their scales after a step"
+    assert optimizer.after_step == (), "only weights that are gathered in 8 bits need their scales after a step"
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
     losses = trained(accelerator, model, optimizer)

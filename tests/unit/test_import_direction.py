@@ -29,7 +29,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("state", "machine"),
     ("launch",),
     ("launch_commands",),
-    ("barrier", "logging", "memory", "random", "tqdm", "compilation"),
+    ("logging", "memory", "random", "tqdm", "compilation"),
     ("unwrap", "memory_utils"),
     ("modules", "io"),
     ("parallel", "runs"),

@@ -7,36 +7,8 @@ from accelerate.accelerator.collect import Collecting
 from accelerate.accelerator.preemption import Preempting
 from accelerate.accelerator.prepare import Preparing
 from accelerate.accelerator.step import Stepping
-from accelerate.constants import (
-    DTENSOR_PYTORCH_VERSION,
-    FSDP2_PYTORCH_VERSION,
-    FSDP_PYTORCH_VERSION,
-    MODEL_NAME,
-    PROFILE_PATTERN_NAME,
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    SAFE_WEIGHTS_PATTERN_NAME,
-    SCALER_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    WEIGHTS_PATTERN_NAME,
-)
 
-__all__ = [
-    "DTENSOR_PYTORCH_VERSION",
-    "FSDP2_PYTORCH_VERSION",
-    "FSDP_PYTORCH_VERSION",
-    "MODEL_NAME",
-    "PROFILE_PATTERN_NAME",
-    "SAFE_WEIGHTS_INDEX_NAME",
-    "SAFE_WEIGHTS_NAME",
-    "SAFE_WEIGHTS_PATTERN_NAME",
-    "SCALER_NAME",
-    "WEIGHTS_INDEX_NAME",
-    "WEIGHTS_NAME",
-    "WEIGHTS_PATTERN_NAME",
-    "Accelerator",
-]
+__all__ = ["Accelerator"]
 
 
 class Accelerator(Preparing, Stepping, Collecting, Preempting):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import weakref
 from collections import OrderedDict
@@ -31,7 +30,7 @@ from accelerate.config.handlers import (
 )
 from accelerate.config.preemption import preemption_settings
 from accelerate.config.project import ProjectConfiguration
-from accelerate.errors import NotYetSupported, WrongHandler, a_kind_of
+from accelerate.errors import NotYetSupported, WrongHandler, a_kind_of, check_kind
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import PrecisionSettings
 from accelerate.scheduler import AcceleratedScheduler
@@ -116,8 +115,8 @@ class AcceleratorBase(AcceleratorFacts):
         _check_flag("split_batches", split_batches)
         _check_flag("cpu", cpu)
         _check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
-        _check_kind("project_config", project_config, ProjectConfiguration, ", or only a folder as `project_dir`")
-        _check_kind("gradient_accumulation_plugin", gradient_accumulation_plugin, GradientAccumulationPlugin)
+        check_kind("project_config", project_config, ProjectConfiguration, ", or only a folder as `project_dir`")
+        check_kind("gradient_accumulation_plugin", gradient_accumulation_plugin, GradientAccumulationPlugin)
         accumulation = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
         if nonfinite not in (None, "skip", "stop"):
             raise ValueError(f"nonfinite is {nonfinite!r}: pass 'skip' or 'stop', or leave it out.")
@@ -236,12 +235,6 @@ class AcceleratorBase(AcceleratorFacts):
 
         return Background()
 
-    @staticmethod
-    def _listen_to_steps(optimizer: AcceleratedOptimizer, listener: Callable[[], None]) -> None:
-        """Have a function called after each step of an optimizer, after whatever else is."""
-        before = optimizer.after_step
-        optimizer.after_step = listener if before is None else functools.partial(_both, before, listener)
-
     def _asked_trackers(self, log_with: Any) -> list[Any]:
         if log_with is None:
             return []
@@ -274,11 +267,6 @@ class AcceleratorBase(AcceleratorFacts):
         return given[0] if given else None
 
 
-def _check_kind(name: str, setting: Any, kind: type, otherwise: str = "") -> None:
-    if setting is not None and not isinstance(setting, kind):
-        raise TypeError(f"{name} is {setting!r}: pass a {kind.__name__}{otherwise}.")
-
-
 def _check_flag(name: str, flag: Any) -> None:
     """Any string would count as true: "false", and the precision in `Accelerator("bf16")`."""
     if isinstance(flag, str):
@@ -289,7 +277,7 @@ def _check_flag(name: str, flag: Any) -> None:
 def _check_settings(kwargs_handlers: Any, rng_types: Any, dataloader_config: Any) -> None:
     """Say what is of the wrong kind here, before it fails somewhere else."""
     if isinstance(dataloader_config, dict):  # any object that has the settings will do, as in the release
-        _check_kind("dataloader_config", dataloader_config, DataLoaderConfiguration)
+        check_kind("dataloader_config", dataloader_config, DataLoaderConfiguration)
     if isinstance(kwargs_handlers, KwargsHandler):
         name = type(kwargs_handlers).__name__
         raise TypeError(f"kwargs_handlers is a {name}: pass a list, `kwargs_handlers=[{name}(...)]`.")
@@ -334,8 +322,3 @@ def _recipe_attribute(handler: KwargsHandler) -> str:
         return _RECIPES[name]
     known = ", ".join((*(kind.__name__ for kind in _HANDLERS), *_RECIPES))
     raise WrongHandler(f"kwargs_handlers cannot contain {a_kind_of(handler)}: pass any of {known}.")
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> None:
-    first()
-    second()

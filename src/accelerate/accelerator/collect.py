@@ -9,7 +9,7 @@ import torch
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.comm import ops
-from accelerate.comm.tree import is_nested, items_of, map_items, recursively_apply
+from accelerate.comm.tree import is_nested, items_of, leaves, map_items
 from accelerate.strategies import Outputs
 
 Nested = TypeVar("Nested")  # a tensor, or lists, tuples and dicts of them: what goes in comes out
@@ -201,9 +201,7 @@ def _are_samples(items: list[Any]) -> bool:
 
 
 def _holds_tensors(data: Any) -> bool:
-    found: list[Any] = []
-    recursively_apply(found.append, data)
-    return bool(found)
+    return bool(leaves(data))
 
 
 def _is_array(data: Any) -> bool:
@@ -225,27 +223,15 @@ def _are_only_lists_of_objects(data: Any) -> bool:
 
 
 def _only_tensors(data: Any) -> bool:
-    if isinstance(data, torch.Tensor):
-        return True
     if isinstance(data, (list, tuple)) and not data:
         return False  # a list of objects, which need not be empty on other ranks
-    if isinstance(data, (list, tuple)):
-        return all(_only_tensors(item) for item in data)
-    if isinstance(data, Mapping):
-        return all(_only_tensors(item) for item in data.values())
-    try:
-        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
+    return isinstance(data, torch.Tensor) or (is_nested(data) and all(map(_only_tensors, items_of(data))))
 
 
 def _gather_mixed(data: Any) -> Any:
     """Tensors as tensors, lists (and arrays) of other objects as one long list, single objects as one per process."""
     if isinstance(data, torch.Tensor):
         return ops.gather(data)
-    if _is_array(data):
-        return ops.gather_object(data)
-    if _is_list_of_objects(data):
+    if _is_array(data) or _is_list_of_objects(data):
         return ops.gather_object(data)
     return map_items(_gather_mixed, data) if is_nested(data) else ops.gather_object([data])

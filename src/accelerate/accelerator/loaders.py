@@ -83,9 +83,14 @@ def _ends_unevenly(loader: Any) -> bool:
     return len(lengths) > 1
 
 
-def says_horizon(accelerator: AcceleratorBase, steps: int) -> bool:
+def says_horizon(accelerator: AcceleratorBase, steps: int | None) -> bool:
     """Says when a schedule ends, if that is after whole epochs of a sharded loader, but not of the loader itself: most
-    likely it was divided already, though a script may mean it. Returns whether that is so."""
+    likely it was divided already, though a script may mean it. Returns whether that is so.
+
+    Only where the script has asked that loader how long it is, and no other loader explains the number.
+    """
+    if not steps:
+        return False
     accumulated, processes, divided = accelerator.gradient_accumulation_steps, accelerator.num_processes, 0
     for loader in accelerator._dataloaders:
         shard = getattr(loader, "batch_sampler", None)

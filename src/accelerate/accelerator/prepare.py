@@ -153,7 +153,7 @@ class Preparing(AcceleratorBase):
         self._strategy.prepare(bundle)
         if self._precision.acts_after_step and not acted:
             for earlier in self._optimizers:  # they may step a model that comes after them
-                self._listen_to_steps(earlier, functools.partial(self._precision.after_step, self._models))
+                earlier.after_step += (functools.partial(self._precision.after_step, self._models),)
         for model in bundle.models:
             model.value = self._finish_model(model.value)
         for optimizer in bundle.optimizers:
@@ -250,11 +250,11 @@ class Preparing(AcceleratorBase):
         # Neither knows this Accelerator, which knows the optimizer: so it ends, with its loaders, when it is dropped.
         prepared.on_gradients_consumed = functools.partial(self._items.begin, len(self._optimizers))
         if self._precision.acts_after_step:
-            prepared.after_step = functools.partial(self._precision.after_step, self._models)
+            prepared.after_step += (functools.partial(self._precision.after_step, self._models),)
         if self._stops_at_nonfinite is not None:
-            self._listen_to_steps(prepared, functools.partial(self._stops_at_nonfinite.after_step, prepared._stepper))
-        for listener in self._step_listeners if not self._optimizers else ():
-            self._listen_to_steps(prepared, listener)
+            prepared.after_step += (functools.partial(self._stops_at_nonfinite.after_step, prepared._stepper),)
+        if not self._optimizers:
+            prepared.after_step += tuple(self._step_listeners)
         if self._strategy.keeps_parameters:
             prepared._prepared_parameters = functools.partial(
                 _prepared_parameters, self._models, self._strategy, self.num_processes
@@ -284,13 +284,15 @@ class Preparing(AcceleratorBase):
         return prepared
 
     def _wrap_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
+        prepared = self._strategy.engine_scheduler(scheduler, self._optimizers) or self._follower(scheduler)
+        mark(prepared)
+        self._schedulers.append(prepared)
+        return prepared
+
+    def _follower(self, scheduler: Any) -> AcceleratedScheduler:
+        """What steps a scheduler after its optimizers."""
         wrapped = getattr(scheduler, "optimizer", None)
         own = [optimizer for optimizer in self._optimizers if wrapped in (optimizer, optimizer.optimizer)]
-        prepared = self._strategy.engine_scheduler(scheduler, self._optimizers)
-        if prepared is not None:
-            mark(prepared)
-            self._schedulers.append(prepared)
-            return prepared
         prepared = AcceleratedScheduler(
             scheduler,
             own or self._optimizers,
@@ -300,21 +302,12 @@ class Preparing(AcceleratorBase):
         if not self.split_batches:
             prepared._steps_each_time = self._strategy.batches_of_a_step()
         prepared.gradient_state = self.gradient_state
-        if self._says_horizon(scheduler):
-            prepared._horizon = None  # it is not said again when the schedule has ended
-        mark(prepared)
-        self._schedulers.append(prepared)
+        if self.num_processes > 1 and not self.split_batches and self.step_scheduler_with_optimizer:
+            from accelerate.accelerator import loaders
+
+            if loaders.says_horizon(self, horizon(scheduler)):
+                prepared._horizon = None  # it is not said again when the schedule has ended
         return prepared
-
-    def _says_horizon(self, scheduler: Any) -> bool:
-        """Whether it is said when a schedule ends: if it is for whole epochs of a prepared loader, where the script has
-        asked that loader how long it is and no other loader explains the number."""
-        steps = horizon(scheduler)
-        if not steps or self.num_processes == 1 or self.split_batches or not self.step_scheduler_with_optimizer:
-            return False
-        from accelerate.accelerator import loaders
-
-        return loaders.says_horizon(self, steps)
 
     def prepare_data_loader(
         self,

@@ -70,7 +70,7 @@ class Reporting(AcceleratorBase):
             if (after_step := tracker._after_step()) is not None:
                 self._step_listeners.append(after_step)
                 for optimizer in self._optimizers[:1]:
-                    self._listen_to_steps(optimizer, after_step)
+                    optimizer.after_step += (after_step,)
             if config is not None:
                 self._running.store(tracker, config)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,6 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.accelerator.report import Reporting
 from accelerate.comm import current
 from accelerate.errors import a_kind_of, warn
-
-logger: logging.Logger = logging.getLogger(__name__)
-
 
 Model = TypeVar("Model", bound=torch.nn.Module)  # declared as what it was, also when it is prepared
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -35,21 +34,20 @@ class Stepping(AcceleratorBase):
         """
         state = self.gradient_state
         try:
-            if num_items is not None or (kwargs and "learning_rate" in kwargs):
-                self._special_backward(loss, num_items, kwargs)
-                state.backwards += 1
-                return
-            if self._items.used:
-                self._items.refuse_others()
-            steps = state.num_steps
-            scaled_loss = loss if steps == 1 or self._strategy.divides_loss else loss / steps
-            if self.scaler is not None:
-                if not self._optimizers:
-                    self._check_scaled(self.scaler)
-                scaled_loss = self.scaler.scale(scaled_loss)
-            if self._stops_at_nonfinite is not None:
-                self._stops_at_nonfinite.note_loss(loss)
-            self._strategy.backward(scaled_loss, **kwargs)
+            if kwargs and "learning_rate" in kwargs:
+                self.lomo_backward(loss, kwargs["learning_rate"])
+            elif num_items is not None:
+                self._backward_of_sum(loss, item_count(num_items), kwargs)
+            else:
+                if self._items.used:
+                    self._items.refuse_others()
+                steps = state.num_steps
+                scaled_loss = loss if steps == 1 or self._strategy.divides_loss else loss / steps
+                if self.scaler is not None:
+                    scaled_loss = self._scaled(scaled_loss, self.scaler)
+                if self._stops_at_nonfinite is not None:
+                    self._stops_at_nonfinite.note_loss(loss)
+                self._strategy.backward(scaled_loss, **kwargs)
         except (AttributeError, TypeError, ValueError):
             # Asked only now, so that a good loss is not asked for what it is.
             if hasattr(loss, "backward"):
@@ -60,19 +58,15 @@ class Stepping(AcceleratorBase):
             ) from None
         state.backwards += 1
 
-    def _check_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """Warn once if no optimizer was prepared that would unscale the gradients."""
-        if scaler.is_enabled() and not has_scaled(scaler):  # until the first loss: said once
+    def _scaled(self, loss: torch.Tensor, scaler: torch.amp.GradScaler) -> torch.Tensor:
+        """The loss as fp16 needs it. Warns once if no optimizer was prepared that would unscale the gradients."""
+        if not self._optimizers and scaler.is_enabled() and not has_scaled(scaler):  # until the first loss: said once
             warn(
                 f"fp16 scales gradients by {scaler.get_scale():g}, but no optimizer was prepared that would unscale "
                 "them before its step: pass it to `accelerator.prepare()`."
             )
-
-    def _special_backward(self, loss: torch.Tensor, num_items: Any, kwargs: dict[str, Any]) -> None:
-        if "learning_rate" in kwargs:
-            self.lomo_backward(loss, kwargs["learning_rate"])
-        else:
-            self._backward_of_sum(loss, item_count(num_items), kwargs)
+        scaled: torch.Tensor = scaler.scale(loss)
+        return scaled
 
     def _backward_of_sum(self, loss: torch.Tensor, num_items: float, kwargs: dict[str, Any]) -> None:
         uneven = getattr(self.gradient_state.active_dataloader, "on_uneven_end", None)
@@ -83,9 +77,7 @@ class Stepping(AcceleratorBase):
         groups = self._window_parameters()
         loss = loss * self._items.open(groups)
         if self.scaler is not None:
-            if not self._optimizers:
-                self._check_scaled(self.scaler)
-            loss = self.scaler.scale(loss)
+            loss = self._scaled(loss, self.scaler)
         self._strategy.backward(loss, divide=False, **kwargs)
         last = self.gradient_state.sync_gradients
         self._items.add(num_items, groups, last=last)
@@ -162,10 +154,9 @@ class Stepping(AcceleratorBase):
             even_batches: overrides `even_batches` of all prepared loaders inside the block.
         """
         if self._strategy.needs_even_batches:
-            warnings.warn(
+            warn(
                 "No process can leave a sharded model while others continue, so `join_uneven_inputs` does nothing "
-                "here: prepare loaders with even_batches=True.",
-                stacklevel=3,
+                "here: prepare loaders with even_batches=True."
             )
         if self.num_processes == 1 or self._strategy.needs_even_batches:
             yield
@@ -177,15 +168,12 @@ class Stepping(AcceleratorBase):
             )
         from accelerate.data_loader import BatchSamplerShard
 
-        shards = [loader.batch_sampler for loader in self._dataloaders]
-        changed = (
-            [shard for shard in shards if isinstance(shard, BatchSamplerShard)] if even_batches is not None else []
-        )
-        if even_batches is not None and len(changed) < len(shards):
-            warnings.warn(
+        shards = [] if even_batches is None else [loader.batch_sampler for loader in self._dataloaders]
+        changed = [shard for shard in shards if isinstance(shard, BatchSamplerShard)]
+        if len(changed) < len(shards):
+            warn(
                 f"`even_batches` has no effect on loaders of iterable datasets: {len(shards) - len(changed)} of the "
-                f"{len(shards)} prepared loaders have one.",
-                stacklevel=3,
+                f"{len(shards)} prepared loaders have one."
             )
         before = [shard.even_batches for shard in changed]
         for shard in changed:
@@ -250,16 +238,19 @@ class Stepping(AcceleratorBase):
             if any(p.grad is not None for group in each.param_groups for p in group["params"]):
                 unscale_once(self.scaler, each)
 
-    def _unscale_owners(self, parameters: list[torch.Tensor]) -> None:
-        """Unscale the gradients that are about to be clipped, and no others."""
-        clipped = {id(parameter) for parameter in parameters}
-        self.unscale_gradients(
-            [
-                optimizer
-                for optimizer in self._optimizers
-                if any(id(p) in clipped for group in optimizer.param_groups for p in group["params"])
-            ]
-        )
+    def _to_clip(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
+        """Parameters as a list, with gradients that are not scaled; those of other optimizers are left alone."""
+        listed = _listed(parameters)
+        if self.scaler is not None:
+            clipped = {id(parameter) for parameter in listed}
+            self.unscale_gradients(
+                [
+                    optimizer
+                    for optimizer in self._optimizers
+                    if any(id(p) in clipped for group in optimizer.param_groups for p in group["params"])
+                ]
+            )
+        return listed
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -276,10 +267,7 @@ class Stepping(AcceleratorBase):
         Returns:
             The total norm before clipping, where the strategy knows it.
         """
-        listed = _listed(parameters)
-        if self.scaler is not None:
-            self._unscale_owners(listed)
-        return self._strategy.clip_grad_norm_(listed, max_norm, norm_type)
+        return self._strategy.clip_grad_norm_(self._to_clip(parameters), max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamp every gradient to between `-clip_value` and `clip_value`.
@@ -288,10 +276,7 @@ class Stepping(AcceleratorBase):
             parameters: the parameters whose gradients are clipped.
             clip_value: the largest absolute value that is allowed.
         """
-        listed = _listed(parameters)
-        if self.scaler is not None:
-            self._unscale_owners(listed)
-        self._strategy.clip_grad_value_(listed, clip_value)
+        self._strategy.clip_grad_value_(self._to_clip(parameters), clip_value)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
@@ -310,7 +295,11 @@ class Stepping(AcceleratorBase):
         """
         if learning_rate is None:
             raise ValueError("lomo_backward updates the parameters itself: pass the learning rate.")
-        found = self._lomo_optimizers()
+        found: list[Any] = []
+        if is_lomo_available():
+            from lomo_optim import AdaLomo, Lomo
+
+            found = [item.optimizer for item in self._optimizers if isinstance(item.optimizer, (Lomo, AdaLomo))]
         if not found:
             raise ValueError(
                 "lomo_backward needs a LOMO optimizer, and none is prepared: prepare one of those that "
@@ -319,26 +308,10 @@ class Stepping(AcceleratorBase):
         for optimizer in found:
             optimizer.fused_backward(loss, learning_rate)
 
-    def _lomo_optimizers(self) -> list[Any]:
-        if not is_lomo_available():
-            return []
-        from lomo_optim import AdaLomo, Lomo
-
-        return [item.optimizer for item in self._optimizers if isinstance(item.optimizer, (Lomo, AdaLomo))]
-
 
 def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
     if isinstance(parameters, torch.Tensor):
         return [parameters]
-    if isinstance(parameters, torch.nn.Module):
-        raise _no_parameters(parameters)
-    try:
-        return list(parameters)
-    except TypeError:
-        if hasattr(parameters, "__iter__"):
-            raise
-        raise _no_parameters(parameters) from None
-
-
-def _no_parameters(given: object) -> TypeError:
-    return TypeError(f"Clipping takes parameters, but was given {a_kind_of(given)}: pass `model.parameters()`.")
+    if isinstance(parameters, torch.nn.Module) or not hasattr(parameters, "__iter__"):
+        raise TypeError(f"Clipping takes parameters, but was given {a_kind_of(parameters)}: pass `model.parameters()`.")
+    return list(parameters)

@@ -27,6 +27,7 @@ from accelerate.errors import CheckpointError, WrongFolder, warn
 from accelerate.io.torch_format import refused
 
 logger = logging.getLogger(__name__)
+_warn_once = cache(logger.warning)
 
 
 def save_state(
@@ -39,7 +40,10 @@ def save_state(
     """See `Accelerator.save_state`."""
     config = accelerator.project_configuration
     if async_save and not accelerator._strategy.can_snapshot:
-        _say_that_it_waits(type(accelerator._strategy).__name__)
+        _warn_once(
+            "save_state(async_save=True) returns only when the checkpoint is on disk: the state of "
+            f"{type(accelerator._strategy).__name__} cannot be copied while training continues."
+        )
         async_save = False
     callers = rendezvous().callers(accelerator.gradient_state.backwards) if accelerator._strategy.saves_alone else "all"
     if callers != "late":
@@ -221,10 +225,7 @@ def _restore_window(accelerator: AcceleratorBase, progress: dict[str, Any] | Non
             accumulation.counts[tuple(id(models[number]) for number in numbers)] = count
     accumulation.state.sync_gradients = progress["sync_gradients"]
     items.factor, items._next_factor, items.used = progress["factors"]
-    for values in progress["windows"]:
-        window = ItemWindow()
-        window.items, window.scale, window.closed = values
-        items.windows.append(window)
+    items.windows = [ItemWindow(*values) for values in progress["windows"]]
 
 
 # --- loaders ----------------------------------------------------------------------------------------------------
@@ -300,10 +301,8 @@ def _restore_positions(accelerator: AcceleratorBase, loaded: Loaded) -> None:
     first: list[Any] = [[{name: state.get(name) for name in ("dataset", "inside", "after")} for state in positions]]
     current().broadcast_objects(first)
     saved = [Snapshot.from_state_dict({**state, **common}) for state, common in zip(positions, first[0], strict=True)]
-    if own_states:  # what stateful loaders said of themselves: loaded by code of others, which may object on one rank
-        together(lambda: _restore_loaders(accelerator, saved, own_states))
-    else:
-        _restore_loaders(accelerator, saved, own_states)
+    # What stateful loaders said of themselves is loaded by code of others, which may object on one rank.
+    together(lambda: _restore_loaders(accelerator, saved, own_states))
 
 
 def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_states: dict[int, Any]) -> None:
@@ -330,26 +329,13 @@ def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_st
 # --- who saves, and where ---------------------------------------------------------------------------------------
 
 
-@cache
-def _say_that_it_waits(engine: str) -> None:
-    logger.warning(
-        f"save_state(async_save=True) returns only when the checkpoint is on disk: the state of {engine} cannot be "
-        "copied while training continues."
-    )
-
-
-@cache
-def _tell_once() -> None:
-    logger.warning(
-        "Only the main process called save_state: the checkpoint lacks the random states of the others, and a load "
-        "derives new ones for them; call save_state on all processes."
-    )
-
-
 @contextmanager
 def _only_main() -> Iterator[None]:
     """A context in which the main process talks to nobody: the others are not there."""
-    _tell_once()
+    _warn_once(
+        "Only the main process called save_state: the checkpoint lacks the random states of the others, and a load "
+        "derives new ones for them; call save_state on all processes."
+    )
     everybody = current()
     set_current(Communicator())
     try:

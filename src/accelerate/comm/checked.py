@@ -10,11 +10,6 @@ from accelerate.comm.tree import keys_of, leaves
 from accelerate.diagnosis.place import line_of_script
 from accelerate.errors import DistributedOperationException
 
-
-def _as_it_is(shape: list[int]) -> Any:
-    return shape
-
-
 # What of a tensor's shape has to agree between the ranks, where it is not the whole of it.
 _COMPARED: dict[str, Callable[[list[int]], Any]] = {
     "gather": lambda shape: shape[1:],
@@ -64,7 +59,7 @@ class Checked:
 
     @staticmethod
     def _compared(operation: str, line: str, shapes: list[tuple[list[int], str]], keys: tuple[str | int, ...]) -> Any:
-        relevant = _COMPARED.get(operation, _as_it_is)
+        relevant = _COMPARED.get(operation, list)
         return operation, line, [(relevant(shape), dtype) for shape, dtype in shapes], keys
 
 

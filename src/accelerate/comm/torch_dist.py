@@ -127,20 +127,15 @@ class TorchDistributed(Communicator):
         self.rank: int = dist.get_rank()
         self.size: int = dist.get_world_size()
         self.device = device
-        self._host_group = self._group_for_host()
+        # Where CPU tensors go: the main group (None), or a gloo group beside one of NCCL alone.
+        takes_host = _has_backend(torch.device("cpu"))
+        self._host_group: dist.ProcessGroup | None = None if takes_host else dist.new_group(backend="gloo")
         self._side_group: dist.ProcessGroup | None = None
         self._on_device = device.type != "cpu" and _has_backend(device)
         self.fast_device: torch.device | None = device if self._on_device else None
         self._exchange = all_gather_on(self._host_group)
         self._messages = messages_of(self._host_group or dist.group.WORLD, self.size)
         self._known: dict[Any, _Told] = {}
-
-    def _group_for_host(self) -> dist.ProcessGroup | None:
-        """A group that takes CPU tensors: the main one (None), or a gloo group beside an NCCL-only one."""
-        if _has_backend(torch.device("cpu")):
-            return None
-        group: dist.ProcessGroup = dist.new_group(backend="gloo")
-        return group
 
     def _place(self, tensor: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup | None]:
         """The tensor where a collective can take it, and the group to use there."""
@@ -276,19 +271,17 @@ class TorchDistributed(Communicator):
 
     def _gather_large(self, tensor: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         placed, group = self._place(tensor)
-        rest = placed.shape[1:]
-        longest = max(sizes)
-        if min(sizes) == longest:
-            out = torch.empty((longest * self.size, *rest), dtype=placed.dtype, device=placed.device)
-            if out.numel():
-                _all_gather(_bytes(out), _bytes(placed), group=group)
-            return out.to(tensor.device)
-        padded = torch.empty((longest, *rest), dtype=placed.dtype, device=placed.device)
-        padded[: sizes[self.rank]] = placed
-        out = torch.empty((self.size, longest, *rest), dtype=placed.dtype, device=placed.device)
+        longest, even = max(sizes), min(sizes) == max(sizes)
+        if not even:
+            padded = placed.new_empty((longest, *placed.shape[1:]))
+            padded[: len(placed)] = placed
+            placed = padded
+        out = placed.new_empty((self.size * longest, *placed.shape[1:]))
         if out.numel():
-            _all_gather(_bytes(out), _bytes(padded), group=group)
-        return torch.cat([out[rank, :size] for rank, size in enumerate(sizes)]).to(tensor.device)
+            _all_gather(_bytes(out), _bytes(placed), group=group)
+        if not even:
+            out = torch.cat([part[:size] for part, size in zip(out.split(longest), sizes, strict=True)])
+        return out.to(tensor.device)
 
 
 def _has_backend(device: torch.device) -> bool:

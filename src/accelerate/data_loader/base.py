@@ -125,6 +125,8 @@ class DataLoaderAdapter:
     length_asked = False
     # The torch loader whose workers stay, once it has been iterated: it is iterated again.
     reused: Any = None
+    # The generator that follows that of rank 0, if any does.
+    synchronized_generator: torch.Generator | None = None
     # Those of the torch loader.
     dataset: Any
     sampler: Any
@@ -257,7 +259,7 @@ class DataLoaderAdapter:
 class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """What `prepare` makes of a loader: one that knows its position, and can go on from a saved one.
 
-    iteration: the epoch that is read, or comes next. synchronized_generator: it follows that of rank 0.
+    iteration: the epoch that is read, or comes next.
     """
 
     # Called when a loop that trains comes back for another batch; with begins=True before the first one of all.
@@ -267,15 +269,15 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     # Whether to note which samples each batch has; see `samples_at_hand`.
     notes_samples: bool = False
     tracked_sampler: TrackedSampler | None = None
-    synchronized_generator: torch.Generator | None = None
     # The loader that this one reads the rest of an epoch of: one of `skip_first_batches`.
-    _rest_of: Any = None
+    _rest_of: PreparedLoader | None = None
 
     def __init__(
         self,
         dataset: Any,
         *,
         torch_device_mesh: Any = None,
+        synchronized_generator: torch.Generator | None = None,
         iteration: int = 0,
         _drop_last: bool = False,
         _non_blocking: bool = False,
@@ -284,6 +286,7 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     ) -> None:
         super().__init__(dataset, **kwargs)
         self.device_mesh = torch_device_mesh
+        self.synchronized_generator = synchronized_generator
         self.iteration = iteration
         self._drop_last = _drop_last
         self._non_blocking = _non_blocking
@@ -373,8 +376,12 @@ class PreparedLoader(DataLoaderAdapter, DataLoaderStateMixin):
     @property
     def whole_epoch(self) -> EpochPart:
         """The epoch that this loader reads, or reads the rest of."""
-        whole: EpochPart = self.part if self._rest_of is None else self._rest_of.part
-        return whole
+        return self.part if self._rest_of is None else self._rest_of.part
+
+    @property
+    def total_dataset_length(self) -> int:
+        """The number of samples over all processes."""
+        return self.part.total_length
 
     @property
     def num_shards(self) -> int:

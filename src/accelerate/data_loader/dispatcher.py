@@ -240,8 +240,3 @@ class DataLoaderDispatcher(PreparedLoader):
     @property
     def num_shards(self) -> int:
         return len(set(self._share_of_rank))
-
-    @property
-    def total_dataset_length(self) -> int:
-        """The number of samples over all processes."""
-        return len(self.dataset)

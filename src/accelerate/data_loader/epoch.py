@@ -6,7 +6,7 @@ import copy
 import functools
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
@@ -17,6 +17,7 @@ from accelerate.data_loader.samplers import (
     SamplerShard,
     SeedableRandomSampler,
     cuts_in_order,
+    sampler_in_use,
     sampler_owner,
 )
 from accelerate.data_loader.skip_samplers import SkipSampler
@@ -29,6 +30,7 @@ from accelerate.data_loader.torch_loaders import (
 )
 
 if TYPE_CHECKING:
+    from accelerate.data_loader.base import PreparedLoader
     from accelerate.data_loader.position import Resume
 
 RngStates = dict[str, Any]  # by the name of the global generator: "python", "numpy", "torch"
@@ -75,6 +77,12 @@ class EpochPart:
         torch_loader = self.torch_loader
         return torch_loader.sampler if torch_loader.batch_sampler is None else torch_loader.batch_sampler
 
+    @property
+    def dataset(self) -> Any:
+        """The dataset of the script, of which this process may read a share."""
+        dataset = self.torch_loader.dataset
+        return dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+
     @functools.cached_property
     def shard(self) -> Any:
         """What decides which samples this process gets."""
@@ -91,8 +99,7 @@ class EpochPart:
     @property
     def sampler(self) -> Any:
         """The sampler of indices, which decides the order: underneath all batching, sharding and skipping."""
-        owner = self.torch_loader if self.sampler_owner is None else self.sampler_owner
-        sampler = getattr(owner, "sampler", None)
+        sampler = sampler_in_use(self.torch_loader)
         while isinstance(sampler, (SkipSampler, SamplerShard)):
             sampler = sampler.sampler
         return sampler
@@ -111,19 +118,15 @@ class EpochPart:
     @property
     def total_length(self) -> int:
         """How many samples the dataset has, on all processes together."""
-        dataset = self.torch_loader.dataset
-        if hasattr(dataset, "total_length"):
-            return int(dataset.total_length)
-        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+        known = getattr(self.torch_loader.dataset, "total_length", None)
+        return len(self.dataset) if known is None else int(known)
 
     @property
     def samples_left(self) -> int | None:
         """How many samples this part has but for whole batches that are left out; None if that is not known."""
-        dataset = self.torch_loader.dataset
-        dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
         try:
             # A dataset that leaves samples out by itself tells the length of the rest.
-            return max(self.total_length - (0 if isinstance(dataset, SkippedDataset) else self.samples), 0)
+            return max(self.total_length - (0 if isinstance(self.dataset, SkippedDataset) else self.samples), 0)
         except (TypeError, NotImplementedError):  # a dataset without a length
             return None
 
@@ -227,47 +230,6 @@ class EpochLoop:
         }
 
 
-class PositionedLoader(Protocol):
-    """What a position asks of a prepared loader. `part` is what it reads: an epoch, or the rest of one."""
-
-    part: EpochPart
-    iteration: int  # the epoch that is read, or comes next
-    reused: Any  # the torch loader whose workers stay from one epoch to the next, once it was iterated
-    use_stateful_dataloader: bool
-    synchronized_generator: torch.Generator | None
-    notes_samples: bool  # whether to note which samples each batch has
-    tracked_sampler: Any  # the `readers.TrackedSampler` of the last iteration
-    # Those of the torch loader.
-    dataset: Any
-    sampler: Any
-    batch_sampler: Any
-    num_workers: int
-    persistent_workers: bool
-
-    @property
-    def whole_epoch(self) -> EpochPart:
-        """The epoch that `part` belongs to."""
-
-    @property
-    def num_shards(self) -> int: ...
-
-    @property
-    def total_batch_size(self) -> int: ...
-
-    @property
-    def batches_per_step(self) -> int: ...
-
-    def start_epoch(self, part: EpochPart) -> None:
-        """An iteration begins: random states follow rank 0, and everything that knows of epochs is told this one."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Of a stateful loader: go where it was by itself."""
-
-    def forget_state(self) -> None: ...
-
-    def forget_workers(self) -> None: ...
-
-
 # --- where the loop stood -----------------------------------------------------------------------------------------
 
 
@@ -341,11 +303,11 @@ class Snapshot:
             return None if self.inside else self
         return None if self.broken is None else replace(self, **self.broken)
 
-    def has_batches_of(self, loader: Any) -> bool:
+    def has_batches_of(self, loader: PreparedLoader) -> bool:
         """Whether a step of the loader has as many samples, on as many processes, as a step had then."""
         return self.batch == loader.total_batch_size and self.processes == loader.num_shards
 
-    def has_readers_of(self, loader: Any) -> bool:
+    def has_readers_of(self, loader: PreparedLoader) -> bool:
         """Whether, besides, as many workers read them."""
         return self.has_batches_of(loader) and self.workers == loader.num_workers
 
@@ -356,13 +318,13 @@ class Snapshot:
 _ORDERS = (SequentialSampler, RandomSampler, SeedableRandomSampler, IndexedRandomSampler)
 
 
-def order_of(loader: Any) -> str | None:
+def order_of(loader: PreparedLoader) -> str | None:
     """Which kind of sampler makes the order of a loader, where that is one of those that `prepare` knows."""
     kind = type(loader.part.sampler)
     return kind.__name__ if kind in _ORDERS else None
 
 
-def other_order(saved: Snapshot, loader: Any) -> tuple[str, str] | None:
+def other_order(saved: Snapshot, loader: PreparedLoader) -> tuple[str, str] | None:
     """The orders of a place in the middle of an epoch and of a loader, where they are known and differ."""
     now = order_of(loader)
     known = saved.inside and saved.order is not None and now is not None
@@ -372,7 +334,7 @@ def other_order(saved: Snapshot, loader: Any) -> tuple[str, str] | None:
 # --- in words ---------------------------------------------------------------------------------------------------
 
 
-def change(saved: Snapshot, loader: Any) -> str | None:
+def change(saved: Snapshot, loader: PreparedLoader) -> str | None:
     """What became of the batches that are left, in the middle of a sentence; None if they are the same, or all come."""
     if saved.has_batches_of(loader) or other_order(saved, loader) is not None:
         return None
@@ -389,19 +351,18 @@ def change(saved: Snapshot, loader: Any) -> str | None:
     return text + _inexact(saved, loader)
 
 
-def _length(loader: Any) -> int | None:
+def _length(loader: PreparedLoader) -> int | None:
     """How many samples an epoch has, on all processes together: a sampler may give more or fewer than there are."""
     sampler, owner = loader.part.sampler, loader.part.sampler_owner
     kept = isinstance(sampler, DistributedSampler) and sampler.num_replicas == loader.num_shards
     if isinstance(loader.dataset, IterableDataset) or kept:
-        length: int | None = loader.whole_epoch.samples_left
-        return length
+        return loader.whole_epoch.samples_left
     with suppress(TypeError, NotImplementedError, AttributeError):  # an endless one, or batches of no certain size
         return len(sampler) if owner is None or cuts_in_order(owner) else len(owner) * int(owner.batch_size)
     return None
 
 
-def _inexact(saved: Snapshot, loader: Any) -> str:
+def _inexact(saved: Snapshot, loader: PreparedLoader) -> str:
     """A word of warning where some of the remaining samples may come twice or not at all."""
     if isinstance(loader.dataset, IterableDataset):
         if not loader.num_workers:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
+from accelerate.data_loader.samplers import check_split
 from accelerate.torch_internals import data_loader
 
 
@@ -39,11 +40,8 @@ class IterableDatasetShard(IterableDataset):
         process_index: int = 0,
         split_batches: bool = False,
     ) -> None:
-        if split_batches and batch_size > 1 and batch_size % num_processes != 0:
-            raise ValueError(
-                f"split_batches=True needs a batch size that is a multiple of the {num_processes} processes, "
-                f"but it is {batch_size}."
-            )
+        if split_batches and batch_size > 1:
+            check_split(batch_size, num_processes)
         self.dataset = dataset
         self.batch_size = batch_size
         self.drop_last = drop_last

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset
@@ -27,17 +27,18 @@ from accelerate.data_loader.epoch import (
     DrawnStates,
     EpochLoop,
     EpochPart,
-    PositionedLoader,
     RngStates,
     Snapshot,
     order_of,
     other_order,
 )
-from accelerate.data_loader.iterable import IterableDatasetShard
 from accelerate.data_loader.readers import Reader, Replay, open_reader
 from accelerate.data_loader.samplers import RANDOM_SAMPLERS, SeedableRandomSampler
 from accelerate.random import NAMES, set_global_states
 from accelerate.state import ending
+
+if TYPE_CHECKING:
+    from accelerate.data_loader.base import PreparedLoader
 
 
 class Phase(Enum):
@@ -102,7 +103,7 @@ class Position:
 
     # --- an iteration -------------------------------------------------------------------------------------------
 
-    def begin(self, loader: PositionedLoader) -> EpochLoop:
+    def begin(self, loader: PreparedLoader) -> EpochLoop:
         """A loop begins: in a whole epoch, in the rest of one, or where a loaded checkpoint says."""
         resume, self._resume, self._left = self._resume, None, None
         part, draws_base_seed = loader.part, None
@@ -138,7 +139,7 @@ class Position:
         self._running.append(loop)
         return loop
 
-    def _go_on(self, loop: EpochLoop, resume: Resume, loader: PositionedLoader) -> None:
+    def _go_on(self, loop: EpochLoop, resume: Resume, loader: PreparedLoader) -> None:
         """Tell an iteration what the interrupted one knew."""
         drawn = loop.part.drawn
         if resume.by_itself and loop.part.whole:
@@ -149,7 +150,7 @@ class Position:
             loop.first_rng, loop.workers = drawn["before"], dict(drawn["workers"])
             loop.turn = loop.part.batches * loader.batches_per_step
 
-    def open_reader(self, loader: PositionedLoader, loop: EpochLoop) -> Reader:
+    def open_reader(self, loader: PreparedLoader, loop: EpochLoop) -> Reader:
         """Have torch's loader begin the iteration."""
         resume, known = loop.resume, self._drawn_from
         if loader.num_workers and rng.makes_iterator(loader, loop.part):
@@ -165,7 +166,7 @@ class Position:
             )
         return resume.replaying(reader, loader, loop.part)
 
-    def caught_up(self, loader: PositionedLoader, loop: EpochLoop) -> None:
+    def caught_up(self, loader: PreparedLoader, loop: EpochLoop) -> None:
         """The first batch is there, or there is none."""
         if loop.resume is not None:
             loop.resume.caught_up(loader, loop.part)
@@ -185,7 +186,7 @@ class Position:
             self._workers = loop.workers
         return True
 
-    def part_after(self, count: int, loader: PositionedLoader) -> EpochPart:
+    def part_after(self, count: int, loader: PreparedLoader) -> EpochPart:
         """What `skip_first_batches` leaves of an epoch: not twice what would be skipped anyway."""
         resume = self._resume
         if resume is None:
@@ -197,7 +198,7 @@ class Position:
 
     # --- saving and loading -------------------------------------------------------------------------------------
 
-    def snapshot(self, loader: PositionedLoader) -> Snapshot:
+    def snapshot(self, loader: PreparedLoader) -> Snapshot:
         """Where the loop stands."""
         generators = rng.generator_states(loader)
         if self._resume is not None:  # nothing was read since
@@ -227,13 +228,13 @@ class Position:
             order=order_of(loader),
         )
 
-    def way(self, saved: Snapshot | None, loader: PositionedLoader, own_state: Any) -> Way:
+    def way(self, saved: Snapshot | None, loader: PreparedLoader, own_state: Any) -> Way:
         """How a loader comes to its place."""
         has_own = own_state is not None and loader.use_stateful_dataloader
         by_itself = has_own and (saved is None or _can_go_on_by_itself(saved, loader))
         return Way(by_itself, skips=not by_itself and (has_own or self.exact_resume))
 
-    def load(self, saved: Snapshot | None, loader: PositionedLoader, own_state: Any = None) -> None:
+    def load(self, saved: Snapshot | None, loader: PreparedLoader, own_state: Any = None) -> None:
         """Have the next iteration follow the interrupted one.
 
         saved: None where a checkpoint has none. own_state: what a stateful loader said of itself, in a file of its own.
@@ -274,7 +275,7 @@ class Position:
             reader.drain()
         return self._workers
 
-    def _ended_dataset(self, loader: PositionedLoader) -> Any:
+    def _ended_dataset(self, loader: PreparedLoader) -> Any:
         """The dataset that has a state from one epoch to the next, and is read here."""
         if loader.use_stateful_dataloader:
             return stateful_dataset(loader)
@@ -293,7 +294,7 @@ class Resume:
     """
 
     def __init__(
-        self, saved: Snapshot, goal: Snapshot, loader: PositionedLoader, *, skips: bool, by_itself: bool
+        self, saved: Snapshot, goal: Snapshot, loader: PreparedLoader, *, skips: bool, by_itself: bool
     ) -> None:
         self.saved = saved
         self.goal = goal
@@ -306,7 +307,7 @@ class Resume:
         # While the first batch is fetched: the random states to go on with.
         self._loaded: dict[str, Any] | None = None
 
-    def part(self, loader: PositionedLoader) -> EpochPart:
+    def part(self, loader: PreparedLoader) -> EpochPart:
         """What of the epoch is read."""
         if not self.skips:
             return loader.part
@@ -323,7 +324,7 @@ class Resume:
             part = part.after_steps(batches, loader.batches_per_step) if batches else part
         return replace(part, steps=goal.steps, drawn=self.drawn)
 
-    def part_after(self, count: int, loader: PositionedLoader) -> EpochPart:
+    def part_after(self, count: int, loader: PreparedLoader) -> EpochPart:
         """What is left when a script skips `count` steps by itself: not twice what would be skipped anyway."""
         if self.skips and count in (self.goal.steps, self.goal.batches):
             part = self.part(loader)
@@ -334,14 +335,14 @@ class Resume:
         self.skips = False
         return part
 
-    def rewind(self, loader: PositionedLoader) -> None:
+    def rewind(self, loader: PreparedLoader) -> None:
         """Put the random states back to where the interrupted epoch began, until its first batch is there."""
         if self.start is not None:
             self._loaded = rng.random_states(loader)
             rng.set_generators(loader, self.start["generators"])
             set_global_states(self.start)
 
-    def caught_up(self, loader: PositionedLoader, part: EpochPart) -> None:
+    def caught_up(self, loader: PreparedLoader, part: EpochPart) -> None:
         """The first batch is there, or an error: random states are again those that the checkpoint has brought."""
         if self._loaded is None:
             return
@@ -352,7 +353,7 @@ class Resume:
             rng.set_generators(loader, self._loaded["generators"])
         self._loaded = None
 
-    def replaying(self, reader: Reader, loader: PositionedLoader, part: EpochPart) -> Reader:
+    def replaying(self, reader: Reader, loader: PreparedLoader, part: EpochPart) -> Reader:
         """A reader, for a loop that leaves out by itself what was done: with the random states of then, if need be."""
         steps = self.goal.steps - part.steps if self.same_batches and self.start is not None else 0
         before = {} if self.drawn is None else self.drawn["before"]
@@ -363,12 +364,12 @@ class Resume:
         return Replay(reader, steps, names, before)
 
 
-def _can_go_on_by_itself(saved: Snapshot, loader: Any) -> bool:
+def _can_go_on_by_itself(saved: Snapshot, loader: PreparedLoader) -> bool:
     """Whether a stateful loader comes to its place when it loads its own state."""
     return not saved.partial and saved.has_readers_of(loader) and not _minds_iterating_twice(loader)
 
 
-def _minds_iterating_twice(loader: Any) -> bool:
+def _minds_iterating_twice(loader: PreparedLoader) -> bool:
     """torchdata has a sampler iterate twice when it goes on from a state: one that shuffles at once gives out the
     second order."""
     if isinstance(loader.dataset, IterableDataset):
@@ -378,7 +379,7 @@ def _minds_iterating_twice(loader: Any) -> bool:
     return False
 
 
-def _follow_order(goal: Snapshot, loader: PositionedLoader) -> dict[str, Any] | None:
+def _follow_order(goal: Snapshot, loader: PreparedLoader) -> dict[str, Any] | None:
     """Have a loader shuffle as the one of the checkpoint; returns the random states that the epoch began with."""
     loader.iteration = goal.epoch
     sampler, start = loader.part.sampler, goal.start
@@ -397,17 +398,16 @@ def _follow_order(goal: Snapshot, loader: PositionedLoader) -> dict[str, Any] | 
 # --- datasets that have a state -----------------------------------------------------------------------------------
 
 
-def dataset_to_move(loader: PositionedLoader) -> Any:
+def dataset_to_move(loader: PreparedLoader) -> Any:
     """The iterable dataset of a loader, where this process reads it and it can tell its place and go there."""
     if loader.use_stateful_dataloader or not isinstance(loader.dataset, IterableDataset):
         return None
     return stateful_dataset(loader)
 
 
-def stateful_dataset(loader: PositionedLoader) -> Any:
+def stateful_dataset(loader: PreparedLoader) -> Any:
     """The dataset of a loader, where this process reads it and it has a state."""
-    dataset = loader.dataset
-    dataset = dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset
+    dataset = loader.part.dataset
     has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
     return dataset if has_state and not loader.num_workers else None
 

@@ -24,6 +24,7 @@ from accelerate.data_loader.samplers import (
     KeptShard,
     SamplerShard,
     SeedableRandomSampler,
+    check_split,
     sampler_in_use,
     sampler_owner,
 )
@@ -102,7 +103,9 @@ def prepare_data_loader(
             "dispatch_batches=True needs put_on_device=True, because it sends batches to the devices: turn on device "
             "placement, or set dispatch_batches=False."
         )
-    _check_batch_size(dataloader, split_batches, processes)
+    size = dataloader.batch_size or getattr(dataloader.batch_sampler, "batch_size", None)
+    if split_batches and size is not None and size > 1:
+        check_split(size, processes)
     kind = IndexedRandomSampler if shuffle == "indexed" else SeedableRandomSampler if use_seedable_sampler else None
     generator = _shared_order(dataloader, kind, data_seed, all_read=processes > 1 and not dispatch_batches)
     arguments = kept_arguments(dataloader) | {
@@ -111,10 +114,11 @@ def prepare_data_loader(
         "_non_blocking": non_blocking,
         "_follows_rank_0": state.num_processes > 1,
         "torch_device_mesh": torch_device_mesh,
+        "synchronized_generator": generator,
     }
     dataset = dataloader.dataset
     if dispatch_batches:
-        loader: Any = DataLoaderDispatcher(
+        return DataLoaderDispatcher(
             dataset,
             split_batches=split_batches,
             slice_fn=slice_fn_for_dispatch,
@@ -122,8 +126,6 @@ def prepare_data_loader(
             **arguments,
             **same_batches(dataloader),
         )
-        loader.synchronized_generator = generator
-        return loader
     batches = same_batches(dataloader)
     if processes > 1:
         if iterable and not split_batches and knows_shards(dataset, processes):
@@ -148,18 +150,9 @@ def prepare_data_loader(
         dataset,
         device=device if put_on_device else None,
         rng_types=rng_types,
-        synchronized_generator=generator,
         **arguments,
         **batches,
     )
-
-
-def _check_batch_size(loader: Any, split_batches: bool, processes: int) -> None:
-    size = loader.batch_size if loader.batch_size is not None else getattr(loader.batch_sampler, "batch_size", None)
-    if split_batches and size is not None and size > 1 and size % processes != 0:
-        raise ValueError(
-            f"split_batches=True needs a batch size that is a multiple of the {processes} processes, but it is {size}."
-        )
 
 
 def _sharded_batches(
@@ -201,7 +194,8 @@ def _shared_order(
         owner.sampler = seedable(
             sampler.data_source,
             replacement=sampler.replacement,
-            num_samples=_asked_samples(sampler),
+            # None for as many as there are.
+            num_samples=None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples,
             generator=sampler.generator or torch.Generator(),
             data_seed=seed[0],
         )
@@ -213,11 +207,6 @@ def _shared_order(
     # A batch sampler of its own may do the shuffling itself.
     generator = getattr(sampler, "generator", None) or getattr(owner, "generator", None)
     return generator if isinstance(generator, torch.Generator) else None
-
-
-def _asked_samples(sampler: RandomSampler) -> int | None:
-    """How many samples a sampler was asked for; None for as many as there are."""
-    return None if sampler.num_samples == len(sampler.data_source) else sampler.num_samples
 
 
 def _own_distributed_sampler(loader: Any, processes: int) -> DistributedSampler[Any] | None:

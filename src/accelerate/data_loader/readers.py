@@ -12,18 +12,21 @@ import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import Sampler, get_worker_info
 
-from accelerate.data_loader.epoch import EpochLoop, PositionedLoader, RngStates
+from accelerate.data_loader.epoch import EpochLoop, RngStates
 from accelerate.data_loader.iterable import Envelope
 from accelerate.data_loader.rng import drawing_seed, makes_iterator
 from accelerate.errors import warn
 from accelerate.random import drawn_since, global_states, set_global_states
 from accelerate.torch_internals.data_loader import before_first_read, numpy_seed, renumber
+
+if TYPE_CHECKING:
+    from accelerate.data_loader.base import PreparedLoader
 
 T = TypeVar("T")
 
@@ -51,7 +54,7 @@ class Reader:
 class InProcess(Reader):
     """The dataset is read in this process. known: which generators it is known to draw from."""
 
-    def __init__(self, loader: PositionedLoader, loop: EpochLoop, batches: Iterator[Any], known: set[str]) -> None:
+    def __init__(self, loader: PreparedLoader, loop: EpochLoop, batches: Iterator[Any], known: set[str]) -> None:
         super().__init__(batches)
         self._loop = loop
         self._known = known
@@ -210,7 +213,7 @@ class Replay(Reader):
             set_global_states(own)
 
 
-def open_reader(loader: PositionedLoader, loop: EpochLoop, known: set[str], *, draws_base_seed: bool) -> Reader:
+def open_reader(loader: PreparedLoader, loop: EpochLoop, known: set[str], *, draws_base_seed: bool) -> Reader:
     """Have torch's loader begin an iteration; one like it, where the random states of the dataset matter.
 
     known: which generators the dataset is known to draw from.
@@ -227,10 +230,12 @@ def open_reader(loader: PositionedLoader, loop: EpochLoop, known: set[str], *, d
         batches = iter(torch_loader)
     if loader.num_workers == 0:
         return InProcess(loader, loop, batches, known)
-    return Workers(loop, batches, loader.tracked_sampler) if _workers_tell(loader) else Reader(batches)
+    # Without a sampler, workers read again what they had read, and draw again, or (stateful ones) are not dealt batches
+    # in turn.
+    return Reader(batches) if loader.tracked_sampler is None else Workers(loop, batches, loader.tracked_sampler)
 
 
-def _torch_loader(loader: PositionedLoader, loop: EpochLoop) -> Any:
+def _torch_loader(loader: PreparedLoader, loop: EpochLoop) -> Any:
     part, notes, first_rng = loop.part, loader.notes_samples, loop.first_rng
     loader.tracked_sampler = None
     if part.is_iterable or loader.use_stateful_dataloader:
@@ -301,8 +306,3 @@ def _become(info: Any, place: int) -> None:
     random.seed(base + place)
     torch.manual_seed(base + place)
     np.random.seed(numpy_seed(base, place))
-
-
-def _workers_tell(loader: PositionedLoader) -> bool:
-    """Others read again what they had read, and draw again, or (stateful ones) are not dealt batches in turn."""
-    return loader.num_workers > 0 and not loader.part.is_iterable and not loader.use_stateful_dataloader

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import (
@@ -16,13 +16,16 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accelerate.data_loader.epoch import EpochPart, PositionedLoader
+from accelerate.data_loader.epoch import EpochPart
 from accelerate.random import drawn_since, global_states, set_global_states
+
+if TYPE_CHECKING:
+    from accelerate.data_loader.base import DataLoaderAdapter
 
 # --- of the order -------------------------------------------------------------------------------------------------
 
 
-def generators(loader: PositionedLoader) -> list[torch.Generator]:
+def generators(loader: DataLoaderAdapter) -> list[torch.Generator]:
     """The generators that may decide the order of a loader, each once, in the same order however it is wrapped."""
     found: list[torch.Generator] = []
     seen: set[int] = set()
@@ -62,15 +65,15 @@ def draws_at_once(sampler: Any) -> bool:
 # --- to keep and to set -----------------------------------------------------------------------------------------
 
 
-def random_states(loader: PositionedLoader) -> dict[str, Any]:
+def random_states(loader: DataLoaderAdapter) -> dict[str, Any]:
     return {**global_states(), "generators": generator_states(loader)}
 
 
-def generator_states(loader: PositionedLoader) -> list[torch.Tensor]:
+def generator_states(loader: DataLoaderAdapter) -> list[torch.Tensor]:
     return [generator.get_state() for generator in generators(loader)]
 
 
-def set_generators(loader: PositionedLoader, states: list[torch.Tensor]) -> None:
+def set_generators(loader: DataLoaderAdapter, states: list[torch.Tensor]) -> None:
     for generator, state in zip(generators(loader), states, strict=False):
         generator.set_state(state)
 
@@ -78,7 +81,7 @@ def set_generators(loader: PositionedLoader, states: list[torch.Tensor]) -> None
 # --- the number that torch's loader draws -----------------------------------------------------------------------
 
 
-def makes_iterator(loader: PositionedLoader, part: EpochPart) -> bool:
+def makes_iterator(loader: DataLoaderAdapter, part: EpochPart) -> bool:
     """Whether torch's loader, when it is iterated next, makes a new iterator, and draws a number (the seed of its
     workers) for it. That of workers that stay is used again."""
     return part is not loader.part or loader.reused is None
@@ -105,7 +108,7 @@ def drawing_seed(torch_loader: Any, makes: bool, draws: bool) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed(loader: PositionedLoader) -> Iterator[None]:
+def undisturbed(loader: DataLoaderAdapter) -> Iterator[None]:
     """Let nothing have been drawn."""
     states = random_states(loader)
     try:
@@ -115,7 +118,7 @@ def undisturbed(loader: PositionedLoader) -> Iterator[None]:
         set_generators(loader, states["generators"])
 
 
-def makes_all_at_once(loader: PositionedLoader, batches: Any) -> bool:
+def makes_all_at_once(loader: DataLoaderAdapter, batches: Any) -> bool:
     """Whether a batch sampler draws its order when it is told to iterate, and not with its first batch."""
     with undisturbed(loader):
         before, own = global_states(), generator_states(loader)

@@ -59,7 +59,42 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
 
-class BatchSamplerShard(BatchSampler):
+def check_split(batch_size: int | None, processes: int) -> None:
+    """Refuse a batch size that cannot be split among the processes."""
+    if batch_size is None or batch_size % processes:
+        raise ValueError(
+            f"split_batches=True needs a batch size that is a multiple of the {processes} processes, but it is "
+            f"{batch_size}."
+        )
+
+
+class CountedShard(BatchSampler):
+    """One process's batches, of which it is known how many samples are repeats."""
+
+    missed_steps: int = 0
+    uneven: bool = False
+    # By the number of a batch, where some of its samples are repeats. The number of the last one.
+    _counts: dict[int, tuple[int, int]]
+    _last: int
+
+    def counts(self, number: int) -> tuple[int, int] | None:
+        """Count the samples of one of this process's batches.
+
+        Args:
+            number: the number of the batch in this iteration. -1 is the last batch of a finished iteration.
+
+        Returns:
+            How many of its samples are not repeats, and how many it has. None if none is a repeat, or if the iteration
+            has not come to that batch yet.
+        """
+        return self._counts.get(self._last if number == -1 else number)
+
+    def _begin(self) -> None:
+        self._counts = {}
+        self._last = -1
+
+
+class BatchSamplerShard(CountedShard):
     """One process's shard of the batches of a batch sampler.
 
     Args:
@@ -89,32 +124,14 @@ class BatchSamplerShard(BatchSampler):
     ) -> None:
         self.batch_size: int | None = getattr(batch_sampler, "batch_size", None)  # type: ignore[assignment]
         self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
-        if split_batches and (self.batch_size is None or self.batch_size % num_processes != 0):
-            raise ValueError(
-                f"split_batches=True needs a batch size that is a multiple of the {num_processes} processes, "
-                f"but it is {self.batch_size}."
-            )
+        if split_batches:
+            check_split(self.batch_size, num_processes)
         self.batch_sampler = batch_sampler
         self.num_processes = num_processes
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.missed_steps: int = 0
-        self.uneven: bool = False
-        self._counts: dict[int, tuple[int, int]] = {}
-        self._last = -1
-
-    def counts(self, number: int) -> tuple[int, int] | None:
-        """Count the samples of one of this process's batches.
-
-        Args:
-            number: the number of the batch in this iteration. -1 is the last batch of a finished iteration.
-
-        Returns:
-            How many of its samples are not repeats, and how many it has. None if none is a repeat, or if the iteration
-            has not come to that batch yet.
-        """
-        return self._counts.get(self._last if number == -1 else number)
+        self._begin()
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
@@ -175,10 +192,9 @@ class BatchSamplerShard(BatchSampler):
         return self._iter_whole(map(list, batches), done, list(first))
 
     def _begin(self) -> None:
+        super()._begin()
         self.missed_steps = 0
         self.uneven = False
-        self._counts = {}
-        self._last = -1
 
     def _iter_whole(self, batches: Iterator[list[Any]], done: int, first: list[list[Any]]) -> Iterator[list[Any]]:
         """Batches in groups of one per process; the group at the end may be incomplete."""
@@ -343,12 +359,10 @@ _ListIterator: Any = type(iter([]))
 _END = object()
 
 
-class KeptShard(BatchSampler):
-    """The batches of a loader whose DistributedSampler shards it already, with what `BatchSamplerShard` tells."""
+class KeptShard(CountedShard):
+    """The batches of a loader whose DistributedSampler shards it already."""
 
     split_batches = False
-    missed_steps = 0
-    uneven = False
 
     def __init__(self, batch_sampler: Any, distributed: DistributedSampler[Any]) -> None:
         self.batch_sampler = batch_sampler
@@ -356,12 +370,7 @@ class KeptShard(BatchSampler):
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
         self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
         self.num_processes: int = distributed.num_replicas
-        self._counts: dict[int, tuple[int, int]] = {}
-        self._last = -1
-
-    def counts(self, number: int) -> tuple[int, int] | None:
-        """As in `BatchSamplerShard`."""
-        return self._counts.get(self._last if number == -1 else number)
+        self._begin()
 
     def __len__(self) -> int:
         return len(self.batch_sampler)
@@ -370,7 +379,7 @@ class KeptShard(BatchSampler):
         return self._counted(iter(self.batch_sampler))
 
     def _counted(self, batches: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        self._counts = {}
+        self._begin()
         distributed: Any = self.sampler
         # It deals samples out one by one, and appends the first ones again to give all ranks equally many.
         own = len(range(distributed.rank, len(distributed.dataset), distributed.num_replicas))
@@ -423,8 +432,7 @@ def get_sampler(dataloader: Any) -> Any:
     Returns:
         The sampler; None for an iterable dataset.
     """
-    owner = sampler_owner(dataloader)
-    return getattr(owner, "sampler", None) if owner is not None else None
+    return getattr(sampler_owner(dataloader), "sampler", None)
 
 
 def sampler_in_use(dataloader: Any) -> Any:

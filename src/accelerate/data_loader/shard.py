@@ -56,11 +56,11 @@ class DataLoaderShard(PreparedLoader):
             _drop_last=_drop_last,
             _non_blocking=_non_blocking,
             torch_device_mesh=torch_device_mesh,
+            synchronized_generator=synchronized_generator,
             iteration=iteration,
             **kwargs,
         )
         self.rng_types = rng_types
-        self.synchronized_generator = synchronized_generator
 
     def _join_process(self) -> None:
         super()._join_process()
@@ -144,11 +144,6 @@ class DataLoaderShard(PreparedLoader):
         """What decides which samples this process gets, in the loop that goes on."""
         loop = self.position.current()
         return (self.part if loop is None else loop.part).shard
-
-    @property
-    def total_dataset_length(self) -> int:
-        """The number of samples over all processes."""
-        return self.part.total_length
 
 
 _END: Any = object()

@@ -52,12 +52,8 @@ Signature = tuple[tuple[int, int], ...]
 
 def signature(thread: int) -> Signature:
     """Tells one place from another, at the price of a walk over some tens of frames."""
-    found: list[tuple[int, int]] = []
-    frame = sys._current_frames().get(thread)
-    while frame is not None and len(found) < _LONGEST_STACK:
-        found.append((id(frame.f_code), frame.f_lasti))
-        frame = frame.f_back
-    return tuple(found)
+    frames = _outwards(sys._current_frames().get(thread))
+    return tuple((id(frame.f_code), frame.f_lasti) for frame in frames[:_LONGEST_STACK])
 
 
 def place_of(thread: int, *, stack: bool = False) -> Place | None:
@@ -69,7 +65,7 @@ def place_of(thread: int, *, stack: bool = False) -> Place | None:
     own = next((index for index, each in enumerate(frames) if _is_of_script(each)), len(frames) - 1)
     line = f"{os.path.basename(frames[own].f_code.co_filename)}:{frames[own].f_lineno}"
     called = frames[:own]
-    waits = any(_talks(each) for each in called) or (not called and _waits_in_line(frames[own]))
+    waits = any(_talks(each) for each in called) or (not called and _waiting_call(frames[own]) is not None)
     text = "".join(traceback.format_stack(frame)) if stack else ""
     return Place(_name(called, frames[own]), line, waits, text)
 
@@ -109,8 +105,10 @@ def _talks(frame: FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_TALKING) or frame.f_code.co_name == _BACKWARD
 
 
-def _waits_in_line(frame: FrameType) -> bool:
-    return bool(_WAITING_LINE.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno)))
+def _waiting_call(frame: FrameType) -> str | None:
+    """The call in the line of a frame that may wait for a collective."""
+    match = _WAITING_LINE.search(linecache.getline(frame.f_code.co_filename, frame.f_lineno))
+    return None if match is None else match.group(1)
 
 
 def _name(called: list[Any], script: FrameType) -> str:
@@ -121,8 +119,4 @@ def _name(called: list[Any], script: FrameType) -> str:
             return "the next batch of a loader"
         if name not in _WRAPPERS and not frame.f_code.co_filename.startswith(_STDLIB):
             return _PLAIN_NAMES.get(name, name)
-    if not called and _waits_in_line(script):
-        match = _WAITING_LINE.search(linecache.getline(script.f_code.co_filename, script.f_lineno))
-        assert match is not None
-        return match.group(1)
-    return script.f_code.co_name
+    return (None if called else _waiting_call(script)) or script.f_code.co_name

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,7 @@ from accelerate.modules import model_has_dtensor
 from accelerate.parallelism_config import ParallelismConfig
 
 # How a layer may be split, by name. "gather" and "rep": its output, or its input, is whole on every process.
-STYLES: dict[str, Any] = {
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "sequence": SequenceParallel,
@@ -79,5 +79,4 @@ def _style(name: str, style: str | ParallelStyle) -> ParallelStyle:
         return style
     if style not in STYLES:
         raise ValueError(f"The plan splits {name} by {style!r}: choose one of {', '.join(STYLES)}, or pass an object.")
-    made: ParallelStyle = STYLES[style]()
-    return made
+    return STYLES[style]()

@@ -29,7 +29,7 @@ __all__ = [
 PRECISIONS: dict[tuple[str, str], str] = {
     ("no", "torch"): "base.Precision",
     ("bf16", "torch"): "autocast.Autocast",
-    ("fp16", "torch"): "scaled.Scaled",
+    ("fp16", "torch"): "autocast.Scaled",
     ("fp8", "ao"): "ao.TorchAO",
     ("fp8", "te"): "transformer_engine.TransformerEngine",
     ("fp8", "msamp"): "msamp.MSAMP",

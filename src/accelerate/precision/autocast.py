@@ -1,4 +1,4 @@
-"""bf16: forward passes under `torch.autocast`, outputs in fp32, no scaling of the loss."""
+"""bf16 and fp16: forward passes under `torch.autocast`, outputs in fp32."""
 
 from __future__ import annotations
 
@@ -19,17 +19,16 @@ from accelerate.torch_internals.compile import is_compiled, original_of
 
 
 class Autocast(Precision):
+    """bf16, which needs no scaling of the loss."""
+
     mode = "bf16"
     dtype: torch.dtype = torch.bfloat16
+    casts = True
 
     def check(self, device: Device) -> None:
         if not device.supports(self.mode):
             others = "'bf16', or 'no'" if device.supports(Autocast.mode) else "'no'"
             raise ValueError(f"mixed_precision={self.mode!r} does not run on this {device.name} device: use {others}.")
-
-    @property
-    def casts(self) -> bool:
-        return True
 
     def autocast(self, handler: AutocastKwargs | None = None) -> AbstractContextManager[None]:
         return self._context(handler or self.handler)()
@@ -60,6 +59,14 @@ class Autocast(Precision):
         else:
             # A method, not a closure over the model: a deep copy of the model must call its own forward.
             inner.forward = types.MethodType(_cast(function, context), inner)
+
+
+class Scaled(Autocast):
+    """The same in fp16, with a loss scaled up so that small gradients do not vanish."""
+
+    mode = "fp16"
+    dtype: torch.dtype = torch.float16
+    scales = True
 
 
 def _cast(forward: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]) -> Callable[..., Any]:

@@ -27,6 +27,7 @@ class PrecisionSettings:
 
 class Precision:
     mode = "no"
+    casts = False  # whether forward passes run in lower precision
     scales = False  # whether losses are scaled up
     acts_after_step = False  # whether `after_step` does anything
     can_be_sharded = True  # whether an engine may cut the parameters of a model that was converted
@@ -47,11 +48,6 @@ class Precision:
 
     def check(self, device: Device) -> None:
         """Refuse hardware that cannot compute like this."""
-
-    @property
-    def casts(self) -> bool:
-        """Whether forward passes run in lower precision."""
-        return False
 
     def convert(self, bundle: Bundle) -> None:
         """Make the models compute in this precision and hand out fp32, before they are spread.

@@ -1,4 +1,4 @@
-"""The gradient scaler of fp16 training, safe for several optimizers."""
+"""The gradient scalers of fp16 training, safe for several optimizers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from accelerate.torch_internals.grad_scaler import factor_of
+from accelerate.comm import current
+from accelerate.torch_internals.grad_scaler import GradScalerOfPieces, factor_of
 from accelerate.torch_internals.tensors import multiply_
 
 
@@ -56,3 +57,14 @@ class Scaler(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         self.flush()
         return super().state_dict()
+
+
+class ShardedScaler(Scaler, GradScalerOfPieces):
+    """For gradients of which each process holds a piece: an infinite value in that of one has all skip the step."""
+
+    def gradients(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return [g.to_local() if hasattr(g, "to_local") else g for g in super().gradients(optimizer)]
+
+    def agree(self, found_inf: torch.Tensor) -> None:
+        current().all_reduce(found_inf, "max")

@@ -11,6 +11,7 @@ from accelerate.available import is_fp8_available
 from accelerate.config.dynamo import TorchDynamoPlugin
 from accelerate.config.enums import DistributedType, PrecisionType
 from accelerate.config.environment import parse_flag_from_env
+from accelerate.errors import check_kind
 from accelerate.per_rank import ThreadLocalSharedDict
 from accelerate.state import engines
 from accelerate.state.partial import PartialState
@@ -85,7 +86,7 @@ class AcceleratorState(PartialState):
         if _from_accelerator and self._group_ended:
             # A second training after `end_training`: all processes come here, and meet again.
             self._reset_state(reset_partial_state=True)
-        _check_dynamo_plugin(dynamo_plugin)
+        check_kind("dynamo_plugin", dynamo_plugin, TorchDynamoPlugin, ", or a name as `dynamo_backend`")
         plugins = {
             "fsdp_plugin": fsdp_plugin,
             "torch_tp_plugin": torch_tp_plugin,
@@ -198,13 +199,10 @@ class AcceleratorState(PartialState):
         return plugin is not None and plugin.fsdp_version == 2
 
     def _check_unchanged(self, mixed_precision: str | None, cpu: bool) -> None:
-        what = None
         if cpu and not self._cpu:
-            what = "cpu=True"
-        elif mixed_precision is not None and mixed_precision != self._mixed_precision:
-            what = f"mixed_precision={mixed_precision!r} (it is {self._mixed_precision!r})"
-        if what is not None:
-            self._refuse(what)
+            self._refuse("cpu=True")
+        if mixed_precision is not None and mixed_precision != self._mixed_precision:
+            self._refuse(f"mixed_precision={mixed_precision!r} (it is {self._mixed_precision!r})")
 
     def _refuse(self, what: str) -> NoReturn:
         raise ValueError(
@@ -232,25 +230,48 @@ def _checked_precision(given: Any, name: str = "mixed_precision") -> str | None:
 
 
 def _mesh_config(config: Any, tensor_parallel: Any) -> ParallelismConfig | None:
-    """The axes of the mesh, if there shall be one."""
+    """The axes of the mesh that was asked for, here or by the launch."""
     launched = parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG")
     if config is None and tensor_parallel is None and not launched:
         return None
-    from accelerate.state.mesh import mesh_config
+    from accelerate.config.parallel import TorchTensorParallelPlugin
+    from accelerate.parallelism_config import ParallelismConfig
 
-    return mesh_config(config, tensor_parallel, launched=launched)
+    check_kind("parallelism_config", config, ParallelismConfig)
+    check_kind("torch_tp_plugin", tensor_parallel, TorchTensorParallelPlugin)
+    if tensor_parallel is None:
+        return config or ParallelismConfig()
+    if config is not None or launched:
+        raise ValueError(
+            "Pass either `torch_tp_plugin` or `parallelism_config`, not both: ParallelismConfig has tp_size."
+        )
+    config = ParallelismConfig(tp_size=tensor_parallel.tp_size)
+    config.device_mesh = tensor_parallel.torch_device_mesh
+    return config
 
 
-def _mesh(config: ParallelismConfig, engine: engines.EngineSetup, partial: PartialState) -> Any:
-    from accelerate.state.mesh import make_mesh
-
-    return make_mesh(config, engine, partial)
-
-
-def _check_dynamo_plugin(plugin: Any) -> None:
-    if plugin is not None and not isinstance(plugin, TorchDynamoPlugin):
-        kind = type(plugin).__name__
-        raise TypeError(f"dynamo_plugin is a {kind}: pass a TorchDynamoPlugin, or a name as `dynamo_backend`.")
+def _mesh(config: ParallelismConfig, engine: engines.EngineSetup, state: PartialState) -> Any:
+    """The device mesh, as large as the run."""
+    if config.total_size == 1:
+        # Only that there is a mesh was asked for: the axis is that of the engine.
+        setattr(config, f"{engine.axis}_size", state.num_processes)
+    if config.sp_enabled:
+        if not engine.cuts_sequences:
+            raise ValueError(
+                f"sp_size={config.sp_size} splits sequences with DeepSpeed, which is not in use: pass a "
+                "`deepspeed_plugin`, or use cp_size."
+            )
+        # DeepSpeed spreads the model over all processes by itself: those that are left are copies to the mesh.
+        config.dp_replicate_size = config.dp_replicate_size or 1
+        if state.num_processes % config.total_size == 0:
+            config.dp_replicate_size *= state.num_processes // config.total_size
+    if config.total_size != state.num_processes:
+        sizes = " x ".join(f"{axis}_size={config._sizes[axis]}" for axis in config.active_mesh_dims)
+        raise ValueError(
+            f"The ParallelismConfig is for {config.total_size} processes ({sizes}), but there are "
+            f"{state.num_processes}: make the product of its sizes the number of processes."
+        )
+    return config.get_device_mesh(state.device.type)
 
 
 def _downcast_is_on(mixed_precision: str, state: PartialState) -> bool:

@@ -61,6 +61,8 @@ class GradientState:
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
     backwards: int
+    # Of use on XLA only: whether gradients have been reduced already.
+    is_xla_gradients_synced: bool = False
     _owner: weakref.ref[Any]
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
@@ -91,7 +93,6 @@ class GradientState:
         self.sync_gradients = True
         self.backwards = 0  # how many times `accelerator.backward` ran
         self.plugin_kwargs = {}
-        self._is_xla_gradients_synced = False
 
     def __repr__(self) -> str:
         return (
@@ -164,15 +165,6 @@ class GradientState:
         """The number of samples of the last global batch that are not repeats, or -1 if that is not known."""
         loader = _loaders.top()
         return -1 if loader is None else loader.remainder
-
-    @property
-    def is_xla_gradients_synced(self) -> bool:
-        """Of use on XLA only: whether gradients have been reduced already."""
-        return self._is_xla_gradients_synced
-
-    @is_xla_gradients_synced.setter
-    def is_xla_gradients_synced(self, value: bool) -> None:
-        self._is_xla_gradients_synced = value
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
         self.sync_gradients = sync_gradients

@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -20,7 +21,6 @@ from typing import Any
 from accelerate.comm import Communicator
 from accelerate.diagnosis import watch as hang
 from accelerate.diagnosis.place import at_line
-from accelerate.diagnosis.remedies import remedy
 from accelerate.diagnosis.roll import EVEN, Note, how_it_ended, was_intended
 from accelerate.environments import World
 from accelerate.torch_internals.process_groups import default_store
@@ -41,6 +41,20 @@ _SIGNS = (
     "Socket",
     "see that rank's traceback",  # of `checkpoint/agreement.py`: what a save raises on ranks that had no part in it
 )
+
+# What to do about errors that torch raises: how they read, and the line that is added, since theirs are about torch's
+# classes.
+_PREPARED = "accelerate: `prepare` has wrapped this model in DistributedDataParallel: "
+_HANDLER = "`Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({}=True)])`"
+_REMEDIES = {
+    "'DistributedDataParallel' object has no attribute": _PREPARED
+    + "your attributes and methods are those of `accelerator.unwrap_model(model)`; for the loss, call `model(...)`.",
+    "Expected to have finished reduction in the prior iteration": _PREPARED
+    + f"to train with parameters that a loss may leave out, pass {_HANDLER.format('find_unused_parameters')}.",
+    "Expected to mark a variable ready only once": _PREPARED
+    + "if it checkpoints activations, let it do so with `use_reentrant=False`; if its graph is the same in every step, "
+    + f"pass {_HANDLER.format('static_graph')}.",
+}
 
 
 @dataclass
@@ -120,10 +134,17 @@ def told(error: BaseException, trace: TracebackType | None) -> str | None:
     """
     if _watch is None:
         return None
-    line = explain(_watch, error, trace) or remedy(error)
+    line = explain(_watch, error, trace) or _remedy(error)
     if line and sys.version_info >= (3, 11):
         error.add_note(line)  # wherever the traceback is shown or written, the line is its last
     return line
+
+
+def _remedy(error: BaseException) -> str | None:
+    if not isinstance(error, (AttributeError, RuntimeError)):
+        return None
+    text = str(error)
+    return next((line for sign, line in _REMEDIES.items() if sign in text), None)
 
 
 def is_about_others(text: str) -> bool:
@@ -140,22 +161,16 @@ def explain(watch: Watch, error: BaseException, trace: TracebackType | None = No
 
     def call_the_roll() -> None:
         text = f"{type(error).__name__}: {error}".splitlines()[0] + at_line(trace)
-        watch.leave_note("" if about_others else text)
-        if about_others:
-            watch.read_notes()
+        with suppress(RuntimeError, OSError):  # the store is gone: what has been collected so far is all there is
+            watch.leave_note("" if about_others else text)
+            if about_others:
+                watch.read_notes()
 
     # In a thread that is given up if it does not come back: over a cut cable the store answers with silence.
-    thread = threading.Thread(target=_quietly, args=(call_the_roll,), daemon=True)
+    thread = threading.Thread(target=call_the_roll, daemon=True)
     thread.start()
     thread.join(ROLL_CALL_SECONDS + 0.5)
     return _sentence(watch) if about_others else None
-
-
-def _quietly(function: Any) -> None:
-    try:
-        function()
-    except (RuntimeError, OSError):
-        return  # the store is gone: what has been collected so far is all there is
 
 
 def _sentence(watch: Watch) -> str | None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate import devices, environments
-from accelerate.comm import Communicator, set_current, set_factory
+from accelerate.comm import Communicator, current, set_current, set_factory
 from accelerate.config.enums import DistributedType
 from accelerate.config.environment import override_numa_affinity, parse_flag_from_env
 from accelerate.config.handlers import default_timeout
@@ -124,7 +124,11 @@ class PartialState(ProcessControl):
         self._talk_through(self.device_kind.communicator(self.device))
 
     def _talk_through(self, communicator: Communicator) -> None:
-        set_current(_checked(communicator) if self.debug and self.backend is not None else communicator)
+        if self.debug and self.backend is not None:
+            from accelerate.comm.checked import Checked
+
+            communicator = Checked(communicator)  # type: ignore[assignment]
+        set_current(communicator)
 
     def _prepare_backend(
         self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
@@ -178,7 +182,7 @@ class PartialState(ProcessControl):
         distributed = joined is not None
         if distributed:
             ending.joined()
-        device = _select(choice, world) if distributed else _single(choice)
+        device = _select(choice, world if distributed else None)
         communicator = choice.device.communicator(device) if distributed else Communicator()
         if communicator.size > 1 and not are_ranks_threads():
             from accelerate.diagnosis import watch
@@ -206,18 +210,11 @@ class PartialState(ProcessControl):
             override_numa_affinity(self.local_process_index)
 
 
-def _select(choice: devices.Choice, world: World) -> torch.device:
-    return choice.device.select(world.local_rank) if choice.pinned is None else choice.device.pin(choice.pinned)
-
-
-def _checked(communicator: Communicator) -> Any:
-    from accelerate.comm.checked import Checked
-
-    return Checked(communicator)
-
-
-def _single(choice: devices.Choice) -> torch.device:
-    return choice.device.default() if choice.pinned is None else choice.device.pin(choice.pinned)
+def _select(choice: devices.Choice, world: World | None) -> torch.device:
+    """The device of this process. world: None for a process alone."""
+    if choice.pinned is not None:
+        return choice.device.pin(choice.pinned)
+    return choice.device.default() if world is None else choice.device.select(world.local_rank)
 
 
 def _share_the_cores(device: devices.Device, world: World) -> None:
@@ -226,9 +223,12 @@ def _share_the_cores(device: devices.Device, world: World) -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
 
 
-def _communicator() -> Communicator:
-    from accelerate.comm import current
+def wait_for_everyone() -> None:
+    """Wait until every rank has called this."""
+    PartialState().wait_for_everyone()
 
+
+def _communicator() -> Communicator:
     if PartialState._shared_state:
         raise RuntimeError(
             f"The process group of rank {PartialState().process_index} has been destroyed, and the program is about "

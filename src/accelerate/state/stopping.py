@@ -52,7 +52,7 @@ class Stopping:
         self._process = os.getpid()
         self._rank = rank
         self._store = store
-        self._passed = 0
+        self.passed = 0  # at how many steps it was asked
         self._begun = False
         self._told = False
         self._decided = threading.Event()
@@ -67,21 +67,12 @@ class Stopping:
 
     def now(self) -> bool:
         """Whether this is the step to stop at, or one after it."""
-        self._passed += 1
+        self.passed += 1
         return self._told and self._is_due()
-
-    @property
-    def passed(self) -> int:
-        """At how many steps it was asked."""
-        return self._passed
-
-    def catch_up(self, passed: int) -> None:
-        """Others have asked this often, and this rank was kept from it."""
-        self._passed = max(self._passed, passed)
 
     def _is_due(self) -> bool:
         self._decided.wait()
-        return self.stop is not None and 0 < self.stop.step <= self._passed
+        return self.stop is not None and 0 < self.stop.step <= self.passed
 
     def _start(self, target: Callable[..., None], *args: Any) -> None:
         thread = threading.Thread(target=target, args=args, name="accelerate-stop", daemon=True)
@@ -96,7 +87,7 @@ class Stopping:
         reason = REGROUPING if regroups else f"{signal.Signals(number).name} on rank {self._rank}"
         if self._store is None:
             self._told = True
-            self._decide(Stop(self._passed + 1, reason))
+            self._decide(Stop(self.passed + 1, reason))
         else:
             self._start(self._ask_all, self._store, reason, number)
 
@@ -117,7 +108,7 @@ class Stopping:
             if store.word() != "asked":
                 return
             self._told = True  # first this: a step that is counted later waits
-            store.answer(self._passed)
+            store.answer(self.passed)
             self._decide(store.decision())
         except (RuntimeError, OSError):
             self._decide(Stop(0, "the ranks could not agree"))  # this one goes on, until it misses those that are gone
@@ -138,7 +129,7 @@ class Stopping:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         handler = self._before.get(number)
-        if not self.is_here() or not (self._passed or self._begun):  # a fork; or no step yet, so nothing to save
+        if not self.is_here() or not (self.passed or self._begun):  # a fork; or no step yet, so nothing to save
             signal.signal(number, handler if callable(handler) else signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
@@ -240,7 +231,7 @@ def current(state: PartialState) -> Stopping:
         )
     if _current is None:
         _current = Stopping(state.process_index, _store(state))
-        _current.catch_up(_missed)
+        _current.passed = _missed
     return _current
 
 
@@ -267,7 +258,7 @@ def catch_up(passed: int) -> None:
     global _missed
     _missed = passed
     if _current is not None:
-        _current.catch_up(passed)
+        _current.passed = max(_current.passed, passed)
 
 
 def close(at_exit: bool = False) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.parallel import values
-from accelerate.precision.sharded import ShardedScaler
+from accelerate.precision.scaler import ShardedScaler
 from accelerate.state import PartialState
 from accelerate.strategies.rebind import rebind
 from accelerate.strategies.wrapping import compute_twice, ignored_modules, matching, parts

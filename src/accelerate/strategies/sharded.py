@@ -33,7 +33,7 @@ from accelerate.config.fsdp import FullyShardedDataParallelPlugin
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.errors import CheckpointError
 from accelerate.parallel.shards import complete, is_first_copy, local, scale_down, spread_as, total_norm, whole
-from accelerate.precision.sharded import ShardedScaler
+from accelerate.precision.scaler import ShardedScaler
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.rebind import Moved

@@ -1,4 +1,3 @@
-from accelerate.barrier import wait_for_everyone as wait_for_everyone
 from accelerate.checkpoint.model_weights import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accelerate.checkpoint.model_weights import save as save
 from accelerate.compilation import compile_regions as compile_regions
@@ -17,6 +16,7 @@ from accelerate.machine import is_port_in_use as is_port_in_use
 from accelerate.modules import get_model_tp_size as get_model_tp_size
 from accelerate.modules import get_module_children_bottom_up as get_module_children_bottom_up
 from accelerate.modules import model_has_dtensor as model_has_dtensor
+from accelerate.state.partial import wait_for_everyone as wait_for_everyone
 from accelerate.text import convert_bytes as convert_bytes
 from accelerate.text import get_pretty_name as get_pretty_name
 from accelerate.text import merge_dicts as merge_dicts

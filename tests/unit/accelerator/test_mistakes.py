@@ -283,7 +283,7 @@ def test_a_model_without_values() -> None:
             {"kwargs_handlers": GradScalerKwargs()},
             r"kwargs_handlers is a GradScalerKwargs: .* `kwargs_handlers=\[GradScalerKwargs\(\.\.\.\)\]`",
         ),
-        ({"project_config": "dir"}, "project_config is 'dir': pass .*`project_dir`"),
+        ({"project_config": "dir"}, "project_config is a str: pass .*`project_dir`"),
         ({"rng_types": ["generator", "numpy"]}, "rng_types contains 'numpy': choose from 'torch', .*, 'generator'"),
         ({"rng_types": ["torh"]}, r"rng_types contains 'torh' \(did you mean `torch`\?\): choose from"),
         ({"dynamo_backend": "inducto"}, r"backend is 'inducto' \(did you mean `inductor`\?\): choose one of no, eager"),
@@ -296,7 +296,10 @@ def test_a_model_without_values() -> None:
         ({"split_batches": "false"}, r"^split_batches is 'false', a str: pass True or False\.$"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin()}, "not both"),
-        ({"gradient_accumulation_plugin": 2}, "gradient_accumulation_plugin is 2: pass a GradientAccumulationPlugin"),
+        (
+            {"gradient_accumulation_plugin": 2},
+            "accumulation_plugin is an int: pass a GradientAccumulationPlugin",
+        ),
     ],
 )
 def test_settings_of_the_wrong_kind(settings: dict[str, Any], sentence: str) -> None:

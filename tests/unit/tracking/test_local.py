@@ -108,7 +108,7 @@ def test_a_whole_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steps_are_heard_whenever_the_optimizer_was_prepared(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with="local", project_dir=tmp_path)
     [optimizer] = train(accelerator, 1)
-    assert optimizer.after_step is None  # nobody listens, so nothing is called
+    assert optimizer.after_step == ()  # nobody listens, so nothing is called
     accelerator.init_trackers("project")
     for _ in range(3):
         optimizer.step()
@@ -132,7 +132,7 @@ def test_who_logs_elsewhere_pays_nothing(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, log_with=ListTracker())
     accelerator.init_trackers("project")
     [optimizer] = train(accelerator, 1)
-    assert optimizer.after_step is None
+    assert optimizer.after_step == ()
     accelerator.end_training()
 
 
@@ -401,7 +401,7 @@ def test_nobody_listens_after_the_end(tmp_path: Path) -> None:
     accelerator = started(tmp_path)
     accelerator.end_training()
     [optimizer] = train(accelerator, 1)
-    assert optimizer.after_step is None
+    assert optimizer.after_step == ()
 
 
 def test_it_is_plain_json(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+from importlib import import_module
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,6 +27,17 @@ class Request(NamedTuple):
     # Whether an axis of the mesh cannot be without it.
     is_needed: bool
     mixed_precision: str
+
+
+def import_engine(module: str, name: str) -> None:
+    """Import an engine that is installed."""
+    try:
+        import_module(module)
+    except Exception as error:
+        raise ImportError(
+            f"{name} is installed but cannot be imported ({type(error).__name__}: {error}): install it again, for "
+            "the torch of this environment."
+        ) from error
 
 
 class EngineSetup:

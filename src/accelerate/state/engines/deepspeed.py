@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from accelerate.available import is_deepspeed_available
 from accelerate.config.deepspeed import DeepSpeedPlugin
 from accelerate.config.enums import DistributedType
 from accelerate.errors import NotYetSupported, a_kind_of
-from accelerate.state.engines.base import EngineSetup, Request, join_a_group, set_world_variables
+from accelerate.state.engines.base import EngineSetup, Request, import_engine, join_a_group, set_world_variables
 from accelerate.versions import compare_versions
 
 if TYPE_CHECKING:
@@ -52,13 +51,7 @@ class DeepSpeedSetup(EngineSetup):
 
     def set_up(self, partial: PartialState) -> None:
         os.environ.setdefault("DS_ACCELERATOR", partial.device.type)
-        try:
-            import_module("deepspeed.accelerator")
-        except Exception as error:
-            raise ImportError(
-                f"DeepSpeed is installed but cannot be imported ({type(error).__name__}: {error}): install it "
-                "again, for the torch of this environment."
-            ) from error
+        import_engine("deepspeed.accelerator", "DeepSpeed")
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # libraries that load pretrained models look there
         set_world_variables(partial)  # which DeepSpeed reads
         join_a_group(partial)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate import devices
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.config.fsdp import FullyShardedDataParallelPlugin
-from accelerate.errors import a_kind_of
+from accelerate.errors import check_kind
 from accelerate.state.engines.base import EngineSetup, Request
 
 if TYPE_CHECKING:
@@ -28,9 +28,8 @@ class FSDPSetup(EngineSetup):
 
     def __init__(self, request: Request) -> None:
         plugin = request.plugin
-        if plugin is not None:
-            _check_kind(plugin)
-        else:
+        check_kind("fsdp_plugin", plugin, FullyShardedDataParallelPlugin)
+        if plugin is None:
             launched = parse_flag_from_env("ACCELERATE_USE_FSDP") and "FSDP_VERSION" in os.environ
             version: Any = 2 if request.is_needed and not launched else None
             plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
@@ -58,14 +57,9 @@ class FSDPSetup(EngineSetup):
 
     @classmethod
     def check_second(cls, argument: str, plugin: Any, state: AcceleratorState) -> None:
-        _check_kind(plugin)
+        check_kind(argument, plugin, FullyShardedDataParallelPlugin)
         if _can_shard(state):
             super().check_second(argument, plugin, state)
-
-
-def _check_kind(plugin: Any) -> None:
-    if not isinstance(plugin, FullyShardedDataParallelPlugin):
-        raise TypeError(f"fsdp_plugin is {a_kind_of(plugin)}: pass a FullyShardedDataParallelPlugin.")
 
 
 def _can_shard(state: PartialState) -> bool:

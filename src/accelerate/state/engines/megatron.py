@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from accelerate import devices
 from accelerate.available import has_package
 from accelerate.config.enums import DistributedType
 from accelerate.config.megatron import MegatronLMPlugin
-from accelerate.errors import NotYetSupported, Unfit, a_kind_of
-from accelerate.state.engines.base import EngineSetup, Request, join_a_group
+from accelerate.errors import NotYetSupported, Unfit, check_kind
+from accelerate.state.engines.base import EngineSetup, Request, import_engine, join_a_group
 from accelerate.versions import compare_versions
 
 if TYPE_CHECKING:
@@ -29,8 +28,7 @@ class MegatronSetup(EngineSetup):
 
     def __init__(self, request: Request) -> None:
         plugin = request.plugin
-        if plugin is not None and not isinstance(plugin, MegatronLMPlugin):
-            raise TypeError(f"megatron_lm_plugin is {a_kind_of(plugin)}: pass a MegatronLMPlugin.")
+        check_kind("megatron_lm_plugin", plugin, MegatronLMPlugin)
         if request.mixed_precision == "fp8":
             raise NotYetSupported("mixed_precision='fp8' with Megatron-LM", "use 'bf16', or FSDP to spread the model.")
         if not has_package("megatron.core"):
@@ -47,13 +45,7 @@ class MegatronSetup(EngineSetup):
         return {"megatron_lm_plugin": self._plugin}
 
     def set_up(self, partial: PartialState) -> None:
-        try:
-            import_module("megatron.core")
-        except Exception as error:
-            raise ImportError(
-                f"megatron-core is installed but cannot be imported ({type(error).__name__}: {error}): install it "
-                "again, for the torch of this environment."
-            ) from error
+        import_engine("megatron.core", "megatron-core")
         cuda = devices.by_name("cuda")
         if cuda.count() == 0 or (cuda.available() and partial.device.type != cuda.name):
             raise Unfit(
