@@ -21,7 +21,7 @@ from accelerate.io.blocks import FileEntry
 from accelerate.io.disk import check_plain
 from accelerate.io.read_tensors import read_file
 from accelerate.io.safe_load import Opened, explaining, missing, read_torch
-from accelerate.io.stored_tensors import FileRange, SafetensorsFile
+from accelerate.io.stored_tensors import FileRange, SafetensorsFile, mapped
 
 CPU = torch.device("cpu")
 
@@ -159,7 +159,7 @@ class CheckpointReader:
 
     def _mapped(self, path: Path) -> torch.Tensor:
         self._about[path] = path.stat()
-        return blocks.mapped(path)
+        return mapped(path)
 
     def _check_length(self, path: Path) -> None:
         """Raise if a file was truncated since it was mapped. A file that was replaced is still mapped."""

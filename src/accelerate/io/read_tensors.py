@@ -30,7 +30,7 @@ from accelerate.devices.staging import Buffer, Free, Job, Lane, bytes_of, lane_o
 from accelerate.errors import CheckpointError
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
-from accelerate.io.stored_tensors import FileRange, StoredTensor
+from accelerate.io.stored_tensors import FileRange, StoredTensor, mapped
 
 # Of tensors without checksums: small enough for little locked memory, big enough for a disk and a bus to be at full
 # speed.
@@ -106,7 +106,7 @@ def read_file(
     if entry is not None and size != entry.size:  # of blocks that are gone, no checksum would tell
         raise blocks.damaged(path)
     if content is None and entry is not None:
-        content = blocks.mapped(path)
+        content = mapped(path)
     index, count = share
     sums = {} if entry is None else dict(list(enumerate(entry.crc32))[index::count])
     source = FileRange(str(path), 0, (size,), torch.uint8)

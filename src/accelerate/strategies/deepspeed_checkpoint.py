@@ -26,6 +26,7 @@ from accelerate.io import blocks
 from accelerate.io.blocks import FileEntry
 from accelerate.io.host_memory import HostMemory
 from accelerate.io.safe_load import read_torch
+from accelerate.io.stored_tensors import mapped
 from accelerate.strategies import deepspeed_disk
 from accelerate.strategies.deepspeed_resharding import own_part
 
@@ -93,7 +94,7 @@ class _Lying:
     def write(self, folder: Path, group: Any) -> dict[str, FileEntry]:
         path = folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        entry = blocks.write_file(path, [blocks.mapped(self.source)])
+        entry = blocks.write_file(path, [mapped(self.source)])
         path.chmod(self.source.stat().st_mode)
         return {self.name: entry}
 
