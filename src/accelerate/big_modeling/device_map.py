@@ -160,7 +160,7 @@ class _DeviceMapPlanner:
                     self.biggest.find_again()
                 else:
                     self._leave_device(name, part, needed)
-            elif self._can_split(part):
+            elif _can_split(part, self.no_split):
                 self.say(f"  too big for {self.device}: split")
                 self.pending.push(_parts_of(name, part))
                 self.biggest.find_again()
@@ -195,13 +195,9 @@ class _DeviceMapPlanner:
         if self.count_buffers and isinstance(part, nn.Module) and name in self.with_buffers:
             self.buffers[self.device] += compute_module_total_buffer_size(part, self.dtype, self.special_dtypes)
 
-    def _can_split(self, part: Any) -> bool:
-        has_children = isinstance(part, nn.Module) and next(part.children(), None) is not None
-        return has_children and type(part).__name__ not in self.no_split
-
     def _split_one_of(self, names: list[str]) -> bool:
         for name in names:
-            if self._can_split(self.pending[name]):
+            if _can_split(self.pending[name], self.no_split):
                 self.say(f"  no room for {name} as well: split that")
                 self.pending.replace(name, _parts_of(name, self.pending[name]))
                 return True
@@ -307,6 +303,11 @@ def _groups_of_modules(ties: list[list[str]]) -> dict[str, list[list[str]]]:
     return found
 
 
+def _can_split(part: Any, no_split: list[str]) -> bool:
+    has_children = isinstance(part, nn.Module) and next(part.children(), None) is not None
+    return has_children and type(part).__name__ not in no_split
+
+
 def _parts_of(name: str, module: nn.Module) -> list[NamedPart]:
     """Return the parts that replace a module when it is split. Buffers that are not saved go with what uses them."""
     left_out = non_persistent_buffers(module)
@@ -372,8 +373,7 @@ def fallback_allocate(
         holders = dict.fromkeys(everything.holder(other) for other in outside)
         if module_sizes[name] + sum(module_sizes[holder] for holder in holders if holder is not None) <= size_limit:
             break
-        has_children = isinstance(part, nn.Module) and next(part.children(), None) is not None
-        if has_children and type(part).__name__ not in no_split:
+        if _can_split(part, no_split):
             parts = _parts_of(name, part)
             search.push(parts)
             everything.replace(name, parts)

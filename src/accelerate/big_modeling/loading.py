@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accelerate.big_modeling.device_map_checks import closest_entry, no_device_for, refuse_devices
-from accelerate.big_modeling.eight_bit import quantize_and_offload_8bit
+from accelerate.big_modeling.offload import quantize_and_offload_8bit
 from accelerate.big_modeling.ties import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,

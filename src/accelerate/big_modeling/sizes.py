@@ -158,18 +158,12 @@ def layers(
     modules: Iterable[tuple[str, Any]], no_split_module_classes: Sequence[str] | set[str]
 ) -> Iterator[tuple[str, Any]]:
     """Iterate over the parts that are never split, in order: modules without children, and those of given classes."""
-    stack = [iter(list(modules))]
-    while stack:
-        found = next(stack[-1], None)
-        if found is None:
-            stack.pop()
-            continue
-        name, module = found
+    for name, module in modules:
         children = list(module.named_children()) if isinstance(module, nn.Module) else []
         if not children or type(module).__name__ in no_split_module_classes:
             yield name, module
         else:
-            stack.append(iter([(f"{name}.{child}", value) for child, value in children]))
+            yield from layers([(f"{name}.{child}", value) for child, value in children], no_split_module_classes)
 
 
 def get_max_layer_size(
