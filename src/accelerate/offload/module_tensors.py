@@ -135,15 +135,12 @@ def find_tensor(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, attribute = name.rpartition(".")
     holder = nn.Module.get_submodule(module, path)  # which modules of TorchScript refuse to do
     if attribute not in parameters_of(holder) and attribute not in buffers_of(holder):
+        known = ", ".join([*parameters_of(holder), *buffers_of(holder)]) or "none"
         raise ValueError(
             f"{type(module).__name__} has no parameter or buffer called {name}: the "
-            f"{type(holder).__name__} that would hold it has {_listed([*parameters_of(holder), *buffers_of(holder)])}."
+            f"{type(holder).__name__} that would hold it has {known}."
         )
     return holder, attribute
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def set_module_tensor_to_device(
