@@ -177,14 +177,18 @@ def together(
 
     here: whether this rank has anything to do. undo: called on this rank after any rank has failed.
     """
-    failure: Exception | None = None
-    value = None
+    if not here:
+        return agree(None, None, gather)
+    failure, value = attempted(work)
+    return agree(failure, value, gather, undo)
+
+
+def attempted(work: Callable[[], Any]) -> tuple[Exception | None, Any]:
+    """Call `work` on this rank alone. Returns what it has failed with, and what it has returned."""
     try:
-        if here:
-            value = work()
+        return None, work()
     except Exception as error:
-        failure = error
-    return agree(failure, value, gather, undo if here else None)
+        return error, None
 
 
 def settle(target: Path, local: LocalRank) -> None:
