@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,10 +71,15 @@ def infer_auto_device_map(
     """
     with without_collecting_garbage():
         planner = _DeviceMapPlanner(
-            model, max_memory, as_classes(no_split_module_classes), dtype, special_dtypes, verbose
+            model,
+            max_memory,
+            as_classes(no_split_module_classes),
+            dtype,
+            special_dtypes,
+            verbose,
+            count_buffers=not offload_buffers,
+            fallback=fallback_allocation,
         )
-        planner.count_buffers = not offload_buffers
-        planner.fallback = fallback_allocation
         planner.run()
         planner.give_all_names()
         device_map = planner.device_map
@@ -84,38 +90,34 @@ def infer_auto_device_map(
     return device_map
 
 
+@dataclass
 class _DeviceMapPlanner:
     """Assign the modules of a model to devices, in one pass over both."""
 
-    count_buffers = True
-    fallback = False
+    model: nn.Module
+    max_memory: Mapping[int | str, int | str] | None
+    no_split: list[str]
+    dtype: Dtype | None
+    special_dtypes: Mapping[str, Dtype] | None
+    verbose: bool
+    count_buffers: bool
+    fallback: bool
 
-    def __init__(
-        self,
-        model: nn.Module,
-        max_memory: Mapping[int | str, int | str] | None,
-        no_split: list[str],
-        dtype: Dtype | None,
-        special_dtypes: Mapping[str, Dtype] | None,
-        verbose: bool,
-    ) -> None:
-        self.limits: MaxMemory = get_max_memory(max_memory)
+    def __post_init__(self) -> None:
+        self.limits: MaxMemory = get_max_memory(self.max_memory)
         self.devices = [*(device for device in self.limits if device != "disk"), "disk"]
         self.gpus = [device for device in self.devices if device not in ("cpu", "disk")]
         # Those that keep room for the biggest layer that is offloaded.
         self.reserving = ["mps"] if "mps" in self.gpus else [*self.gpus[:1], "cpu"]
-        modules = all_modules(model)
-        self.sizes = sizes_in(modules, dtype, special_dtypes)
+        modules = all_modules(self.model)
+        self.sizes = sizes_in(modules, self.dtype, self.special_dtypes)
         self.ties = ties_in(modules)
         self.with_buffers = _with_buffers(modules)
         self.other_names = list(_other_names(modules))
         self.groups_of = _groups_of_modules(self.ties)
-        self.no_split = no_split
-        self.dtype, self.special_dtypes = dtype, special_dtypes
-        self.verbose = verbose
-        entries = direct_parts(model)
+        entries = direct_parts(self.model)
         self.pending = Pending(entries)
-        self.biggest = BiggestLayer(entries, self.sizes, no_split)
+        self.biggest = BiggestLayer(entries, self.sizes, self.no_split)
         self.device_map: OrderedDict[str, Any] = OrderedDict()
         self.used: dict[int | str, Any] = dict.fromkeys(self.devices, 0)
         self.buffers: dict[int | str, Any] = dict.fromkeys(self.devices, 0)

@@ -160,7 +160,8 @@ def _dispatch(
     if weights is not None and offloaded:
         names = names_to_offload(model, common["offload_buffers"])
         refuse_missing(model, weights, [n for n in names if closest_entry(n, device_map) in offloaded], tied)
-    # Kept until all is placed, so that nothing else gets the address of one that has moved.
+    # Kept until all is placed, so that nothing else gets the address of one that has moved. By that address, hooks add
+    # where they have put each.
     shared = [model.get_parameter(group[0]) for group in tied]
     attach_align_device_hook_on_blocks(
         model,
@@ -170,7 +171,7 @@ def _dispatch(
         },
         offload={name: name in offloaded for name in device_map},
         weights_map=weights,
-        tied_params_map=_tied_map(shared),
+        tied_params_map={address: {} for parameter in shared if (address := parameter.data_ptr())},
         **common,
     )
     tie_offloaded(model, tied)
@@ -183,11 +184,6 @@ def _placed(
     """Return the part of a state dict that some entries of a map place."""
     wanted = set(entries)
     return {name: tensor for name, tensor in state_dict.items() if closest_entry(name, device_map) in wanted}
-
-
-def _tied_map(shared: list[nn.Parameter]) -> dict[int, dict[Any, torch.Tensor]]:
-    """Return the tensors with several names by address; hooks add, by device, where they have put them."""
-    return {address: {} for address in (parameter.data_ptr() for parameter in shared) if address}
 
 
 def _guard_moves(model: nn.Module) -> None:

@@ -41,6 +41,7 @@ READERS = max(8, min(16, os.cpu_count() or 1))
 _CPU = torch.device("cpu")
 
 
+@dataclass(eq=False)
 class Read:
     """One tensor to be read.
 
@@ -48,14 +49,13 @@ class Read:
     instead of a new one.
     """
 
-    def __init__(
-        self, source: StoredTensor, device: torch.device, dtype: torch.dtype, into: torch.Tensor | None = None
-    ) -> None:
-        self.source = source
-        self.device = device
-        self.dtype = dtype
-        self.into = into
-        self.result: torch.Tensor | None = into
+    source: StoredTensor
+    device: torch.device
+    dtype: torch.dtype
+    into: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.result = self.into
 
     def new_bytes(self) -> int:
         """How much memory the tensor takes, as the allocator of a GPU rounds it."""

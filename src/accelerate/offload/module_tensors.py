@@ -176,8 +176,10 @@ def set_module_tensor_to_device(
     if old is None:
         raise ValueError(f"{tensor_name} of this {type(module).__name__} is None, so there is no tensor to place.")
 
-    for known in (value, old):
-        shared = _shared(tied_params_map, known).get(device)
+    tied = tied_params_map or {}
+    addresses = [known.data_ptr() for known in (value, old) if tied and known is not None]
+    for address in addresses:
+        shared: Any = tied.get(address, {}).get(device)
         if shared is not None:
             parameters[name] = shared
             return
@@ -207,16 +209,10 @@ def set_module_tensor_to_device(
     if clear_cache and target.type not in ("cpu", "meta"):
         clear_device_cache()
     placed = None if name in buffers else parameters[name]
-    for known in (old, value):
-        if placed is not None and known is not None and tied_params_map and known.data_ptr() in tied_params_map:
-            tied_params_map[known.data_ptr()].setdefault(device, placed)
+    for address in reversed(addresses):
+        if placed is not None and address in tied:
+            tied[address].setdefault(device, placed)
             return
-
-
-def _shared(tied_params_map: dict[int, dict[Any, torch.Tensor]] | None, tensor: torch.Tensor | None) -> dict[Any, Any]:
-    if not tied_params_map or tensor is None:
-        return {}
-    return tied_params_map.get(tensor.data_ptr(), {})
 
 
 def _moved(
