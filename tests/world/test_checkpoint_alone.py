@@ -118,7 +118,7 @@ def test_two_saves_between_two_steps(tmp_path: Path) -> None:
 
 def _until_two_wait(store: Any) -> Iterator[float]:
     """Time is up as soon as two processes wait and have looked at each other."""
-    count = dist.PrefixStore("test", store)
+    count = dist.PrefixStore("test", default_store())  # `store` waits for an answer, and takes no other request
     count.add("waiting", 1)
     while count.add("waiting", 0) < 2:
         yield 0.0

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,10 +71,15 @@ def infer_auto_device_map(
     """
     with without_collecting_garbage():
         planner = _DeviceMapPlanner(
-            model, max_memory, as_classes(no_split_module_classes), dtype, special_dtypes, verbose
+            model,
+            max_memory,
+            as_classes(no_split_module_classes),
+            dtype,
+            special_dtypes,
+            verbose,
+            count_buffers=not offload_buffers,
+            fallback=fallback_allocation,
         )
-        planner.count_buffers = not offload_buffers
-        planner.fallback = fallback_allocation
         planner.run()
         planner.give_all_names()
         device_map = planner.device_map
@@ -84,38 +90,34 @@ def infer_auto_device_map(
     return device_map
 
 
+@dataclass
 class _DeviceMapPlanner:
     """Assign the modules of a model to devices, in one pass over both."""
 
-    count_buffers = True
-    fallback = False
+    model: nn.Module
+    max_memory: Mapping[int | str, int | str] | None
+    no_split: list[str]
+    dtype: Dtype | None
+    special_dtypes: Mapping[str, Dtype] | None
+    verbose: bool
+    count_buffers: bool
+    fallback: bool
 
-    def __init__(
-        self,
-        model: nn.Module,
-        max_memory: Mapping[int | str, int | str] | None,
-        no_split: list[str],
-        dtype: Dtype | None,
-        special_dtypes: Mapping[str, Dtype] | None,
-        verbose: bool,
-    ) -> None:
-        self.limits: MaxMemory = get_max_memory(max_memory)
+    def __post_init__(self) -> None:
+        self.limits: MaxMemory = get_max_memory(self.max_memory)
         self.devices = [*(device for device in self.limits if device != "disk"), "disk"]
         self.gpus = [device for device in self.devices if device not in ("cpu", "disk")]
         # Those that keep room for the biggest layer that is offloaded.
         self.reserving = ["mps"] if "mps" in self.gpus else [*self.gpus[:1], "cpu"]
-        modules = all_modules(model)
-        self.sizes = sizes_in(modules, dtype, special_dtypes)
+        modules = all_modules(self.model)
+        self.sizes = sizes_in(modules, self.dtype, self.special_dtypes)
         self.ties = ties_in(modules)
         self.with_buffers = _with_buffers(modules)
         self.other_names = list(_other_names(modules))
         self.groups_of = _groups_of_modules(self.ties)
-        self.no_split = no_split
-        self.dtype, self.special_dtypes = dtype, special_dtypes
-        self.verbose = verbose
-        entries = direct_parts(model)
+        entries = direct_parts(self.model)
         self.pending = Pending(entries)
-        self.biggest = BiggestLayer(entries, self.sizes, no_split)
+        self.biggest = BiggestLayer(entries, self.sizes, self.no_split)
         self.device_map: OrderedDict[str, Any] = OrderedDict()
         self.used: dict[int | str, Any] = dict.fromkeys(self.devices, 0)
         self.buffers: dict[int | str, Any] = dict.fromkeys(self.devices, 0)
@@ -160,7 +162,7 @@ class _DeviceMapPlanner:
                     self.biggest.find_again()
                 else:
                     self._leave_device(name, part, needed)
-            elif self._can_split(part):
+            elif _can_split(part, self.no_split):
                 self.say(f"  too big for {self.device}: split")
                 self.pending.push(_parts_of(name, part))
                 self.biggest.find_again()
@@ -195,13 +197,9 @@ class _DeviceMapPlanner:
         if self.count_buffers and isinstance(part, nn.Module) and name in self.with_buffers:
             self.buffers[self.device] += compute_module_total_buffer_size(part, self.dtype, self.special_dtypes)
 
-    def _can_split(self, part: Any) -> bool:
-        has_children = isinstance(part, nn.Module) and next(part.children(), None) is not None
-        return has_children and type(part).__name__ not in self.no_split
-
     def _split_one_of(self, names: list[str]) -> bool:
         for name in names:
-            if self._can_split(self.pending[name]):
+            if _can_split(self.pending[name], self.no_split):
                 self.say(f"  no room for {name} as well: split that")
                 self.pending.replace(name, _parts_of(name, self.pending[name]))
                 return True
@@ -307,6 +305,11 @@ def _groups_of_modules(ties: list[list[str]]) -> dict[str, list[list[str]]]:
     return found
 
 
+def _can_split(part: Any, no_split: list[str]) -> bool:
+    has_children = isinstance(part, nn.Module) and next(part.children(), None) is not None
+    return has_children and type(part).__name__ not in no_split
+
+
 def _parts_of(name: str, module: nn.Module) -> list[NamedPart]:
     """Return the parts that replace a module when it is split. Buffers that are not saved go with what uses them."""
     left_out = non_persistent_buffers(module)
@@ -372,8 +375,7 @@ def fallback_allocate(
         holders = dict.fromkeys(everything.holder(other) for other in outside)
         if module_sizes[name] + sum(module_sizes[holder] for holder in holders if holder is not None) <= size_limit:
             break
-        has_children = isinstance(part, nn.Module) and next(part.children(), None) is not None
-        if has_children and type(part).__name__ not in no_split:
+        if _can_split(part, no_split):
             parts = _parts_of(name, part)
             search.push(parts)
             everything.replace(name, parts)

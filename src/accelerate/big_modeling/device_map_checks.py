@@ -32,7 +32,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torc
             f"The device map names {some_of(unknown)}, which this {type(model).__name__} does not have: correct "
             "or remove these names."
         )
-    gaps = [name for name in tensors if not is_covered(name, device_map)]
+    gaps = [name for name in tensors if closest_entry(name, device_map) is None]
     if gaps:
         raise no_device_for(gaps, f" of this {type(model).__name__}")
 
@@ -57,11 +57,6 @@ def refuse_devices(device_map: Mapping[str, int | str | torch.device]) -> None:
                 f"The device map names the device {device!r}, which cannot be used here "
                 f"({str(error).partition(chr(10))[0]}): give one of this machine."
             ) from error
-
-
-def is_covered(name: str, device_map: Mapping[str, Any]) -> bool:
-    """Tell whether a device map has an entry for a tensor, or for a module that contains it."""
-    return closest_entry(name, device_map) is not None
 
 
 def closest_entry(name: str, device_map: Mapping[str, Any]) -> str | None:

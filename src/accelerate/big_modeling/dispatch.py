@@ -84,7 +84,7 @@ def dispatch_model(
         _dispatch(
             model,
             device_map,
-            _main_device(device_map) if main_device is None else main_device,
+            main_device,
             state_dict,
             offload_dir,
             offload_index,
@@ -117,36 +117,35 @@ def _is_quantized(model: Any) -> bool:
     return bool(quantized) and getattr(model, "quantization_method", "bitsandbytes") == "bitsandbytes"
 
 
-def _main_device(device_map: Mapping[str, DeviceLike]) -> DeviceLike:
-    return next((device for device in device_map.values() if str(device) not in ("cpu", "disk")), "cpu")
-
-
 def _dispatch(
     model: nn.Module,
     device_map: Mapping[str, DeviceLike],
-    main_device: DeviceLike,
+    main_device: DeviceLike | None,
     state_dict: Mapping[str, torch.Tensor] | None,
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Any] | None,
     **common: Any,
 ) -> None:
+    elsewhere = ("cpu", "disk")
+    if main_device is None:
+        main_device = next((device for device in device_map.values() if str(device) not in elsewhere), "cpu")
     on_disk = [name for name, device in device_map.items() if device == "disk"]
     in_memory = [name for name, device in device_map.items() if str(device) == "cpu"]
     if str(main_device) in ("cpu", "mps"):
         in_memory = []  # they run where they are, or share memory with what runs them
     if state_dict is None and in_memory:
         state_dict = to_host(_placed(model.state_dict(), device_map, in_memory))
-    if on_disk and offload_index is None:
-        if offload_dir is None:
+    if on_disk:
+        state = _placed(state_to_offload(model, common["offload_buffers"]), device_map, on_disk)
+        if offload_index is not None:
+            # New parameters, say, which no checkpoint has: the model has their values.
+            more = {name: value for name, value in state.items() if name not in offload_index and not value.is_meta}
+            state_dict = {**to_host(more), **(state_dict or {})}
+        elif offload_dir is not None:
+            keep_on_disk(offload_dir, state)
+        else:
             placed = ", ".join(name or "the whole model" for name in on_disk)
             raise ValueError(f"The device map puts {placed} on disk, but there is no folder for it: pass offload_dir.")
-        state = state_to_offload(model, common["offload_buffers"])
-        keep_on_disk(offload_dir, _placed(state, device_map, on_disk))
-    elif on_disk and offload_index is not None:
-        # New parameters, say, which no checkpoint has: the model has their values.
-        state = _placed(state_to_offload(model, common["offload_buffers"]), device_map, on_disk)
-        more = {name: value for name, value in state.items() if name not in offload_index and not value.is_meta}
-        state_dict = {**to_host(more), **(state_dict or {})}
     weights = None
     if state_dict is not None or on_disk:
         weights = OffloadedWeightsLoader(
@@ -157,12 +156,12 @@ def _dispatch(
         )
 
     offloaded = {*on_disk, *in_memory}
-    elsewhere = ("cpu", "disk")
     tied = find_tied_parameters(model)
     if weights is not None and offloaded:
         names = names_to_offload(model, common["offload_buffers"])
         refuse_missing(model, weights, [n for n in names if closest_entry(n, device_map) in offloaded], tied)
-    # Kept until all is placed, so that nothing else gets the address of one that has moved.
+    # Kept until all is placed, so that nothing else gets the address of one that has moved. By that address, hooks add
+    # where they have put each.
     shared = [model.get_parameter(group[0]) for group in tied]
     attach_align_device_hook_on_blocks(
         model,
@@ -172,7 +171,7 @@ def _dispatch(
         },
         offload={name: name in offloaded for name in device_map},
         weights_map=weights,
-        tied_params_map=_tied_map(shared),
+        tied_params_map={address: {} for parameter in shared if (address := parameter.data_ptr())},
         **common,
     )
     tie_offloaded(model, tied)
@@ -185,11 +184,6 @@ def _placed(
     """Return the part of a state dict that some entries of a map place."""
     wanted = set(entries)
     return {name: tensor for name, tensor in state_dict.items() if closest_entry(name, device_map) in wanted}
-
-
-def _tied_map(shared: list[nn.Parameter]) -> dict[int, dict[Any, torch.Tensor]]:
-    """Return the tensors with several names by address; hooks add, by device, where they have put them."""
-    return {address: {} for address in (parameter.data_ptr() for parameter in shared) if address}
 
 
 def _guard_moves(model: nn.Module) -> None:
@@ -277,7 +271,9 @@ def load_checkpoint_and_dispatch(
 
     if isinstance(device_map, str):
         dtype = checked_dtype(dtype)
-        device_map = _find_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        device_map = find_device_map(
+            model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers=offload_buffers
+        )
         if offload_folder is None:
             refuse_disk(model, device_map, max_memory, dtype)
     load_checkpoint_in_model(
@@ -304,24 +300,13 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _find_map(
-    model: nn.Module, how: str, max_memory: Any, no_split: Any, dtype: Any, offload_buffers: bool
+def find_device_map(
+    model: nn.Module, how: str, max_memory: Any, no_split: Any, dtype: Any, special_dtypes: Any = None, **common: Any
 ) -> dict[str, DeviceLike]:
+    """Return a device map, chosen as one of the strategies says. common: for `infer_auto_device_map`."""
     if how not in _STRATEGIES:
         raise ValueError(f"device_map is {how!r}: give a map, or one of {', '.join(map(repr, _STRATEGIES))}.")
     if how != "sequential":
-        max_memory = get_balanced_memory(
-            model,
-            max_memory=max_memory,
-            no_split_module_classes=no_split,
-            dtype=dtype,
-            low_zero=how == "balanced_low_0",
-        )
-    found = infer_auto_device_map(
-        model,
-        max_memory=max_memory,
-        no_split_module_classes=no_split,
-        dtype=dtype,
-        offload_buffers=offload_buffers,
-    )
-    return dict(found)
+        low_zero = how == "balanced_low_0"
+        max_memory = get_balanced_memory(model, max_memory, no_split, dtype, special_dtypes, low_zero)
+    return dict(infer_auto_device_map(model, max_memory, no_split, dtype, special_dtypes, **common))

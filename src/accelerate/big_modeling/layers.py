@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -35,8 +34,7 @@ class BiggestLayer:
         # In which look a layer was taken; the look counts them down.
         self._taken = [0] * len(self._sizes)
         self._left = Counter(self._sizes)
-        self._heap = [-size for size in self._left]
-        heapq.heapify(self._heap)
+        self._ascending = sorted(self._left)
         self._look = 0
         self._find(_NOTHING)
 
@@ -62,7 +60,10 @@ class BiggestLayer:
 
     def place(self, name: str) -> None:
         """Note that a module has its device."""
-        for layer in self._ranges.get(name, _NOTHING):
+        self._set_placed(self._ranges.get(name, _NOTHING))
+
+    def _set_placed(self, layers: range) -> None:
+        for layer in layers:
             if not self._placed[layer]:
                 self._placed[layer] = True
                 self._left[self._sizes[layer]] -= 1
@@ -70,10 +71,7 @@ class BiggestLayer:
     def find_again(self, without: range = _NOTHING) -> None:
         """Look up the size. From then on, tensors do not count as layers."""
         for layers in self._bare:
-            for layer in layers:
-                if not self._placed[layer]:
-                    self._placed[layer] = True
-                    self._left[self._sizes[layer]] -= 1
+            self._set_placed(layers)
         self._bare = []
         self._find(without)
 
@@ -84,16 +82,7 @@ class BiggestLayer:
             if not self._placed[layer]:
                 self._taken[layer] = self._look
                 aside[self._sizes[layer]] += 1
-        passed_over = []
-        self.size: Any = 0
-        self._remaining = 0
-        while self._heap:
-            size = -self._heap[0]
-            if self._left[size] > aside[size]:
-                self.size, self._remaining = size, self._left[size] - aside[size]
-                break
-            top = heapq.heappop(self._heap)
-            if self._left[size]:
-                passed_over.append(top)
-        for top in passed_over:
-            heapq.heappush(self._heap, top)
+        while self._ascending and not self._left[self._ascending[-1]]:
+            self._ascending.pop()
+        self.size: Any = next((size for size in reversed(self._ascending) if self._left[size] > aside[size]), 0)
+        self._remaining = self._left[self.size] - aside[self.size]

@@ -9,6 +9,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accelerate.big_modeling.device_map_checks import closest_entry, no_device_for, refuse_devices
-from accelerate.big_modeling.eight_bit import quantize_and_offload_8bit
+from accelerate.big_modeling.offload import quantize_and_offload_8bit
 from accelerate.big_modeling.ties import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -157,9 +158,9 @@ def load_checkpoint_in_model(
     if device_map is None and (
         sparse or loads_by_own_code(model, not loader.missing and not loader.unexpected, except_for=take_over)
     ):
-        _load_by_torch(model, loader.places, contents, loader.shared, checkpoint, strict)
+        loader.load_by_torch(checkpoint, strict)
         return
-    loader.check_names(checkpoint, strict)
+    report_names(model, checkpoint, loader.missing, loader.unexpected, strict)
     loader.check_shapes(checkpoint)
     if device_map is None:
         loader.fill()
@@ -177,28 +178,21 @@ def checked_dtype(dtype: Any) -> torch.dtype | None:
     raise ValueError(f"dtype is {dtype!r}: give a dtype of torch, or its name.")
 
 
+@dataclass
 class _WeightLoader:
     """Load weights into one model. The settings are those of `load_checkpoint_in_model`, for a device map."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        contents: Contents,
-        *,
-        device_map: Mapping[str, DeviceLike],
-        dtype: torch.dtype | None,
-        keep_in_fp32: list[str],
-        offload_buffers: bool,
-        offload_8bit: bool,
-    ) -> None:
-        self.device_map = device_map
-        self.dtype = dtype
-        self.keep_in_fp32 = keep_in_fp32
-        self.offload_buffers = offload_buffers
-        self.offload_8bit = offload_8bit
-        sources = contents.tensors
-        self.model = model
-        self.places = tensor_places(model)
+    model: nn.Module
+    contents: Contents
+    device_map: Mapping[str, DeviceLike]
+    dtype: torch.dtype | None
+    keep_in_fp32: list[str]
+    offload_buffers: bool
+    offload_8bit: bool
+
+    def __post_init__(self) -> None:
+        sources = self.contents.tensors
+        self.places = tensor_places(self.model)
         self.shared = names_of_shared(self.places)
         self.groups = {name: group for group in self.shared for name in group}
         # Of a tensor that has several one name is enough, the first that there is a weight for.
@@ -206,8 +200,8 @@ class _WeightLoader:
         same = {name for group in self.shared for name in group if name != self.chosen[group[0]]}
         self.statistics = {name: source for name, source in sources.items() if self._is_statistic(name)}
         self.found = {name: source for name, source in sources.items() if name in self.places and name not in same}
-        entries = {**sources, **contents.others}
-        self.extra_states = {name: entries[name] for name in extra_state_names(model) if name in entries}
+        entries = {**sources, **self.contents.others}
+        self.extra_states = {name: entries[name] for name in extra_state_names(self.model) if name in entries}
         known = self.places.keys() | self.statistics.keys() | self.extra_states.keys()
         self.unexpected = sorted(entries.keys() - known)
         self.missing = sorted(self.places.keys() - self.found.keys() - same) + [
@@ -218,9 +212,6 @@ class _WeightLoader:
         """Tell whether this belongs to an 8-bit weight, rather than being one."""
         module, _, last = name.rpartition(".")
         return last in ("SCB", "weight_format") and f"{module}.weight" in self.places
-
-    def check_names(self, checkpoint: Any, strict: bool) -> None:
-        report_names(self.model, checkpoint, self.missing, self.unexpected, strict)
 
     def check_shapes(self, checkpoint: Any) -> None:
         tensors = {name: self.tensor(name) for name in self.found}
@@ -376,50 +367,44 @@ class _WeightLoader:
                     module, attribute = self.places[name]
                     table_of(module, attribute)[attribute] = self.tensor(loaded)
 
+    def load_by_torch(self, checkpoint: Any, strict: bool) -> None:
+        """Pass a checkpoint to `load_state_dict`. If that fails, the tensors of the model stay as they were."""
+        tensors = {name: source.mapped() for name, source in self.contents.tensors.items()}
+        state = OrderedDict(tensors | self.contents.others)
+        if self.contents.metadata:
+            set_metadata(state, OrderedDict(self.contents.metadata))
+        with ExitStack() as undo:
+            snapshot_model(self.model, undo)  # hooks may change anything
+            empty = self._make_room()
+            try:
+                found: Any = self.model.load_state_dict(state, strict=False)
+            except RuntimeError as error:
+                raise Unfit(
+                    f"{checkpoint} does not fit this {type(self.model).__name__} ({' '.join(str(error).split())}): "
+                    "give the model that it was saved from."
+                ) from error
+            # A method of the model's own may return nothing.
+            missing, unexpected = (set(getattr(found, f"{kind}_keys", ())) for kind in ("missing", "unexpected"))
+            missing -= {name for group in self.shared if not missing.issuperset(group) for name in group}
+            report_names(self.model, checkpoint, sorted(missing), sorted(unexpected), strict)
+            undo.pop_all()
+        for name in missing & empty.keys():
+            module, attribute = self.places[name]
+            table_of(module, attribute)[attribute] = empty[name]
 
-Holders = dict[str, tuple[nn.Module, str]]
-
-
-def _load_by_torch(
-    model: nn.Module, places: Holders, contents: Contents, shared: list[list[str]], checkpoint: Any, strict: bool
-) -> None:
-    """Pass a checkpoint to `load_state_dict`. If that fails, the tensors of the model stay as they were."""
-    state = OrderedDict({name: source.mapped() for name, source in contents.tensors.items()} | contents.others)
-    if contents.metadata:
-        set_metadata(state, OrderedDict(contents.metadata))
-    with ExitStack() as undo:
-        snapshot_model(model, undo)  # hooks may change anything
-        empty = _make_room(places)
-        try:
-            found: Any = model.load_state_dict(state, strict=False)
-        except RuntimeError as error:
-            raise Unfit(
-                f"{checkpoint} does not fit this {type(model).__name__} ({' '.join(str(error).split())}): give the "
-                "model that it was saved from."
-            ) from error
-        # A method of the model's own may return nothing.
-        missing, unexpected = (set(getattr(found, f"{kind}_keys", ())) for kind in ("missing", "unexpected"))
-        missing -= {name for group in shared if not missing.issuperset(group) for name in group}
-        report_names(model, checkpoint, sorted(missing), sorted(unexpected), strict)
-        undo.pop_all()
-    for name in missing & empty.keys():
-        module, attribute = places[name]
-        table_of(module, attribute)[attribute] = empty[name]
-
-
-def _make_room(places: Holders) -> dict[str, torch.Tensor]:
-    """Give empty tensors memory on the CPU, where torch writes their values; returns them by name."""
-    empty: dict[str, torch.Tensor] = {}
-    filled: dict[int, torch.Tensor] = {}  # one that has several names stays one
-    for name, (module, attribute) in places.items():
-        table = table_of(module, attribute)
-        tensor = table[attribute]
-        if is_lazy(tensor) or not tensor.is_meta or isinstance(tensor, PLACEHOLDERS):
-            continue
-        if id(tensor) not in filled:
-            with torch.inference_mode(False):
-                zeros = torch.zeros_like(tensor, device="cpu")
-            filled[id(tensor)] = like(tensor, zeros) if attribute in parameters_of(module) else zeros
-        empty[name] = tensor
-        table[attribute] = filled[id(tensor)]
-    return empty
+    def _make_room(self) -> dict[str, torch.Tensor]:
+        """Give empty tensors memory on the CPU, where torch writes their values; returns them by name."""
+        empty: dict[str, torch.Tensor] = {}
+        filled: dict[int, torch.Tensor] = {}  # one that has several names stays one
+        for name, (module, attribute) in self.places.items():
+            table = table_of(module, attribute)
+            tensor = table[attribute]
+            if is_lazy(tensor) or not tensor.is_meta or isinstance(tensor, PLACEHOLDERS):
+                continue
+            if id(tensor) not in filled:
+                with torch.inference_mode(False):
+                    zeros = torch.zeros_like(tensor, device="cpu")
+                filled[id(tensor)] = like(tensor, zeros) if attribute in parameters_of(module) else zeros
+            empty[name] = tensor
+            table[attribute] = filled[id(tensor)]
+        return empty

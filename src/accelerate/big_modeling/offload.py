@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.available import is_cuda_available
 from accelerate.big_modeling.ties import find_tied_parameters
 from accelerate.devices.base import DeviceLike
 from accelerate.hooks.align import AlignDevicesHook, align_hooks, watch
@@ -24,7 +25,7 @@ from accelerate.offload.module_tensors import (
     table_of,
     with_index,
 )
-from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, keep_on_disk
+from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, keep_on_disk, offload_weight
 from accelerate.offload.placeholder import OffloadedParameter
 from accelerate.offload.slot import refuse_shapes
 from accelerate.state import PartialState
@@ -199,10 +200,8 @@ def tie_offloaded(model: nn.Module, tied: list[list[str]]) -> None:
     Where one of them stays on a device, those that run on the same device use it, instead of a copy of their own.
     """
     for group in tied:
-        homes = []
-        for name in group:
-            path, _, attribute = name.rpartition(".")
-            homes.append((parameters_of(model.get_submodule(path)), attribute))
+        places = [find_tensor(model, name) for name in group]
+        homes = [(parameters_of(module), attribute) for module, attribute in places]
         shared: dict[torch.device, Any] = {}
         for real_ones in (True, False):
             for table, attribute in homes:
@@ -278,6 +277,40 @@ def load_offloaded_weights(
         if not name.endswith("SCB"):  # the scales of an 8-bit weight come with it
             scales = f"{name.removesuffix('weight')}SCB"
             set_module_tensor_to_device(model, name, "cpu", value=weights[name], fp16_statistics=weights.get(scales))
+
+
+def quantize_and_offload_8bit(
+    model: nn.Module,
+    param: torch.Tensor,
+    param_name: str,
+    new_dtype: torch.dtype,
+    offload_folder: str | os.PathLike[str],
+    offload_index: dict[str, Any],
+    fp16_statistics: torch.Tensor | None,
+) -> None:
+    """Write a weight of an 8-bit layer and its scales to an offload folder, and leave the weight in the model empty.
+
+    Args:
+        model: the model.
+        param: the weight.
+        param_name: its name in the model.
+        new_dtype: the dtype to quantize from.
+        offload_folder: the folder.
+        offload_index: the index of the folder, which gets the new entries.
+        fp16_statistics: the scales of a weight that is already quantized. Without them, it is quantized here.
+    """
+    holder, name = find_tensor(model, param_name)
+    scales = fp16_statistics
+    if scales is None:
+        # On the GPU if there is one: it is much faster there.
+        device = torch.device("cuda", 0) if is_cuda_available() else torch.device("cpu")
+        set_module_tensor_to_device(model, param_name, device, value=param, dtype=new_dtype, clear_cache=False)
+        quantized: Any = parameters_of(holder)[name]
+        param, scales = quantized.data, getattr(quantized, "SCB", None)
+    offload_weight(param, param_name, offload_folder, offload_index)
+    if scales is not None:
+        offload_weight(scales, f"{param_name.rpartition('.')[0]}.SCB", offload_folder, offload_index)
+    set_module_tensor_to_device(model, param_name, "meta", clear_cache=False)
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:

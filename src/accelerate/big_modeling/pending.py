@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from accelerate.big_modeling.device_map_checks import closest_entry
+
 
 class Pending:
     """Queue modules that can also be found, removed or replaced by name, at a cost that does not grow with its length.
@@ -67,8 +69,4 @@ class Pending:
 
     def holder(self, name: str) -> str | None:
         """Return the entry that is or contains a tensor, or None."""
-        while name:
-            if name in self._parts:
-                return name
-            name = name.rpartition(".")[0]
-        return None
+        return closest_entry(name, self._parts)

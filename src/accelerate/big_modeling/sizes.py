@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -52,32 +53,6 @@ def id_tensor_storage(tensor: torch.Tensor) -> tuple[torch.device, int, int]:
     return tensor.device, address_of(tensor), tensor.untyped_storage().nbytes()
 
 
-class _Sizes:
-    """Compute the bytes of tensors as if cast to `dtype`, or to their own in `special_dtypes`.
-
-    Whole numbers and booleans are never cast, and nothing becomes wider than it is.
-    """
-
-    def __init__(self, dtype: Dtype | None, special_dtypes: Mapping[str, Dtype] | None) -> None:
-        self._dtype = dtype
-        self._special = special_dtypes or {}
-        self._widths: dict[torch.dtype, int | float] = {}
-
-    def of(self, name: str, tensor: torch.Tensor) -> int | float:
-        if name in self._special:
-            return tensor.numel() * dtype_byte_size(self._special[name])
-        width = self._widths.get(tensor.dtype)
-        if width is None:
-            width = self._widths[tensor.dtype] = self._width(tensor)
-        return tensor.numel() * width
-
-    def _width(self, tensor: torch.Tensor) -> int | float:
-        own = dtype_byte_size(tensor.dtype)
-        if self._dtype is not None and (tensor.is_floating_point() or tensor.is_complex()):
-            return min(dtype_byte_size(self._dtype), own)
-        return own
-
-
 def compute_module_sizes(
     model: nn.Module,
     dtype: Dtype | None = None,
@@ -103,13 +78,26 @@ def sizes_in(
     special_dtypes: Mapping[str, Dtype] | None = None,
     tables: tuple[Table, ...] = TENSORS,
 ) -> defaultdict[str, Any]:
-    """Do what `compute_module_sizes` does, for a model whose modules are already known."""
-    sizes = _Sizes(dtype, special_dtypes)
+    """Do what `compute_module_sizes` does, for a model whose modules are already known.
+
+    Whole numbers and booleans are never cast, and nothing becomes wider than it is.
+    """
+    special = special_dtypes or {}
+
+    @functools.cache
+    def width(own: torch.dtype) -> int | float:
+        if dtype is None or not (own.is_floating_point or own.is_complex):
+            return dtype_byte_size(own)
+        return min(dtype_byte_size(dtype), dtype_byte_size(own))
+
     total: defaultdict[str, Any] = defaultdict(int)
     around: dict[str, list[str]] = {}  # for modules next to each other, those that contain them, the outermost first
     for table in tables:
         for module, tensors in own_tensors(modules, table):
-            own = {name: sizes.of(name, tensor) for name, tensor in tensors}
+            own = {
+                name: tensor.numel() * (dtype_byte_size(special[name]) if name in special else width(tensor.dtype))
+                for name, tensor in tensors
+            }
             size = sum(own.values())
             parent = module.rpartition(".")[0]
             if parent not in around:
@@ -140,8 +128,7 @@ def compute_module_total_buffer_size(
         dtype: count floating-point buffers as if cast to it.
         special_dtypes: the same for single buffers, by name.
     """
-    sizes = _Sizes(dtype, special_dtypes)
-    return sum(sizes.of(name, buffer) for name, buffer in model.named_buffers())
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
 
 def get_module_leaves(module_sizes: Mapping[str, Any]) -> list[str]:
@@ -158,18 +145,12 @@ def layers(
     modules: Iterable[tuple[str, Any]], no_split_module_classes: Sequence[str] | set[str]
 ) -> Iterator[tuple[str, Any]]:
     """Iterate over the parts that are never split, in order: modules without children, and those of given classes."""
-    stack = [iter(list(modules))]
-    while stack:
-        found = next(stack[-1], None)
-        if found is None:
-            stack.pop()
-            continue
-        name, module = found
+    for name, module in modules:
         children = list(module.named_children()) if isinstance(module, nn.Module) else []
         if not children or type(module).__name__ in no_split_module_classes:
             yield name, module
         else:
-            stack.append(iter([(f"{name}.{child}", value) for child, value in children]))
+            yield from layers([(f"{name}.{child}", value) for child, value in children], no_split_module_classes)
 
 
 def get_max_layer_size(

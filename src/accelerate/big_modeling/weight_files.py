@@ -13,9 +13,9 @@ from torch import nn
 
 from accelerate.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accelerate.devices.staging import HostTensor
-from accelerate.errors import CheckpointError, MissingFile, Unfit, a_kind_of
+from accelerate.errors import CheckpointError, Unfit, a_kind_of
 from accelerate.io.disk import is_inside, read_json
-from accelerate.io.safe_load import read_torch
+from accelerate.io.safe_load import explaining, read_torch
 from accelerate.io.stored_tensors import FileRange, SafetensorsFile, StoredTensor
 from accelerate.text import some_of
 from accelerate.torch_internals.modules import metadata_of
@@ -83,18 +83,10 @@ def open_weights(path: Path) -> Contents:
 
 
 def _open_safetensors(path: Path) -> dict[str, FileRange]:
-    try:
+    with explaining(path):
         # An absolute path, since it may be kept for as long as the model lives.
         file = SafetensorsFile(path.absolute())
         ranges = file.ranges()
-    except CheckpointError:
-        raise
-    except FileNotFoundError:
-        raise MissingFile(f"{path} is missing: put it back, or load another checkpoint.") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OSError, MemoryError, OverflowError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({type(error).__name__}: {error}): load another checkpoint."
-        ) from error
     _check_format(path, file.metadata)
     return ranges
 

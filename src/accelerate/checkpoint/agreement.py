@@ -9,7 +9,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -177,14 +176,18 @@ def together(
 
     here: whether this rank has anything to do. undo: called on this rank after any rank has failed.
     """
-    failure: Exception | None = None
-    value = None
+    if not here:
+        return agree(None, None, gather)
+    failure, value = attempted(work)
+    return agree(failure, value, gather, undo)
+
+
+def attempted(work: Callable[[], Any]) -> tuple[Exception | None, Any]:
+    """Call `work` on this rank alone. Returns what it has failed with, and what it has returned."""
     try:
-        if here:
-            value = work()
+        return None, work()
     except Exception as error:
-        failure = error
-    return agree(failure, value, gather, undo if here else None)
+        return error, None
 
 
 def settle(target: Path, local: LocalRank) -> None:
@@ -239,7 +242,7 @@ class SaveRendezvous:
         self._number = 0
         self._patience = PATIENCE
         # The last attempt that this process has come to, where it counts once, however often it is called again.
-        self._joined: tuple[str, int] | None = None
+        self._joined: tuple[str, int, int] | None = None
 
     def callers(self, point: int) -> Callers:
         """Find out who calls this save; to be called at its start.
@@ -247,18 +250,18 @@ class SaveRendezvous:
         point: the progress of the training, equal on ranks that call the same save. "late" is returned to a rank that
         comes to a save which rank 0 has already done alone.
         """
-        shared = default_store() if current().size > 1 else None
+        prefix = f"accelerate/save/{PartialState._attempt()}/{self._number}"
+        shared = default_store(prefix) if current().size > 1 else None
         if shared is None:
             return "all"
-        prefix = f"accelerate/save/{PartialState._attempt()}/{self._number}"
-        store = _Keys(kept_connection(shared.timeout) or shared, prefix, shared)
+        store = kept_connection(shared.timeout, prefix) or shared
         found: Callers = self._lead(store, point) if current().rank == 0 else self._follow(store, point)
         self._number += found == "all"
         return found
 
-    def _lead(self, store: _Keys, point: int) -> Callers:
+    def _lead(self, store: Any, point: int) -> Callers:
         attempt, others, said = store.add("attempt", 0), current().size - 1, False
-        for waited in _waiting(store.shared):
+        for waited in _waiting(store):
             here = store.add(f"{attempt}/here", 0)
             if waited > QUIET and here < others and not said:
                 said = True
@@ -279,16 +282,17 @@ class SaveRendezvous:
         store.set(f"{attempt}/found", "")
         raise _nobody_came(f"{here} of the {others} other ranks arrived")
 
-    def _follow(self, store: _Keys, point: int) -> Callers:
+    def _follow(self, store: Any, point: int) -> Callers:
         attempt = store.add("attempt", 0)
-        if attempt and store.get(f"{attempt - 1}/found") == str(point):
+        if attempt and _awaited(store, f"{attempt - 1}/found") == str(point):
             return "late"
-        again = self._joined == (store.prefix, attempt)
+        this = PartialState._attempt(), self._number, attempt
+        again = self._joined == this
         if not again:
             store.add(f"{attempt}/here", 1)
-            self._joined = store.prefix, attempt
+            self._joined = this
         answer = _Answer(store, f"{attempt}/found")
-        for _ in _waiting(store.shared):
+        for _ in _waiting(store):
             if answer.is_alive():
                 continue
             if answer.error is not None:
@@ -301,31 +305,17 @@ class SaveRendezvous:
         raise _nobody_came("the main process or another rank did not call it")
 
 
-@dataclass(frozen=True)
-class _Keys:
-    """The keys of one save in a store. shared: the store of the process group, which others use as well."""
-
-    store: Any
-    prefix: str
-    shared: Any
-
-    def add(self, key: str, amount: int) -> int:
-        return int(self.store.add(f"{self.prefix}/{key}", amount))
-
-    def set(self, key: str, value: str) -> None:
-        self.store.set(f"{self.prefix}/{key}", value)
-
-    def get(self, key: str) -> str:
-        """Wait for a key, and return its value."""
-        # A little longer than the process waits: so an error is one of the connection.
-        self.store.wait([f"{self.prefix}/{key}"], self.shared.timeout + timedelta(seconds=5))
-        return str(self.store.get(f"{self.prefix}/{key}").decode())
+def _awaited(store: Any, key: str) -> str:
+    """Wait for a key, and return its value."""
+    # A little longer than the process waits: so an error is one of the connection.
+    store.wait([key], store.timeout + timedelta(seconds=5))
+    return str(store.get(key).decode())
 
 
 class _Answer(threading.Thread):
     """Waits for a key of a store in a thread, so that the rank can be interrupted meanwhile."""
 
-    def __init__(self, store: _Keys, key: str) -> None:
+    def __init__(self, store: Any, key: str) -> None:
         super().__init__(name="accelerate-save", daemon=True)
         self.text = ""
         self.error: Exception | None = None
@@ -335,15 +325,16 @@ class _Answer(threading.Thread):
 
     def run(self) -> None:
         try:
-            self.text = self._store.get(self._key)
+            self.text = _awaited(self._store, self._key)
         except (RuntimeError, OSError) as error:
             self.error = error
 
 
 def _waiting(store: Any) -> Iterator[float]:
     """Yield the seconds waited so far, until the timeout of the process group."""
-    started, pause = time.monotonic(), 0.0002  # most of the time no longer one is needed
-    while (waited := time.monotonic() - started) < store.timeout.total_seconds():
+    started, most = time.monotonic(), store.timeout.total_seconds()
+    pause = 0.0002  # most of the time no longer one is needed
+    while (waited := time.monotonic() - started) < most:
         yield waited
         time.sleep(pause)
         pause = min(pause * 1.5, 0.05)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import commit, layout
-from accelerate.checkpoint.agreement import agree, explained, one_at_a_time, settle, together
+from accelerate.checkpoint.agreement import agree, attempted, explained, one_at_a_time, settle, together
 from accelerate.checkpoint.layout import Manifest, files_since
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import (
@@ -273,11 +273,7 @@ def _together_unless_replaced(
 
     A file that was replaced meanwhile would look damaged, and small files are read after they were checked.
     """
-    failure, value = None, None
-    try:
-        value = work()
-    except Exception as error:
-        failure = error
+    failure, value = attempted(work)
     # In this order: a move of files that ends between the two questions has left another manifest.
     changed = commit.is_being_replaced(folder) or commit.mark(folder) != began
     if any(current().gather_objects(changed)):

@@ -28,7 +28,7 @@ from accelerate.constants import (
 from accelerate.errors import Unfit
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
-from accelerate.io.stored_tensors import address_of, each_once, view_of, write_safetensors
+from accelerate.io.stored_tensors import each_once, view_of, write_safetensors
 from accelerate.io.torch_format import write_torch
 from accelerate.state import PartialState
 from accelerate.text import convert_file_size_to_int
@@ -47,7 +47,8 @@ def split(weights: dict[str, Any], limit: int, alone: bool = False) -> list[dict
     filled = 0
     home: dict[Any, dict[str, Any]] = {}
     for name, value in weights.items():
-        storage = None if alone else _storage(value)
+        view = None if alone else view_of(value)
+        storage = None if view is None else view[:2]
         if storage is not None and storage in home:
             home[storage][name] = value
             continue
@@ -60,12 +61,6 @@ def split(weights: dict[str, Any], limit: int, alone: bool = False) -> list[dict
         if storage is not None:
             home[storage] = shards[-1]
     return shards
-
-
-def _storage(value: Any) -> tuple[Any, ...] | None:
-    if not isinstance(value, torch.Tensor) or value.is_meta or value.numel() == 0:
-        return None
-    return value.device, address_of(value)
 
 
 # Gives the values of some of a model's weights, if they shall be kept here. Called on all processes.

@@ -6,7 +6,7 @@ import mmap
 import os
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -21,7 +21,7 @@ from accelerate.io.blocks import FileEntry
 from accelerate.io.disk import check_plain
 from accelerate.io.read_tensors import read_file
 from accelerate.io.safe_load import Opened, explaining, missing, read_torch
-from accelerate.io.stored_tensors import FileRange, SafetensorsFile
+from accelerate.io.stored_tensors import FileRange, SafetensorsFile, mapped
 
 CPU = torch.device("cpu")
 
@@ -77,13 +77,9 @@ class CheckpointReader:
 
     def weights(self, name: str, places: Mapping[str, Destination]) -> dict[str, Any]:
         """The weights in a file. places: the destination of each, by name."""
-
-        def place(keys: tuple[Any, ...]) -> Destination:
-            return places.get(keys[0], CPU)
-
         if name.endswith(".safetensors"):
-            return self._safetensors(name, place)
-        found: dict[str, Any] = self.content(name, place)
+            return self._safetensors(name, places)
+        found: dict[str, Any] = self.content(name, lambda keys: places.get(keys[0], CPU))
         return found
 
     def content(self, name: str, place: FindDestination = lambda keys: CPU) -> Any:
@@ -124,14 +120,14 @@ class CheckpointReader:
                     holder[keys[-1]] = tensor.clone()
         return opened.content
 
-    def _safetensors(self, name: str, place: FindDestination) -> dict[str, torch.Tensor]:
+    def _safetensors(self, name: str, destinations: Mapping[str, Destination]) -> dict[str, torch.Tensor]:
         path = self.path(name)
         with explaining(path):
             ranges = SafetensorsFile(path).ranges()
         mapped = self._mapped(path)
         found, places = {}, []
         for key, stored in ranges.items():
-            target = place((key,))
+            target = destinations.get(key, CPU)
             if isinstance(target, torch.Tensor):
                 content = mapped[stored.offset : stored.offset + stored.nbytes]
                 found[key] = target if self._takes(target, stored, content, path) else stored.mapped()
@@ -159,7 +155,7 @@ class CheckpointReader:
 
     def _mapped(self, path: Path) -> torch.Tensor:
         self._about[path] = path.stat()
-        return blocks.mapped(path)
+        return mapped(path)
 
     def _check_length(self, path: Path) -> None:
         """Raise if a file was truncated since it was mapped. A file that was replaced is still mapped."""
@@ -217,12 +213,8 @@ def _users(content: Any, addresses: Container[int]) -> dict[int, list[tuple[Any,
             if value.layout == torch.strided and (address := value.untyped_storage().data_ptr()) in addresses:
                 found[address].append((holder, keys, value))
         elif isinstance(value, (dict, list, tuple)):
-            for key, item in _items(value):
+            for key, item in value.items() if isinstance(value, dict) else enumerate(value):
                 look(value, (*keys, key), item)
 
     look(None, (), content)
     return found
-
-
-def _items(value: Any) -> Iterator[tuple[Any, Any]]:
-    return iter(list(value.items()) if isinstance(value, dict) else list(enumerate(value)))

@@ -68,7 +68,7 @@ class Shards:
                 failed, (failure, _) = next(iter(error.failures.items()))
                 known = failure if isinstance(failure, Exception) else RuntimeError(failure)
                 raise CheckpointError(explained(known, failed)) from error
-        rank = dist.get_rank() if _several() else 0
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         own = [*path.glob(f"__{rank}_*"), *([path / ".metadata"] if rank == 0 else [])]
         disk.sync_folder(path)
         return {f"{self.name}/{file.name}": summed_up(file) for file in own}
@@ -141,10 +141,6 @@ def _load_alone(*args: Any, **kwargs: Any) -> None:
 def whole(keys: tuple[Any, ...], size: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """An empty tensor of the full size, in host memory."""
     return torch.empty(size, dtype=dtype)
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -242,18 +238,14 @@ def merge_fsdp_weights(
     """
     several = PartialState._shared_state != {} and PartialState().num_processes > 1
     if not several or PartialState().is_main_process:
-        _merge(_folder_of_shards(Path(checkpoint_dir)), Path(output_path), safe_serialization, remove_checkpoint_dir)
+        source, target = _folder_of_shards(Path(checkpoint_dir)), Path(output_path)
+        disk.make_folder(target)
+        with disk.replacing(target / layout.model(0, safe_serialization)) as draft:
+            (_write_safetensors if safe_serialization else _write_torch)(FolderReader(source), draft)
+        if remove_checkpoint_dir:
+            shutil.rmtree(source)
     if several:
         PartialState().wait_for_everyone()
-
-
-def _merge(source: Path, target: Path, safe: bool, remove: bool) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    path = target / layout.model(0, safe)
-    with disk.replacing(path) as draft:
-        (_write_safetensors if safe else _write_torch)(FolderReader(source), draft)
-    if remove:
-        shutil.rmtree(source)
 
 
 def _folder_of_shards(folder: Path) -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -21,7 +21,7 @@ from accelerate.offload.module_tensors import (
     set_module_tensor_to_device,
     table_of,
 )
-from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, full_name, root_of
+from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, full_name, without_prefixes
 from accelerate.offload.parameters import is_quantized
 from accelerate.offload.placeholder import casting
 from accelerate.offload.slot import Slot, refuse_shapes
@@ -89,7 +89,8 @@ class AlignDevicesHook(ModelHook):
         elif self.execution_device is not None:
             placed: dict[int, torch.Tensor] = {}
             for name, tensor in _tensors(module, self.place_submodules).items():
-                table, attribute = _home(module, name)
+                holder, attribute = find_tensor(module, name)
+                table = table_of(holder, attribute)
                 if id(tensor) in placed:  # another name of one that was placed
                     table[attribute] = placed[id(tensor)]
                 else:
@@ -115,7 +116,7 @@ class AlignDevicesHook(ModelHook):
         offloaded = [name for name in tensors if name not in left_alone]
         if self.weights_map is None:
             self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
-        elif isinstance(root_of(self.weights_map), (dict, OffloadedWeightsLoader)):
+        elif isinstance(without_prefixes(self.weights_map)[0], (dict, OffloadedWeightsLoader)):
             refuse_shapes({name: tensors[name] for name in offloaded}, self.weights_map)
         if self.execution_device is not None:
             for name in tensors:
@@ -259,7 +260,7 @@ class AlignDevicesHook(ModelHook):
 
 def streamer_for(weights: Mapping[str, Any], device: torch.device) -> Streamer:
     """Return the streamer of a mapping of weights, which all hooks with this mapping share."""
-    root = root_of(weights)
+    root, _ = without_prefixes(weights)
     key = id(root), device
     streamer = _STREAMERS.get(key)
     if streamer is None:
@@ -326,11 +327,6 @@ def _home_device(tensor: Any) -> torch.device:
     """Return the device of a tensor, or the one it had before it was offloaded."""
     device: torch.device = tensor.slot.home if isinstance(tensor, PLACEHOLDERS) else tensor.device
     return device
-
-
-def _home(module: nn.Module, name: str) -> tuple[MutableMapping[str, Any], str]:
-    holder, attribute = find_tensor(module, name)
-    return table_of(holder, attribute), attribute
 
 
 def _fill_in(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:

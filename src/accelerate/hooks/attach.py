@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -79,35 +80,28 @@ def attach_align_device_hook(
             their forward uses weights of submodules directly.
         tied_params_map: tensors that several modules share, by address and then by device.
     """
-    named = type(module).__name__ in (preload_module_classes or ())
-    # The hooks inside of a module of TorchScript would never run.
-    at_once = offload and (named or isinstance(module, torch.jit.ScriptModule))
-    if at_once or any(True for _ in named_module_tensors(module)):
-        prefix = f"{module_name}." if module_name else ""
-        hook = AlignDevicesHook(
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
-            offload_buffers=offload_buffers,
-            place_submodules=at_once,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
-        add_hook_to_module(module, hook, append=True)
-    if at_once:
-        return
-    for name, child in module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=weights_map,
-            offload_buffers=offload_buffers,
-            module_name=_dotted(module_name, name),
-            skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
-            tied_params_map=tied_params_map,
-        )
+
+    def visit(part: nn.Module, name: str) -> None:
+        named = type(part).__name__ in (preload_module_classes or ())
+        # The hooks inside of a module of TorchScript would never run.
+        at_once = offload and (named or isinstance(part, torch.jit.ScriptModule))
+        if at_once or any(True for _ in named_module_tensors(part)):
+            prefix = f"{name}." if name else ""
+            hook = AlignDevicesHook(
+                execution_device=execution_device,
+                offload=offload,
+                weights_map=None if weights_map is None else PrefixedDataset(weights_map, prefix),
+                offload_buffers=offload_buffers,
+                place_submodules=at_once,
+                skip_keys=skip_keys,
+                tied_params_map=tied_params_map,
+            )
+            add_hook_to_module(part, hook, append=True)
+        if not at_once:
+            for child_name, child in part.named_children():
+                visit(child, _dotted(name, child_name))
+
+    visit(module, module_name)
 
 
 def attach_align_device_hook_on_blocks(
@@ -134,8 +128,8 @@ def attach_align_device_hook_on_blocks(
         preload_module_classes: as in `attach_align_device_hook`.
         tied_params_map: tensors that several modules share, by address and then by device.
     """
+    common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
     if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        common: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
         if offload:
             attach_align_device_hook(
                 module,
@@ -152,13 +146,12 @@ def attach_align_device_hook_on_blocks(
             add_hook_to_module(module, hook, append=True)
         return
     _Blocks(
-        execution_device=_by_name(execution_device, offload),
-        offload=_by_name(offload, execution_device),
-        weights_map=weights_map,
-        offload_buffers=offload_buffers,
-        skip_keys=skip_keys,
-        preload_module_classes=preload_module_classes,
-        tied_params_map=tied_params_map,
+        _by_name(execution_device, offload),
+        _by_name(offload, execution_device),
+        offload_buffers,
+        weights_map,
+        preload_module_classes,
+        common,
     ).visit(module, module_name)
 
 
@@ -166,21 +159,21 @@ def _by_name(value: Any, names: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else dict.fromkeys(names, value)
 
 
+@dataclass
 class _Blocks:
     """Walk over a model, and add hooks to the modules of a device map.
 
-    A module or tensor without an entry has that of the closest module around it.
+    A module or tensor without an entry has that of the closest module around it. common: what every hook gets.
     """
 
-    def __init__(
-        self, execution_device: Mapping[str, Any], offload: Mapping[str, bool], offload_buffers: bool, **common: Any
-    ) -> None:
-        self.execution_device = execution_device
-        self.offload = offload
-        self.offload_buffers = offload_buffers
-        self.weights_map = common.pop("weights_map")
-        self.preload_module_classes = common.pop("preload_module_classes")
-        self.common = common
+    execution_device: Mapping[str, Any]
+    offload: Mapping[str, bool]
+    offload_buffers: bool
+    weights_map: Any
+    preload_module_classes: list[str] | None
+    common: dict[str, Any]
+
+    def __post_init__(self) -> None:
         # Modules in which something has an entry of its own.
         self.mixed: set[str] = set()
         for name in self.execution_device.keys() & self.offload.keys():

@@ -11,7 +11,7 @@ import bisect
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from ctypes import string_at
 from dataclasses import dataclass
 from itertools import accumulate
@@ -173,14 +173,6 @@ def _by_piece(count: int, blocks: Iterable[list[_Sum]]) -> list[list[_Sum]]:
         for part in sums:
             parts[part.piece].append(part)
     return parts
-
-
-def mapped(path: Path) -> torch.Tensor:
-    """The bytes of a file, mapped without a copy; empty if the system cannot map it."""
-    with suppress(RuntimeError):
-        if size := path.stat().st_size:
-            return torch.from_file(str(path), size=size, dtype=torch.uint8)
-    return torch.empty(0, dtype=torch.uint8)
 
 
 def summed_up(path: Path) -> FileEntry:

@@ -30,7 +30,7 @@ from accelerate.devices.staging import Buffer, Free, Job, Lane, bytes_of, lane_o
 from accelerate.errors import CheckpointError
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
-from accelerate.io.stored_tensors import FileRange, StoredTensor
+from accelerate.io.stored_tensors import FileRange, StoredTensor, mapped
 
 # Of tensors without checksums: small enough for little locked memory, big enough for a disk and a bus to be at full
 # speed.
@@ -41,6 +41,7 @@ READERS = max(8, min(16, os.cpu_count() or 1))
 _CPU = torch.device("cpu")
 
 
+@dataclass(eq=False)
 class Read:
     """One tensor to be read.
 
@@ -48,14 +49,13 @@ class Read:
     instead of a new one.
     """
 
-    def __init__(
-        self, source: StoredTensor, device: torch.device, dtype: torch.dtype, into: torch.Tensor | None = None
-    ) -> None:
-        self.source = source
-        self.device = device
-        self.dtype = dtype
-        self.into = into
-        self.result: torch.Tensor | None = into
+    source: StoredTensor
+    device: torch.device
+    dtype: torch.dtype
+    into: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.result = self.into
 
     def new_bytes(self) -> int:
         """How much memory the tensor takes, as the allocator of a GPU rounds it."""
@@ -106,7 +106,7 @@ def read_file(
     if entry is not None and size != entry.size:  # of blocks that are gone, no checksum would tell
         raise blocks.damaged(path)
     if content is None and entry is not None:
-        content = blocks.mapped(path)
+        content = mapped(path)
     index, count = share
     sums = {} if entry is None else dict(list(enumerate(entry.crc32))[index::count])
     source = FileRange(str(path), 0, (size,), torch.uint8)

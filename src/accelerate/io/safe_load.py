@@ -216,7 +216,7 @@ _LARGE = 1 << 20  # of a tensor whose content is read later, straight to where i
 TOGETHER = "small"
 
 
-class Opened:
+class Opened(io.BufferedReader):
     """A file of `torch.save` whose large tensors are allocated, but not read yet.
 
     content: the content. places: for the address of each such storage, its offset in the file and its bytes.
@@ -224,38 +224,23 @@ class Opened:
     """
 
     def __init__(self, path: Path) -> None:
-        with open(path, "rb") as file:
-            self._file = file
+        super().__init__(io.FileIO(path))
+        with self:
             self.places: dict[int, tuple[int, torch.Tensor]] = {}
             self.together: set[int] = set()
             self._records, self._together = _records(path)
             self._next = self._header = -1
             # Its memory is written to later on, so it stays, also where the file itself has dropped a tensor.
             self._storages: list[Any] = []
-            where = self._kept if self._records else "cpu"
-            self.content = load(self, map_location=where)  # type: ignore[arg-type]
-        del self._file
+            self.content = load(self, map_location=self._kept if self._records else "cpu")
 
     def _kept(self, storage: Any, location: str) -> Any:
         self._storages.append(storage)
         return storage
 
-    # What torch asks of a file.
-
-    def read(self, size: int = -1) -> bytes:
-        return self._file.read(size)
-
-    def readline(self) -> bytes:
-        return self._file.readline()
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
     def readinto(self, buffer: Any) -> int:
-        at = self._file.tell()
+        """What torch calls to read a member."""
+        at = self.tell()
         size, self._next = self._next, self._records.get(at, -1)
         header, self._header = self._header, at
         # torch reads the header of a member, and then all of it into the memory of a tensor.
@@ -264,9 +249,9 @@ class Opened:
             if header in self._together:
                 self.together.add(memory.data_ptr())
             self.places[memory.data_ptr()] = (at, memory)
-            self._file.seek(size, os.SEEK_CUR)
+            self.seek(size, os.SEEK_CUR)
             return size
-        return self._file.readinto(buffer)
+        return super().readinto(buffer)
 
 
 def _records(path: Path) -> tuple[dict[int, int], set[int]]:

@@ -7,6 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -57,11 +58,7 @@ class KeptFile:
                 f"{path}, a file of offloaded weights, does not exist: offload the model again."
             ) from error
         self._identity = info.st_dev, info.st_ino  # not given to another file while this one is mapped
-        mapped = torch.empty(0, dtype=torch.uint8, device="cpu")
-        if info.st_size:
-            storage: Any = torch.UntypedStorage.from_file(path, False, info.st_size)
-            mapped.set_(storage)
-        self.bytes: Any = mapped.numpy()
+        self.bytes: Any = _mapped(path, info.st_size).numpy()
 
     def open(self) -> int | None:
         """A file descriptor, or None if the path now names another file."""
@@ -84,12 +81,21 @@ class KeptFile:
         return made
 
     def __reduce__(self) -> Any:
-        """Another process opens the file by its path."""
-        return _not_kept, ()
+        """Becomes None: another process opens the file by its path."""
+        return type(None), ()
 
 
-def _not_kept() -> None:
-    return None
+def mapped(path: Path) -> torch.Tensor:
+    """The bytes of a file, mapped without a copy; empty if the system cannot map it."""
+    with suppress(RuntimeError):
+        return _mapped(str(path), path.stat().st_size)
+    return _mapped(str(path), 0)
+
+
+def _mapped(path: str, size: int) -> torch.Tensor:
+    if not size:
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
+    return torch.from_file(path, size=size, dtype=torch.uint8, device="cpu")
 
 
 class FileRange(NamedTuple):

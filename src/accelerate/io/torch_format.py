@@ -70,7 +70,7 @@ def naming(name: str) -> Iterator[None]:
 def archive_of(content: Any, together: bool = False) -> Archive:
     """The archive of `content`, not written yet. together: small tensors may share a storage in it."""
     found = _together(content) if together else None
-    pickled, members = _each_alone(content) if found is None else found
+    pickled, members = _pickled(content) if found is None else found
     archive = Archive()
     archive.add("data.pkl", pickled)
     archive.add("byteorder", sys.byteorder.encode())
@@ -85,16 +85,12 @@ def _whole(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def _each_alone(content: Any) -> tuple[bytes, Members]:
-    pickled, storages = _pickled(content)
-    return pickled, {str(number): storage for number, storage in enumerate(storages)}
-
-
-def _pickled(content: Any) -> tuple[bytes, list[torch.UntypedStorage]]:
+def _pickled(content: Any) -> tuple[bytes, Members]:
+    """The pickle of `content`, and its members: each storage by its number."""
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(content)
-    return file.getvalue(), pickler.storages
+    return file.getvalue(), pickler.members
 
 
 def refused(content: Any) -> str | None:
@@ -114,8 +110,8 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
-        self.storages: list[torch.UntypedStorage] = []
-        self._numbers: dict[tuple[str, int, int, torch.dtype], int] = {}
+        self.members: Members = {}
+        self._keys: dict[tuple[str, int, int, torch.dtype], str] = {}
 
     def persistent_id(self, obj: Any) -> Any:
         if isinstance(obj, torch.storage.TypedStorage):
@@ -126,12 +122,11 @@ class _Pickler(pickle.Pickler):
             return None
         # torch refuses the same memory as two dtypes: a member has one. Here each gets a member of its own. What has no
         # address, as on the meta device, is known by the object.
-        key = (str(storage.device), storage.data_ptr() or id(storage), storage.nbytes(), dtype)
-        if key not in self._numbers:
-            self._numbers[key] = len(self.storages)
-            self.storages.append(storage)
+        memory = (str(storage.device), storage.data_ptr() or id(storage), storage.nbytes(), dtype)
+        key = self._keys.setdefault(memory, str(len(self._keys)))
+        self.members[key] = storage
         # For the CPU, wherever it is: so it can be loaded anywhere.
-        return ("storage", kind, str(self._numbers[key]), "cpu", length)
+        return ("storage", kind, key, "cpu", length)
 
     def reducer_override(self, obj: Any) -> Any:
         """Reduce containers to a call with their content: `weights_only` refuses those that are filled afterwards."""
@@ -301,10 +296,7 @@ class _Writer:
         self._out.append(b"r" + struct.pack("<I", number))
 
     def _text(self, value: str, loose: bool) -> None:
-        self._again(value, self._new_text)
-
-    def _new_text(self, value: str) -> None:
-        self._out.append(_text(value))
+        self._again(value, lambda text: self._out.append(_text(text)))
 
     def _tuple(self, value: tuple[Any, ...], loose: bool) -> None:
         self._out.append(b"(")

@@ -6,6 +6,7 @@ import functools
 import os
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -127,59 +128,51 @@ def _identity(source: torch.Tensor | FileRange) -> Any:
     return source.data_ptr(), source.shape, source.stride(), source.dtype
 
 
+@dataclass(eq=False)
 class _CudaCopy:
     """Tensors on their way. later: by index, those that are copied when they are asked for.
 
     then: called as soon as the job is over.
     """
 
-    def __init__(
-        self,
-        tensors: list[torch.Tensor],
-        later: dict[int, torch.Tensor],
-        stream: torch.cuda.Stream,
-        arrived: torch.cuda.Event | None,
-        job: Job | None,
-        then: Callable[[], None] | None,
-    ) -> None:
-        self._tensors = tensors
-        self._later = later
-        self._stream = stream
-        self._arrived = arrived
-        self._job = job
-        self._then = then
+    tensors: list[torch.Tensor]
+    later: dict[int, torch.Tensor]
+    stream: torch.cuda.Stream
+    arrived: torch.cuda.Event | None
+    job: Job | None
+    then: Callable[[], None] | None
 
     def wait(self) -> list[torch.Tensor]:
-        stream = torch.cuda.current_stream(self._stream.device)
+        stream = torch.cuda.current_stream(self.stream.device)
         self._join(stream)
-        if self._job is not None and self._job.error is not None:
-            raise self._job.error
-        if self._then is not None:
-            self._then()
-            self._then = None
-        if stream != self._stream:
-            for place, tensor in enumerate(self._tensors):
-                if place not in self._later:
+        if self.job is not None and self.job.error is not None:
+            raise self.job.error
+        if self.then is not None:
+            self.then()
+            self.then = None
+        if stream != self.stream:
+            for place, tensor in enumerate(self.tensors):
+                if place not in self.later:
                     tensor.record_stream(stream)
-        if self._later:
+        if self.later:
             with torch.inference_mode(False), torch.no_grad():
-                for place, source in self._later.items():
-                    self._tensors[place] = source.detach().to(stream.device)
-        return self._tensors
+                for place, source in self.later.items():
+                    self.tensors[place] = source.detach().to(stream.device)
+        return self.tensors
 
     def cancel(self) -> None:
         """Stop the copy. Its memory may be reused only when nothing is written to it any more."""
-        if self._job is not None:
-            self._job.cancelled = True
-        self._join(self._stream)
+        if self.job is not None:
+            self.job.cancelled = True
+        self._join(self.stream)
 
     def _join(self, stream: torch.cuda.Stream) -> None:
-        if self._arrived is not None:
-            stream.wait_event(self._arrived)
-        if self._job is not None:
-            self._job.over.wait()
-            if self._job.mark is not None:
-                stream.wait_event(self._job.mark)
+        if self.arrived is not None:
+            stream.wait_event(self.arrived)
+        if self.job is not None:
+            self.job.over.wait()
+            if self.job.mark is not None:
+                stream.wait_event(self.job.mark)
 
 
 def _close(process: int, stager: Stager, lane: CudaLane, locks: PageLocks, files: LockedFiles) -> None:

@@ -135,15 +135,12 @@ def find_tensor(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     path, _, attribute = name.rpartition(".")
     holder = nn.Module.get_submodule(module, path)  # which modules of TorchScript refuse to do
     if attribute not in parameters_of(holder) and attribute not in buffers_of(holder):
+        known = ", ".join([*parameters_of(holder), *buffers_of(holder)]) or "none"
         raise ValueError(
             f"{type(module).__name__} has no parameter or buffer called {name}: the "
-            f"{type(holder).__name__} that would hold it has {_listed([*parameters_of(holder), *buffers_of(holder)])}."
+            f"{type(holder).__name__} that would hold it has {known}."
         )
     return holder, attribute
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names) or "none"
 
 
 def set_module_tensor_to_device(
@@ -179,8 +176,10 @@ def set_module_tensor_to_device(
     if old is None:
         raise ValueError(f"{tensor_name} of this {type(module).__name__} is None, so there is no tensor to place.")
 
-    for known in (value, old):
-        shared = _shared(tied_params_map, known).get(device)
+    tied = tied_params_map or {}
+    addresses = [known.data_ptr() for known in (value, old) if tied and known is not None]
+    for address in addresses:
+        shared: Any = tied.get(address, {}).get(device)
         if shared is not None:
             parameters[name] = shared
             return
@@ -210,16 +209,10 @@ def set_module_tensor_to_device(
     if clear_cache and target.type not in ("cpu", "meta"):
         clear_device_cache()
     placed = None if name in buffers else parameters[name]
-    for known in (old, value):
-        if placed is not None and known is not None and tied_params_map and known.data_ptr() in tied_params_map:
-            tied_params_map[known.data_ptr()].setdefault(device, placed)
+    for address in reversed(addresses):
+        if placed is not None and address in tied:
+            tied[address].setdefault(device, placed)
             return
-
-
-def _shared(tied_params_map: dict[int, dict[Any, torch.Tensor]] | None, tensor: torch.Tensor | None) -> dict[Any, Any]:
-    if not tied_params_map or tensor is None:
-        return {}
-    return tied_params_map.get(tensor.data_ptr(), {})
 
 
 def _moved(

@@ -290,8 +290,7 @@ class OffloadedWeightsLoader(Mapping[str, torch.Tensor]):
 
 def find_source(weights: Mapping[str, Any], name: str) -> torch.Tensor | FileRange:
     """The source of a weight: the tensor in memory, or its range in a file."""
-    while isinstance(weights, PrefixedDataset):
-        name, weights = f"{weights.prefix}{name}", weights.dataset
+    weights, name = without_prefixes(weights, name)
     if isinstance(weights, OffloadedWeightsLoader):
         if name in weights.state_dict:
             return weights.state_dict[name]
@@ -300,18 +299,15 @@ def find_source(weights: Mapping[str, Any], name: str) -> torch.Tensor | FileRan
     return found
 
 
-def full_name(weights: Mapping[str, Any], name: str) -> str:
-    """The full name of a weight, in the mapping below all prefixes."""
+def without_prefixes(weights: Mapping[str, Any], name: str = "") -> tuple[Mapping[str, Any], str]:
+    """The mapping below all prefixes, and the full name that a weight has there."""
     while isinstance(weights, PrefixedDataset):
         name, weights = f"{weights.prefix}{name}", weights.dataset
-    return name
+    return weights, name
 
 
-def root_of(weights: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The mapping below all prefixes."""
-    while isinstance(weights, PrefixedDataset):
-        weights = weights.dataset
-    return weights
+def full_name(weights: Mapping[str, Any], name: str) -> str:
+    return without_prefixes(weights, name)[1]
 
 
 def extract_submodules_state_dict(

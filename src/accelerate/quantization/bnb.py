@@ -13,9 +13,7 @@ import torch
 from torch import nn
 
 from accelerate.available import is_4bit_bnb_available, is_8bit_bnb_available
-from accelerate.big_modeling.device_map import infer_auto_device_map
-from accelerate.big_modeling.device_memory import get_balanced_memory
-from accelerate.big_modeling.dispatch import dispatch_model
+from accelerate.big_modeling.dispatch import dispatch_model, find_device_map
 from accelerate.big_modeling.loading import load_checkpoint_in_model
 from accelerate.big_modeling.meta import init_empty_weights
 from accelerate.big_modeling.ties import find_tied_parameters
@@ -24,7 +22,6 @@ from accelerate.devices.base import DeviceLike
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-_STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 _OFFLOADED = ("cpu", "disk")
 
 
@@ -151,20 +148,11 @@ def get_quantized_model_device_map(
         return {"": _one_device()}
     skipped, kept = config.skip_modules or [], config.keep_in_fp32_modules or []
     if isinstance(device_map, str):
-        if device_map not in _STRATEGIES:
-            names = ", ".join(map(repr, _STRATEGIES))
-            raise ValueError(f"device_map is {device_map!r}: give a map, or one of {names}.")
         special = {name: config.torch_dtype for name, _ in model.named_parameters() if any(m in name for m in skipped)}
         special |= {name: torch.float32 for name, _ in model.named_parameters() if any(m in name for m in kept)}
-        sizing = {
-            "no_split_module_classes": no_split_module_classes,
-            "dtype": config.target_dtype,
-            "special_dtypes": special,
-        }
-        if device_map != "sequential":
-            low_zero = device_map == "balanced_low_0"
-            max_memory = get_balanced_memory(model, max_memory, low_zero=low_zero, **sizing)
-        device_map = infer_auto_device_map(model, max_memory, **sizing)
+        device_map = find_device_map(
+            model, device_map, max_memory, no_split_module_classes, config.target_dtype, special
+        )
     offloaded = [name or "the whole model" for name, device in device_map.items() if device in _OFFLOADED]
     quantized = [name for name in offloaded if name not in skipped and name not in kept]
     if quantized and len(offloaded) < len(device_map):

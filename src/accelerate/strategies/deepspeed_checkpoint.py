@@ -26,6 +26,7 @@ from accelerate.io import blocks
 from accelerate.io.blocks import FileEntry
 from accelerate.io.host_memory import HostMemory
 from accelerate.io.safe_load import read_torch
+from accelerate.io.stored_tensors import mapped
 from accelerate.strategies import deepspeed_disk
 from accelerate.strategies.deepspeed_resharding import own_part
 
@@ -33,12 +34,12 @@ from accelerate.strategies.deepspeed_resharding import own_part
 _CLASSES = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
 
 
-class _Collecting(CheckpointEngine):
-    """Takes what an engine would write. Nothing is read through it."""
+class _InMemory(CheckpointEngine):
+    """Takes what an engine would write, or gives it what was read already. files: the content of each, by path."""
 
-    def __init__(self) -> None:
+    def __init__(self, files: dict[str, Any] | None = None) -> None:
         super().__init__()
-        self.files: dict[str, Any] = {}
+        self.files: dict[str, Any] = files or {}
 
     def create(self, info: Any) -> None: ...
 
@@ -48,21 +49,10 @@ class _Collecting(CheckpointEngine):
         self.files[path] = state_dict
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        raise NotImplementedError
+        return self.files[path]
 
     def commit(self, info: Any) -> bool:
         return True
-
-
-class _HandingOut(_Collecting):
-    """Gives an engine what was read already."""
-
-    def __init__(self, files: dict[str, Any]) -> None:
-        super().__init__()
-        self.files = files
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        return self.files[path]
 
 
 @contextmanager
@@ -93,14 +83,14 @@ class _Lying:
     def write(self, folder: Path, group: Any) -> dict[str, FileEntry]:
         path = folder / self.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        entry = blocks.write_file(path, [blocks.mapped(self.source)])
+        entry = blocks.write_file(path, [mapped(self.source)])
         path.chmod(self.source.stat().st_mode)
         return {self.name: entry}
 
 
 def parts(engine: Any, number: int, **kwargs: Any) -> Iterator[Part]:
     """What this process writes of an engine. kwargs: for its `save_checkpoint`. Called on all processes."""
-    collected, tag = _Collecting(), layout.engine_folder(number)
+    collected, tag = _InMemory(), layout.engine_folder(number)
     on_disk = deepspeed_disk.kept(engine, tag) if engine.zero_nvme_offload_optimizer() else {}
     # Small files that help people are written all the same.
     folder = TemporaryDirectory(prefix="accelerate-deepspeed-")
@@ -149,7 +139,7 @@ def read(
     on_disk = deepspeed_disk.files(engine, reader.folder, tag) if engine.zero_nvme_offload_optimizer() else None
 
     def put() -> None:
-        with _instead(engine, _HandingOut(files), names):
+        with _instead(engine, _InMemory(files), names):
             if on_disk is None:
                 found, _ = engine.load_checkpoint(folder, tag, **arguments)
             else:

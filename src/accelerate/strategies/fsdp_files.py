@@ -54,7 +54,9 @@ def save_fsdp_model(
     if full or use_dcp:
         _write(engine.model_parts(model, model_index, gathers=full, keep=keep), output_dir)
     else:
-        _save_own(keep(engine.sharded_state_dict(model)), layout.own_model(model_index, _rank(accelerator)), output_dir)
+        _save_own(
+            keep(engine.sharded_state_dict(model)), layout.own_model(model_index, accelerator.process_index), output_dir
+        )
 
 
 def load_fsdp_model(
@@ -79,7 +81,7 @@ def load_fsdp_model(
     """
     engine = _engine(accelerator)
     adapter = adapter_only and is_peft_model(model)
-    own_file = Path(input_dir) / layout.own_model(model_index, _rank(accelerator))
+    own_file = Path(input_dir) / layout.own_model(model_index, accelerator.process_index)
 
     def read() -> dict[str, Any]:
         names = _adapter_names(model, engine.sharded_state_dict(model)) if adapter else None
@@ -121,7 +123,7 @@ def save_fsdp_optimizer(
         _write(parts, output_dir)
     else:
         content = optimizer.state_dict()
-        _save_own(content, layout.own_optimizer(optimizer_index, _rank(accelerator)), output_dir)
+        _save_own(content, layout.own_optimizer(optimizer_index, accelerator.process_index), output_dir)
 
 
 def load_fsdp_optimizer(
@@ -149,7 +151,7 @@ def load_fsdp_optimizer(
     engine = _engine(accelerator)
     optimizer = unwrapped_optimizer(optimizer)
     if not use_dcp and not gathers(fsdp_plugin):
-        own_file = Path(input_dir) / layout.own_optimizer(optimizer_index, _rank(accelerator))
+        own_file = Path(input_dir) / layout.own_optimizer(optimizer_index, accelerator.process_index)
         content = _agreed(lambda: _load_own(own_file, optimizer.state_dict()))
         optimizer.load_state_dict(content)
         return
@@ -167,10 +169,6 @@ def _engine(accelerator: Any) -> Sharded:
             "a FullyShardedDataParallelPlugin to the Accelerator."
         )
     return engine
-
-
-def _rank(accelerator: Any) -> int:
-    return int(accelerator.process_index)
 
 
 def _write(parts: Iterable[Part], folder: Folder) -> None:
@@ -194,13 +192,9 @@ def _agreed(work: Callable[[], Any]) -> Any:
 def _save_own(content: dict[str, Any], name: str, folder: Folder) -> None:
     def write() -> None:
         os.makedirs(folder, exist_ok=True)
-        torch.save(recursively_apply(_local_shard, content), Path(folder) / name)
+        torch.save(recursively_apply(lambda tensor: local(tensor.detach()), content), Path(folder) / name)
 
     _agreed(write)
-
-
-def _local_shard(tensor: torch.Tensor) -> torch.Tensor:
-    return local(tensor.detach())
 
 
 def _load_own(path: Path, like: dict[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import nn
 from accelerate.parallel import values
 from accelerate.precision.scaler import ShardedScaler
 from accelerate.state import PartialState
-from accelerate.strategies.rebind import rebind
+from accelerate.strategies.sharded import rebind
 from accelerate.strategies.wrapping import compute_twice, ignored_modules, matching, parts
 from accelerate.torch_internals.compile import ADDED_TO_NAMES
 from accelerate.torch_internals.modules import parameters_of

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,6 @@ from accelerate.parallel.shards import complete, is_first_copy, local, scale_dow
 from accelerate.precision.scaler import ShardedScaler
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.rebind import Moved
 from accelerate.torch_internals.modules import parameters_of
 from accelerate.unwrap import unwrapped
 
@@ -48,6 +48,26 @@ class _Norm:
     total: torch.Tensor
     parameters: set[int]
     backwards: int
+
+
+class Moved:
+    """Where the parameter is that came in place of another. Holds on to neither."""
+
+    def __init__(self) -> None:
+        # By the module that has it: torch moves no parameter that somebody has a weak reference to.
+        self._new: dict[int, tuple[weakref.ref[Any], weakref.ref[nn.Module], str]] = {}
+
+    def note(self, old: torch.Tensor, module: nn.Module, name: str) -> None:
+        if old is not parameters_of(module)[name]:
+            self._new[id(old)] = weakref.ref(old), weakref.ref(module), name
+
+    def new(self, parameter: torch.Tensor) -> torch.Tensor:
+        old, owner, name = self._new.get(id(parameter), (None, None, ""))
+        if old is None or owner is None or old() is not parameter:  # the number may be that of a later object
+            return parameter
+        module = owner()
+        found = None if module is None else parameters_of(module).get(name)
+        return parameter if found is None else found
 
 
 class Sharded(Strategy):
@@ -79,7 +99,7 @@ class Sharded(Strategy):
                     self.moved.note(before[f"{prefix}.{name}" if prefix else name], module, name)
 
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
-        self.moved.rebind(optimizer)
+        rebind(optimizer, self.moved.new)
 
     def compile_regions(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         return compile_regions_fsdp2(model, **kwargs)
@@ -337,6 +357,22 @@ class Sharded(Strategy):
             for name, values in content["state"].items()
         }
         return {**content, "state": state}
+
+
+def rebind(optimizer: torch.optim.Optimizer, new_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Give an optimizer other parameters, in the groups of the old ones, and with their state."""
+    for group in optimizer.param_groups:
+        group["params"][:] = [new_of(parameter) for parameter in group["params"]]
+    for old in list(optimizer.state):
+        new = new_of(old) if isinstance(old, torch.Tensor) else old
+        if new is not old:
+            optimizer.state[new] = {name: _kept(value, new) for name, value in optimizer.state.pop(old).items()}
+
+
+def _kept(value: Any, parameter: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor) and value.ndim and value.shape == parameter.shape:
+        return spread_as(value, parameter)
+    return value
 
 
 def names_of_each(model: nn.Module) -> list[set[str]]:

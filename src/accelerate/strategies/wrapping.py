@@ -151,12 +151,14 @@ def compute_twice(module: nn.Module, *, offload: bool = False) -> None:
 
     offload: keep the inputs on the host.
     """
-    original = module.forward
+    replace_forward(module, functools.partial(_checkpointed, offload=offload))
+
+
+def replace_forward(module: nn.Module, made_of: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Give a module a forward that is made of its own. A method stays one, so that a copy of the module runs itself."""
+    original: Any = module.forward
     function = getattr(original, "__func__", None)
-    if function is None:
-        module.forward = _checkpointed(original, offload)
-    else:
-        module.forward = types.MethodType(_checkpointed(function, offload), module)
+    module.forward = made_of(original) if function is None else types.MethodType(made_of(function), module)
 
 
 def _checkpointed(forward: Callable[..., Any], offload: bool) -> Callable[..., Any]:

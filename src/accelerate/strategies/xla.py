@@ -68,10 +68,7 @@ class XLAReplicated(Strategy):
         self.gradient_state.is_xla_gradients_synced = False
         loss.backward(**kwargs)
 
-    def complete_gradients(self, parameters: list[torch.Tensor]) -> None:
-        self.average(parameters)
-
-    def average(self, parameters: Iterable[torch.Tensor]) -> None:
+    def complete_gradients(self, parameters: Iterable[torch.Tensor]) -> None:
         """Replace gradients by their means over all processes: once, whoever asks first."""
         if not self._several:
             return
@@ -81,11 +78,11 @@ class XLAReplicated(Strategy):
         self.gradient_state.is_xla_gradients_synced = True
 
     def clip_grad_value_(self, parameters: list[torch.Tensor], clip_value: float) -> None:
-        self.average(parameters)
+        self.complete_gradients(parameters)
         super().clip_grad_value_(parameters, clip_value)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
-        self.average(parameters)
+        self.complete_gradients(parameters)
         return super().clip_grad_norm_(parameters, max_norm, norm_type)
 
     def state_dict(self, model: torch.nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
@@ -125,7 +122,7 @@ class ClosingStepper(Stepper):
         return result
 
     def _average(self) -> None:
-        self._strategy.average(p for group in self.optimizer.param_groups for p in group["params"])
+        self._strategy.complete_gradients(p for group in self.optimizer.param_groups for p in group["params"])
 
     def _averaged(self, closure: Callable[[], Any]) -> Any:
         loss = closure()

@@ -8,7 +8,6 @@ gradients. States of optimizers are cut like their parameters.
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from accelerate.devices import spmd
 from accelerate.devices.spmd import Sharding
 from accelerate.errors import Unfit
 from accelerate.state import AcceleratorState
-from accelerate.strategies.wrapping import ignored_modules, parts
+from accelerate.strategies.wrapping import ignored_modules, parts, replace_forward
 from accelerate.strategies.xla import XLAReplicated
 
 
@@ -57,7 +56,7 @@ class XLAFSDP(XLAReplicated):
         for block in (*blocks, model):
             block.register_forward_hook(self._cut_output)
             if block is not model and (self.plugin.activation_checkpointing or self.plugin.xla_fsdp_grad_ckpt):
-                _compute_twice(block)
+                replace_forward(block, _compute_twice)
             self._sharding.separate_backward(block)
         return model
 
@@ -90,19 +89,14 @@ class XLAFSDP(XLAReplicated):
                     self._sharding.cut_like(value, parameter)
 
 
-def _compute_twice(block: nn.Module) -> None:
-    """Have a block keep only its inputs for the backward, by torch_xla's function: XLA would see that it computes the
-    same twice, and keep the first result."""
-    original: Callable[..., Any] = block.forward
-    function = getattr(original, "__func__", None)
+def _compute_twice(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward that keeps only its inputs for the backward, by torch_xla's function: XLA would see that it computes
+    the same twice, and keep the first result."""
 
-    def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(forward)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            from torch_xla.utils.checkpoint import checkpoint
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        from torch_xla.utils.checkpoint import checkpoint
 
-            return checkpoint(functools.partial(forward, **kwargs), *args)
+        return checkpoint(functools.partial(forward, **kwargs), *args)
 
-        return run
-
-    block.forward = checkpointed(original) if function is None else types.MethodType(checkpointed(function), block)
+    return run

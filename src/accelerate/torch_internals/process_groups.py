@@ -115,8 +115,9 @@ def abort(group: Any) -> None:
 _kept: tuple[Any, Any] | None = None
 
 
-def kept_connection(timeout: Any) -> Any | None:
-    """`own_connection`, made once for as long as the default group has the same store: for who needs it again.
+def kept_connection(timeout: Any, prefix: str) -> Any | None:
+    """`own_connection`, made once for as long as the default group has the same store: for who needs it again. prefix:
+    of all keys.
 
     To take a connection is what costs a store most.
     """
@@ -124,4 +125,8 @@ def kept_connection(timeout: Any) -> Any | None:
     store = _bare(default_store())
     if _kept is None or _kept[1] is not store:
         _kept = own_connection(timeout), store
-    return _kept[0]
+    if _kept[0] is None:
+        return None
+    connection = dist.PrefixStore(prefix, _kept[0])
+    connection.set_timeout(timeout)
+    return connection

@@ -16,11 +16,12 @@ import pytest
 import torch
 
 from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.checkpoint import reader
 from accelerate.checkpoint.layout import Manifest, _sum
 from accelerate.checkpoint.reader import CheckpointReader, _can_bring_in
 from accelerate.checkpointing import verify_checkpoint
 from accelerate.errors import CheckpointError
-from accelerate.io import blocks, disk, safe_load, torch_format
+from accelerate.io import disk, safe_load, stored_tensors, torch_format
 from accelerate.io.safe_load import name_of, read_torch
 from accelerate.io.stored_tensors import write_safetensors
 from accelerate.io.torch_format import write_torch
@@ -38,12 +39,13 @@ class Call:
         return self.reduced
 
 
-def write(path: Path, pickled: bytes, storages: list[torch.UntypedStorage], order: str = sys.byteorder) -> None:
+def write(path: Path, pickled: bytes, members: torch_format.Members, order: str = sys.byteorder) -> None:
     archive = torch_format.Archive()
     archive.add("data.pkl", pickled)
     archive.add("byteorder", order.encode())
-    for number, storage in enumerate(storages):
-        archive.add(f"data/{number}", torch.empty(0, dtype=torch.uint8).set_(storage))
+    for key, storage in members.items():
+        assert isinstance(storage, torch.UntypedStorage)
+        archive.add(f"data/{key}", torch.empty(0, dtype=torch.uint8).set_(storage))
     archive.add("version", b"3\n")
     archive.write(path)
 
@@ -71,7 +73,7 @@ def test_numpy_before_and_after_version_2(tmp_path: Path, value: Any, core: str)
     """It has moved its functions: `numpy.core` was their place until 2.0, and `numpy._core` is since."""
     content = {"a": value, "b": [value, (1, (value,))], "c": deque([value], 2), "d": Counter(x=value)}
     pickled = torch_format._pickled(content)[0].replace(b"numpy._core", b"numpy.core")
-    write(tmp_path / "x", pickled.replace(b"numpy.core", b"numpy." + core.encode()), [])
+    write(tmp_path / "x", pickled.replace(b"numpy.core", b"numpy." + core.encode()), {})
     found = read_torch(tmp_path / "x")
     expected = pickle.loads(pickle.dumps(value))
     for one in (found["a"], found["b"][0], found["b"][1][1][0], found["c"][0], found["d"]["x"]):
@@ -87,9 +89,9 @@ def test_random_states_of_another_version_of_numpy(tmp_path: Path) -> None:
     expected = np.random.rand(3).tolist()
     (tmp_path / "accelerate_manifest.json").unlink()
     states = torch.load(tmp_path / "random_states_0.pkl", weights_only=False)
-    pickled, storages = torch_format._pickled(states)
+    pickled, members = torch_format._pickled(states)
     here, other = (b"_core", b"core") if b"numpy._core" in pickled else (b"core", b"_core")
-    write(tmp_path / "random_states_0.pkl", pickled.replace(b"numpy." + here, b"numpy." + other), storages)
+    write(tmp_path / "random_states_0.pkl", pickled.replace(b"numpy." + here, b"numpy." + other), members)
     accelerator.load_state(tmp_path)
     assert np.random.rand(3).tolist() == expected
 
@@ -123,7 +125,7 @@ HARMFUL = {
 
 @pytest.mark.parametrize("name", HARMFUL)
 def test_an_array_is_made_of_plain_values(tmp_path: Path, name: str) -> None:
-    write(tmp_path / "x", torch_format._pickled({"x": HARMFUL[name]})[0], [])
+    write(tmp_path / "x", torch_format._pickled({"x": HARMFUL[name]})[0], {})
     with pytest.raises(CheckpointError, match=r"x (contains|cannot be read)") as raised:
         read_torch(tmp_path / "x")
     assert "\n" not in str(raised.value)
@@ -133,7 +135,7 @@ def test_a_dtype_is_what_its_name_says(tmp_path: Path) -> None:
     """NumPy's own would take fields, sizes and flags from the file, and with them bytes for pointers."""
     fields = {"names": ("a",), "fields": {"a": (dtype("f8"), 0)}, "flags": 63}
     content = {"a": array(dtype("S8", size=-8, align=1, **fields)), "b": dtype("f8", **fields)}
-    write(tmp_path / "x", torch_format._pickled(content)[0], [])
+    write(tmp_path / "x", torch_format._pickled(content)[0], {})
     found = read_torch(tmp_path / "x")
     assert found["a"].dtype == np.dtype("S8") and found["a"].dtype.names is None and found["a"][0] == b"AAAAAAAA"
     assert found["b"] == np.float64 and found["b"].flags == 0
@@ -144,7 +146,7 @@ def test_an_array_gets_its_contents_once(tmp_path: Path) -> None:
     pickled = torch_format._pickled([np.arange(4.0)])[0]
     state = torch_format._pickled((1, (0,), dtype("f8"), False, b""))[0]
     # Between the array and the end, which puts it into the list: another state, and that it is for the array.
-    write(tmp_path / "x", pickled[:-2] + state[2:-1] + b"b" + pickled[-2:], [])
+    write(tmp_path / "x", pickled[:-2] + state[2:-1] + b"b" + pickled[-2:], {})
     with pytest.raises(CheckpointError, match=r"x cannot be read .*twice"):
         read_torch(tmp_path / "x")
 
@@ -191,17 +193,17 @@ def test_the_public_list_is_for_torch(tmp_path: Path) -> None:
 def test_a_tensor_that_a_file_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its memory is read to, so it must still be there."""
     count = 1 << 20
-    pickled, storages = torch_format._pickled({"drop": torch.ones(count)})
-    write(tmp_path / "x", pickled[:-1] + b"X\x04\x00\x00\x00dropNs.", storages)
-    del storages
+    pickled, members = torch_format._pickled({"drop": torch.ones(count)})
+    write(tmp_path / "x", pickled[:-1] + b"X\x04\x00\x00\x00dropNs.", members)
+    del members
     others = []
 
     def mapped(path: Path) -> torch.Tensor:
         others.extend(torch.zeros(count) for _ in range(3))  # one of which would get it
         return plain(path)
 
-    plain = blocks.mapped
-    monkeypatch.setattr(blocks, "mapped", mapped)
+    plain = stored_tensors.mapped
+    monkeypatch.setattr(reader, "mapped", mapped)
     assert CheckpointReader(tmp_path).content("x") == {"drop": None}
     assert others and not any(other.any() for other in others)
 
@@ -209,8 +211,8 @@ def test_a_tensor_that_a_file_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_torch_does_to_memory_is_left_to_it(tmp_path: Path) -> None:
     big = torch.arange(1 << 20, dtype=torch.int32)
     other = {"little": "big", "big": "little"}[sys.byteorder]
-    pickled, storages = torch_format._pickled({"x": big})
-    write(tmp_path / "x", pickled, storages, other)
+    pickled, members = torch_format._pickled({"x": big})
+    write(tmp_path / "x", pickled, members, other)
     found = CheckpointReader(tmp_path).content("x")["x"]
     assert found[1] == 1 << 24 and torch.equal(found, torch.load(tmp_path / "x", weights_only=True)["x"])
     made = Call(torch._utils._rebuild_device_tensor_from_cpu_tensor, big, torch.int32, "cpu", False)

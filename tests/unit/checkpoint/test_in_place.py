@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator
+from accelerate.checkpoint import reader
 from accelerate.errors import CheckpointError
-from accelerate.io import blocks, disk, safe_load
+from accelerate.io import blocks, disk, read_tensors, safe_load
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +63,8 @@ def test_into_the_memory_that_is_there(
     if without == "bring_in":
         monkeypatch.setattr(disk, "bring_in", lambda address, size: False)  # an older Linux, or no Linux
     elif without == "mapped":
-        monkeypatch.setattr(blocks, "mapped", lambda path: torch.empty(0, dtype=torch.uint8))
+        for module in (reader, read_tensors):
+            monkeypatch.setattr(module, "mapped", lambda path: torch.empty(0, dtype=torch.uint8))
     assert not same(run.tensors(), saved)
     run.accelerator.load_state(tmp_path / "x")
     assert same(run.tensors(), saved)
