@@ -7,7 +7,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accelerate.config.deepspeed_file import HfDeepSpeedConfig
@@ -80,32 +80,38 @@ class DeepSpeedPlugin:
 
     `deepspeed_config` is the dict that DeepSpeed gets: `hf_ds_config`, or one made of the other settings. An "auto" in
     the config is replaced by the setting; any other value there takes precedence over it.
+
+    Args:
+        hf_ds_config: a DeepSpeed config: a path, a dict, HfDeepSpeedConfig.
+        gradient_accumulation_steps: how many micro-batches make one step; 'auto' takes the Accelerator's.
+        gradient_clipping: the norm to clip at, or 'auto'.
+        zero_stage: what is sharded: 0 nothing, 1 optimizer states, 2 gradients, 3 parameters.
+        is_train_batch_min: of several loaders, take the smallest batch size for 'auto', or the largest.
+        offload_optimizer_device: none, cpu or nvme.
+        offload_param_device: none, cpu or nvme; for stage 3.
+        offload_optimizer_nvme_path: the folder on the NVMe disk.
+        offload_param_nvme_path: the folder on the NVMe disk.
+        zero3_init_flag: stage 3: shard transformers models while they are built.
+        zero3_save_16bit_model: stage 3: gather weights to save.
+        transformer_moe_cls_names: classes of mixture-of-experts layers, separated by commas.
+        enable_msamp: train in fp8 with MS-AMP.
+        msamp_opt_level: how much of it MS-AMP does: O1 or O2.
     """
 
-    hf_ds_config: Any = field(default=None, metadata={"help": "A DeepSpeed config: a path, a dict, HfDeepSpeedConfig."})
-    gradient_accumulation_steps: int | str | None = field(
-        default=None, metadata={"help": "How many micro-batches make one step; 'auto' takes the Accelerator's."}
-    )
-    gradient_clipping: float | str | None = field(default=None, metadata={"help": "The norm to clip at, or 'auto'."})
-    zero_stage: int | None = field(
-        default=None, metadata={"help": "What is sharded: 0 nothing, 1 optimizer states, 2 gradients, 3 parameters."}
-    )
-    is_train_batch_min: bool = field(
-        default=True, metadata={"help": "Of several loaders, take the smallest batch size for 'auto', or the largest."}
-    )
-    offload_optimizer_device: str | None = field(default=None, metadata={"help": "none, cpu or nvme."})
-    offload_param_device: str | None = field(default=None, metadata={"help": "none, cpu or nvme; for stage 3."})
-    offload_optimizer_nvme_path: str | None = field(default=None, metadata={"help": "The folder on the NVMe disk."})
-    offload_param_nvme_path: str | None = field(default=None, metadata={"help": "The folder on the NVMe disk."})
-    zero3_init_flag: bool | None = field(
-        default=None, metadata={"help": "Stage 3: shard transformers models while they are built."}
-    )
-    zero3_save_16bit_model: bool | None = field(default=None, metadata={"help": "Stage 3: gather weights to save."})
-    transformer_moe_cls_names: str | None = field(
-        default=None, metadata={"help": "Classes of mixture-of-experts layers, separated by commas."}
-    )
-    enable_msamp: bool | None = field(default=None, metadata={"help": "Train in fp8 with MS-AMP."})
-    msamp_opt_level: str | None = field(default=None, metadata={"help": "How much of it MS-AMP does: O1 or O2."})
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = None
+    gradient_clipping: float | str | None = None
+    zero_stage: int | None = None
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = None
+    msamp_opt_level: str | None = None
 
     def __post_init__(self) -> None:
         self._selected = False
