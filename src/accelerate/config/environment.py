@@ -79,6 +79,21 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
     return default
 
 
+def flag(text: str) -> bool:
+    return bool(str_to_bool(text))
+
+
+def read_variable(variable: str, read: Callable[[str], Any], default: Any) -> Any:
+    """What an environment variable says, or the default where it is not set."""
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        return read(text)
+    except ValueError:
+        raise ValueError(f"The environment variable {variable} cannot be read: it is {text!r}.") from None
+
+
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Set environment variables inside a `with` block, and restore them exactly.
