@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import __version__, environments
-from accelerate.commands.utils import CustomArgumentParser, run_command
+from accelerate.commands.utils import command_parser, run_command
 from accelerate.config import file as config_file
 from accelerate.launch import machine
 
@@ -34,10 +34,7 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
     """
     description = "Show versions, hardware, config and what was detected, to paste into a bug report."
-    if subparsers is None:
-        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate env", description=description)
-    else:
-        parser = subparsers.add_parser("env", description=description)
+    parser = command_parser("env", subparsers, description)
     parser.add_argument("--config_file", default=None, help="the config file; default: the file that `launch` reads")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=env_command)
