@@ -25,7 +25,7 @@ from accelerate.config.preemption import NOTE, PREEMPTED
 from accelerate.diagnosis.limits import ABORTED
 from accelerate.launch import processes, program
 from accelerate.launch.engines.single import PROGRAM, WORKER
-from accelerate.launch.failure import details, say, say_of_several
+from accelerate.launch.failure import details, say
 from accelerate.launch.killed import note_killed
 from accelerate.launch.meeting import PortTaken, meeting_point
 from accelerate.launch.scratch import scratch_folder
@@ -164,10 +164,8 @@ def _report(failure: Any, quiet: bool, memory_kills: int, teed: bool) -> int:
     shown = all(record.get("said") and (teed or record.get("on_screen")) for record in records)
     if first.exitcode == ABORTED and not details(first.error_file_data):  # else the script has chosen that code
         _say("The run was ended because its ranks waited for each other, as shown above.")
-    elif traceback and len(alike) > 1:
-        say_of_several(sorted(alike), _host(), traceback, also, shown=shown)
     elif traceback:
-        say(rank, _host(), traceback, also, shown=shown)
+        say(alike, _host(), traceback, also, shown=shown)
     else:
         _say(f"{who} was the first to fail{also}, with exit code {first.exitcode}.")
     return code
