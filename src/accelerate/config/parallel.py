@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accelerate.config.environment import parse_flag_from_env
+from accelerate.config.environment import parse_flag_from_env, read_number
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +79,7 @@ class DeepSpeedSequenceParallelConfig:
 
     def __post_init__(self) -> None:
         if self.sp_seq_length is None and PREFIX + "SP_SEQ_LENGTH" in os.environ:
-            self.sp_seq_length = int(os.environ[PREFIX + "SP_SEQ_LENGTH"])
+            self.sp_seq_length = read_number(PREFIX + "SP_SEQ_LENGTH", 0)
         if self.sp_seq_length_is_variable is None:
             self.sp_seq_length_is_variable = parse_flag_from_env(PREFIX + "SP_SEQ_LENGTH_IS_VARIABLE", True)
         if self.sp_attn_implementation is None:
