@@ -26,33 +26,10 @@ def _setting(default: Any, read: Callable[[str], Any], argument: str | None = ""
     return field(default=None, metadata={"setting": _MegatronSetting(default, read, argument)})
 
 
+# Fields that Megatron-LM gets as they are: at once, or with its scheduler.
+_PASSED_ON = {"passed_on": True}
+_OF_SCHEDULE = {"of_schedule": True}
 _PREFIX = "MEGATRON_LM_"
-# Fields that Megatron-LM gets as they are.
-_PASSED_ON = (
-    "pipeline_model_parallel_split_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "consumed_samples",
-    "no_wd_decay_cond",
-    "scale_lr_cond",
-    "lr_mult",
-    "megatron_dataset_flag",
-    "eval_iters",
-    "eval_interval",
-)
-SCHEDULE = (
-    "train_iters",
-    "lr_warmup_iters",
-    "train_samples",
-    "lr_warmup_samples",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_fraction",
-    "lr_decay_style",
-    "weight_decay_incr_style",
-    "start_weight_decay",
-    "end_weight_decay",
-    "min_lr",
-)
 
 
 @dataclass
@@ -90,33 +67,33 @@ class MegatronLMPlugin:
     # Another name for one value of `recompute_granularity`.
     recompute_activations: bool | None = _setting(False, flag, None)
     use_distributed_optimizer: bool | None = _setting(False, flag)
-    pipeline_model_parallel_split_rank: int | None = None
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    pipeline_model_parallel_split_rank: int | None = field(default=None, metadata=_PASSED_ON)
+    num_layers_per_virtual_pipeline_stage: int | None = field(default=None, metadata=_PASSED_ON)
     is_train_batch_min: bool = True
-    train_iters: int | None = None
-    train_samples: int | None = None
-    weight_decay_incr_style: str = "constant"
-    start_weight_decay: float | None = None
-    end_weight_decay: float | None = None
-    lr_decay_style: str = "linear"
-    lr_decay_iters: int | None = None
-    lr_decay_samples: int | None = None
-    lr_warmup_iters: int | None = None
-    lr_warmup_samples: int | None = None
-    lr_warmup_fraction: float | None = None
-    min_lr: float = 0
-    consumed_samples: list[int] | None = None
-    no_wd_decay_cond: Callable[..., Any] | None = None
-    scale_lr_cond: Callable[..., Any] | None = None
-    lr_mult: float = 1.0
-    megatron_dataset_flag: bool = False
+    train_iters: int | None = field(default=None, metadata=_OF_SCHEDULE)
+    train_samples: int | None = field(default=None, metadata=_OF_SCHEDULE)
+    weight_decay_incr_style: str = field(default="constant", metadata=_OF_SCHEDULE)
+    start_weight_decay: float | None = field(default=None, metadata=_OF_SCHEDULE)
+    end_weight_decay: float | None = field(default=None, metadata=_OF_SCHEDULE)
+    lr_decay_style: str = field(default="linear", metadata=_OF_SCHEDULE)
+    lr_decay_iters: int | None = field(default=None, metadata=_OF_SCHEDULE)
+    lr_decay_samples: int | None = field(default=None, metadata=_OF_SCHEDULE)
+    lr_warmup_iters: int | None = field(default=None, metadata=_OF_SCHEDULE)
+    lr_warmup_samples: int | None = field(default=None, metadata=_OF_SCHEDULE)
+    lr_warmup_fraction: float | None = field(default=None, metadata=_OF_SCHEDULE)
+    min_lr: float = field(default=0, metadata=_OF_SCHEDULE)
+    consumed_samples: list[int] | None = field(default=None, metadata=_PASSED_ON)
+    no_wd_decay_cond: Callable[..., Any] | None = field(default=None, metadata=_PASSED_ON)
+    scale_lr_cond: Callable[..., Any] | None = field(default=None, metadata=_PASSED_ON)
+    lr_mult: float = field(default=1.0, metadata=_PASSED_ON)
+    megatron_dataset_flag: bool = field(default=False, metadata=_PASSED_ON)
     seq_length: int | None = None
     encoder_seq_length: int | None = None
     decoder_seq_length: int | None = None
     tensorboard_dir: str | None = None
     set_all_logging_options: bool = False
-    eval_iters: int = 100
-    eval_interval: int = 1000
+    eval_iters: int = field(default=100, metadata=_PASSED_ON)
+    eval_interval: int = field(default=1000, metadata=_PASSED_ON)
     return_logits: bool = False
     custom_train_step_class: Any = None
     custom_train_step_kwargs: dict[str, Any] | None = None
@@ -224,8 +201,10 @@ _SETTINGS: dict[str, _MegatronSetting] = {
 # By the name of a field, what Megatron-LM calls it.
 ARGUMENTS: dict[str, str] = {
     **{name: setting.argument or name for name, setting in _SETTINGS.items() if setting.argument is not None},
-    **{name: name for name in ("DDP_impl", *_PASSED_ON)},
+    **{each.name: each.name for each in fields(MegatronLMPlugin) if "passed_on" in each.metadata},
+    "DDP_impl": "DDP_impl",
 }
+SCHEDULE = tuple(each.name for each in fields(MegatronLMPlugin) if "of_schedule" in each.metadata)
 
 
 def _selective(asked: str | None) -> str:
