@@ -9,8 +9,6 @@ from accelerate.engines.megatron.conversion import FusedHeads, Rule, Transposed
 from accelerate.engines.megatron.families.decoder import Decoder
 from accelerate.engines.megatron.layers import activation
 
-_LAYER = "decoder.layers.{}."
-
 
 class GPT2(Decoder):
     """`GPT2LMHeadModel`."""
@@ -36,7 +34,7 @@ class GPT2(Decoder):
 
     def rules(self, model: Any) -> Sequence[Rule]:
         heads = {"sizes": [model.n_embd] * 3, "groups": model.n_head}
-        of, its = _LAYER, "transformer.h.{}."
+        of, its = "decoder.layers.{}.", "transformer.h.{}."
         rules: list[Rule] = [
             *self.vocabulary(model),
             Rule("embedding.position_embeddings.weight", "transformer.wpe.weight"),
