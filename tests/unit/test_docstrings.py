@@ -154,9 +154,9 @@ def arguments(function: Function) -> list[str]:
 
 
 def fields(node: Definition) -> list[str]:
-    """The fields of a dataclass, without those that bring their own help and those that nobody passes."""
-    told = re.compile(r"'help'|init=False|ClassVar")
-    found = [each for each in node.body if isinstance(each, ast.AnnAssign) and not told.search(ast.unparse(each))]
+    """The fields of a dataclass, without those that nobody passes."""
+    inner = re.compile(r"init=False|ClassVar")
+    found = [each for each in node.body if isinstance(each, ast.AnnAssign) and not inner.search(ast.unparse(each))]
     return [ast.unparse(each.target) for each in found]
 
 

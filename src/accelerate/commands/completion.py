@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser, shown_spellings
+from accelerate.commands.utils import command_parser, shown_spellings
 from accelerate.config.options import OPTIONS
 
 
@@ -39,10 +39,7 @@ class Command:
 def completion_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Build the parser of `accelerate completion`."""
     description = 'Print a script that completes accelerate\'s commands: eval "$(accelerate completion bash)"'
-    if subparsers is None:
-        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate completion", description=description)
-    else:
-        parser = subparsers.add_parser("completion", description=description)
+    parser = command_parser("completion", subparsers, description)
     parser.add_argument("shell", choices=tuple(SHELLS), help="the shell the script is for")
     parser.set_defaults(func=completion_command)
     return parser

@@ -13,8 +13,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from accelerate import __version__, environments
-from accelerate.commands.utils import CustomArgumentParser, run_command
+from accelerate.commands.utils import command_parser, run_command
 from accelerate.config import file as config_file
 from accelerate.launch import machine
 
@@ -34,10 +36,7 @@ def env_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
     """
     description = "Show versions, hardware, config and what was detected, to paste into a bug report."
-    if subparsers is None:
-        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate env", description=description)
-    else:
-        parser = subparsers.add_parser("env", description=description)
+    parser = command_parser("env", subparsers, description)
     parser.add_argument("--config_file", default=None, help="the config file; default: the file that `launch` reads")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(func=env_command)
@@ -94,25 +93,12 @@ def _system() -> dict[str, str]:
         "accelerate command": shutil.which("accelerate") or "not on the PATH",
         "Cores": f"{machine.cores()} that this process may use, of {os.cpu_count()}",
     }
-    if (memory := _memory()) is not None:
-        facts["Memory"] = memory
+    memory = psutil.virtual_memory()
+    facts["Memory"] = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
+    if os.path.isdir("/dev/shm"):
+        facts["Memory"] += f"; /dev/shm {shutil.disk_usage('/dev/shm').free / 2**30:.1f} GiB free"
     facts["Disk"] = f"{shutil.disk_usage('.').free / 1e9:.0f} GB free in the working folder"
     return facts
-
-
-def _memory() -> str | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    shared = _size_of(Path("/dev/shm"))
-    memory = f"{sizes['MemAvailable'] / 2**30:.1f} of {sizes['MemTotal'] / 2**30:.1f} GiB free"
-    return f"{memory}; /dev/shm {shared}" if shared else memory
-
-
-def _size_of(folder: Path) -> str | None:
-    return f"{shutil.disk_usage(folder).free / 2**30:.1f} GiB free" if folder.is_dir() else None
 
 
 def _gpus() -> list[dict[str, str]]:

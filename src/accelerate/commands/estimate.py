@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command, whole_number
+from accelerate.commands.utils import command_parser, run_command, whole_number
 from accelerate.errors import CommandFailed
 from accelerate.estimate.models import (
     add_timm_hub_prefix,
@@ -52,10 +52,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
     """
-    if subparsers is None:
-        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate estimate-memory", description=DESCRIPTION)
-    else:
-        parser = subparsers.add_parser("estimate-memory", description=DESCRIPTION)
+    parser = command_parser("estimate-memory", subparsers, DESCRIPTION)
     parser.add_argument("model_name", type=str, help="a model on the Hub, or a local folder or config file")
     parser.add_argument(
         "--library_name", type=str, choices=["timm", "transformers"], default=None, help="if the Hub does not say"
@@ -81,7 +78,7 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     )
     training.add_argument("--optimizer", default="adam", choices=["adam", "sgd"], help="default: adam")
     training.add_argument("--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="default: bf16")
-    parser.set_defaults(func=_from_shell)
+    parser.set_defaults(func=estimate_command)
     return parser
 
 
@@ -246,11 +243,6 @@ def _task(args: argparse.Namespace) -> tuple[Any, str]:
     )
     words = f"{type(model).__name__}, {step.words} each, {args.optimizer}, mixed precision {args.mixed_precision}"
     return task, words
-
-
-def _from_shell(args: argparse.Namespace) -> None:
-    with one_sentence("accelerate estimate-memory"):
-        estimate_command(args)
 
 
 def main() -> None:

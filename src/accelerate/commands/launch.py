@@ -11,35 +11,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from accelerate.available import has_package, lacks_fp8_package
-from accelerate.commands.utils import CustomArgumentParser, HelpFormatter, one_sentence, run_command
+from accelerate.commands.utils import CustomArgumentParser, HelpFormatter, command_parser, run_command
 from accelerate.config.options import FAMILIES, FLAG, Option
 from accelerate.config.options.base import WORDS
-from accelerate.config.options.compiling import LEGACY_DYNAMO_BACKENDS as DYNAMO_BACKENDS
 from accelerate.config.options.compiling import MISSPELT
-from accelerate.constants import DEEPSPEED_MULTINODE_LAUNCHERS, TORCH_DYNAMO_MODES
 from accelerate.errors import NotInstalled, NotYetSupported
 
 if TYPE_CHECKING:
     # What help and a wrong flag do not need is imported when something is launched.
     from accelerate.launch.plan import LaunchPlan
     from accelerate.launch.settings import Settings
-
-__all__ = [
-    "DEEPSPEED_MULTINODE_LAUNCHERS",
-    "DYNAMO_BACKENDS",
-    "TORCH_DYNAMO_MODES",
-    "CustomHelpFormatter",
-    "clean_option",
-    "deepspeed_launcher",
-    "launch_command",
-    "launch_command_parser",
-    "main",
-    "multi_gpu_launcher",
-    "sagemaker_launcher",
-    "simple_launcher",
-    "tpu_launcher",
-    "tpu_pod_launcher",
-]
 
 # What torchrun calls some of the flags.
 TORCHRUN = {
@@ -129,17 +110,16 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
     """
-    settings: dict[str, Any] = {
-        "description": DESCRIPTION,
-        "allow_abbrev": False,
-        "formatter_class": CustomHelpFormatter,
-        "usage": "accelerate launch [flags] script [arguments of the script]",
-        "epilog": f"Not shown, because this version does not support them: the flags of {_absent()}.",
-    }
-    if subparsers is None:
-        parser: argparse.ArgumentParser = _Parser("accelerate launch", **settings)
-    else:
-        parser = subparsers.add_parser("launch", **settings)
+    parser = command_parser(
+        "launch",
+        subparsers,
+        DESCRIPTION,
+        _Parser,
+        allow_abbrev=False,
+        formatter_class=CustomHelpFormatter,
+        usage="accelerate launch [flags] script [arguments of the script]",
+        epilog=f"Not shown, because this version does not support them: the flags of {_absent()}.",
+    )
     for family in FAMILIES:
         group = parser.add_argument_group(family.title, family.help)
         for option in family.options:
@@ -210,10 +190,9 @@ def launch_command(args: argparse.Namespace) -> None:
 def _from_shell(args: argparse.Namespace) -> None:
     from accelerate.launch.run import run_from_shell
 
-    with one_sentence("accelerate launch"):
-        planned = _planned(args)
-        if planned is not None:
-            run_from_shell(planned)
+    planned = _planned(args)
+    if planned is not None:
+        run_from_shell(planned)
 
 
 def _planned(args: argparse.Namespace) -> LaunchPlan | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command
+from accelerate.commands.utils import command_parser, run_command
 
 DESCRIPTION = """Merge the weights of a model that was saved in shards (SHARDED_STATE_DICT) into one file.
 
@@ -18,10 +18,7 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
     """
-    if subparsers is None:
-        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate merge-weights", description=DESCRIPTION)
-    else:
-        parser = subparsers.add_parser("merge-weights", description=DESCRIPTION)
+    parser = command_parser("merge-weights", subparsers, DESCRIPTION)
     parser.add_argument("checkpoint_directory", help="the folder of the shards, or the checkpoint that holds it")
     parser.add_argument("output_path", help="the folder for the file")
     parser.add_argument(
@@ -30,7 +27,7 @@ def merge_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         help="write pytorch_model.bin instead of model.safetensors; needs memory for the whole model",
     )
     parser.add_argument("--remove_checkpoint_dir", action="store_true", help="delete the shards afterwards")
-    parser.set_defaults(func=_from_shell)
+    parser.set_defaults(func=merge_command)
     return parser
 
 
@@ -46,11 +43,6 @@ def merge_command(args: argparse.Namespace) -> None:
         args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir
     )
     print(f"The weights are in {args.output_path}.")
-
-
-def _from_shell(args: argparse.Namespace) -> None:
-    with one_sentence("accelerate merge-weights"):
-        merge_command(args)
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command, whole_number
+from accelerate.commands.utils import command_parser, run_command, whole_number
 from accelerate.errors import CommandFailed
 from accelerate.text import convert_bytes, did_you_mean
 
@@ -22,10 +22,7 @@ main metric of each; with --run one or several of them, side by side.
 
 def runs_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     """Build the parser of `accelerate runs`."""
-    if subparsers is None:
-        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate runs", description=DESCRIPTION)
-    else:
-        parser = subparsers.add_parser("runs", description=DESCRIPTION)
+    parser = command_parser("runs", subparsers, DESCRIPTION)
     parser.add_argument(
         "folder",
         nargs="?",
@@ -44,7 +41,7 @@ def runs_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     parser.add_argument(
         "--export", default=None, metavar="FILE", help="write the page with its data into one HTML file"
     )
-    parser.set_defaults(func=_from_shell)
+    parser.set_defaults(func=runs_command)
     return parser
 
 
@@ -125,11 +122,6 @@ def _export(project: Project, args: argparse.Namespace) -> None:
             "write to."
         ) from None
     print(f"{place} holds the page with all its data ({convert_bytes(len(text.encode()))}); any browser opens it.")
-
-
-def _from_shell(args: argparse.Namespace) -> None:
-    with one_sentence("accelerate runs"):
-        runs_command(args)
 
 
 def main() -> None:

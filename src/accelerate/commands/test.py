@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser, run_command
+from accelerate.commands.utils import command_parser, run_command
 
 DESCRIPTION = """Launch a script that checks this machine, set up as the config file says: processes, collectives, data,
 training with accumulation, random states, checkpoints, mixed precision. Include the last line in a bug report."""
@@ -22,10 +22,7 @@ def test_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
     """
-    if subparsers is None:
-        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate test", description=DESCRIPTION)
-    else:
-        parser = subparsers.add_parser("test", description=DESCRIPTION)
+    parser = command_parser("test", subparsers, DESCRIPTION)
     parser.add_argument("--config_file", default=None, help="the config file; default: the file that `launch` reads")
     parser.set_defaults(func=test_command)
     return parser

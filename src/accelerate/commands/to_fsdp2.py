@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command
+from accelerate.commands.utils import command_parser, run_command
 from accelerate.config import file
 from accelerate.config.migrate import migrate
 
@@ -66,10 +66,7 @@ def to_fsdp2_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
     """
     description = "Turn a config file for FSDP1 into one for FSDP2."
-    if subparsers is None:
-        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate to-fsdp2", description=description)
-    else:
-        parser = subparsers.add_parser("to-fsdp2", description=description)
+    parser = command_parser("to-fsdp2", subparsers, description)
     parser.add_argument("--config_file", type=str, required=True, help="the config file to convert")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     parser.add_argument("--output_file", type=str, default=None, help="the new file; by default the old one")
@@ -160,8 +157,7 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
 
 def _from_shell(args: argparse.Namespace) -> None:
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    with one_sentence("accelerate to-fsdp2"):
-        to_fsdp2_command(args)
+    to_fsdp2_command(args)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command
+from accelerate.commands.utils import command_parser, run_command
 from accelerate.config import file as config_file
 from accelerate.errors import CommandFailed
 
@@ -21,10 +21,7 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
     """
-    if subparsers is None:
-        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate tpu-config", description=DESCRIPTION)
-    else:
-        parser = subparsers.add_parser("tpu-config", description=DESCRIPTION)
+    parser = command_parser("tpu-config", subparsers, DESCRIPTION)
     pod = parser.add_argument_group("Config Arguments", "Which pod; by default the one of the config file.")
     pod.add_argument("--config_file", type=str, default=None, help="the config file")
     pod.add_argument("--tpu_name", default=None, help="the name of the pod")
@@ -38,7 +35,7 @@ def tpu_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "--accelerate_version", default="latest", help="its version: a number, `latest` (the default) or `dev`"
     )
     work.add_argument("--debug", action="store_true", help="print the command instead of running it")
-    parser.set_defaults(func=_from_shell)
+    parser.set_defaults(func=tpu_command_launcher)
     return parser
 
 
@@ -96,11 +93,6 @@ def _install(args: argparse.Namespace) -> list[str]:
         return []
     known = {"latest": "accelerate -U", "dev": "git+https://github.com/huggingface/accelerate.git"}
     return [f"pip install {known.get(args.accelerate_version, f'accelerate=={args.accelerate_version}')}"]
-
-
-def _from_shell(args: argparse.Namespace) -> None:
-    with one_sentence("accelerate tpu-config"):
-        tpu_command_launcher(args)
 
 
 def main() -> None:

@@ -42,13 +42,13 @@ def pipe_may_close() -> Iterator[None]:
 
 
 def run_command(parser: argparse.ArgumentParser, words: Sequence[str] | None = None) -> None:
-    """Parse a command line and run the command.
+    """Parse a command line and run the command. A mistake in what was asked ends it with one sentence.
 
     Args:
         parser: the parser.
         words: the words of the command line. By default those of this process.
     """
-    with pipe_may_close():
+    with pipe_may_close(), one_sentence(parser.prog):
         args = parser.parse_args(words)
         args.func(args)
 
@@ -177,6 +177,28 @@ class CustomArgumentParser(argparse.ArgumentParser):
         message = names + colon + rest
         # The usage of `launch` fills two screens and would hide the sentence that matters.
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists the arguments.\n")
+
+
+def command_parser(
+    name: str,
+    subparsers: Any,
+    description: str,
+    kind: type[argparse.ArgumentParser] = CustomArgumentParser,
+    **settings: Any,
+) -> argparse.ArgumentParser:
+    """Make the parser of a command.
+
+    Args:
+        name: the name of the command.
+        subparsers: the subcommands of a parser, to which this one is added. None makes a parser by itself.
+        description: what the command does.
+        kind: the class of a parser by itself.
+        **settings: other arguments of `argparse.ArgumentParser`.
+    """
+    if subparsers is None:
+        return kind(f"accelerate {name}", description=description, **settings)
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, description=description, **settings)
+    return parser
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):

@@ -7,32 +7,17 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accelerate.config.deepspeed_file import HfDeepSpeedConfig
-from accelerate.config.environment import str_to_bool
+from accelerate.config.environment import flag, parse_flag_from_env, read_variable
 from accelerate.errors import warn
 
 if TYPE_CHECKING:
     from torch import nn
 
 _OPT_LEVELS = ("O1", "O2")
-
-
-class _PluginSetting(NamedTuple):
-    """Where a field of the plugin comes from, and where it stands in a DeepSpeed config."""
-
-    variable: str
-    default: str
-    read: Callable[[str], Any]
-    key: str | None = None
-
-
-def _number_or_auto(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    return lambda text: text if text == "auto" else read(text)
-
-
 _PLACES = ("none", "cpu", "nvme")
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 2, 3),
@@ -42,36 +27,23 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
 # Arguments that say what a config says by leaving them out.
 _NOTHING = ("none", "auto", "False")
 _PREFIX = "ACCELERATE_DEEPSPEED_"
-_ZERO = "zero_optimization."
-PLUGIN_SETTINGS = {
-    "gradient_accumulation_steps": _PluginSetting(
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto", _number_or_auto(int), "gradient_accumulation_steps"
-    ),
-    "gradient_clipping": _PluginSetting(
-        "ACCELERATE_GRADIENT_CLIPPING", "auto", _number_or_auto(float), "gradient_clipping"
-    ),
-    "zero_stage": _PluginSetting(_PREFIX + "ZERO_STAGE", "2", int, _ZERO + "stage"),
-    "offload_optimizer_device": _PluginSetting(
-        _PREFIX + "OFFLOAD_OPTIMIZER_DEVICE", "none", str, _ZERO + "offload_optimizer.device"
-    ),
-    "offload_param_device": _PluginSetting(
-        _PREFIX + "OFFLOAD_PARAM_DEVICE", "none", str, _ZERO + "offload_param.device"
-    ),
-    "offload_optimizer_nvme_path": _PluginSetting(
-        _PREFIX + "OFFLOAD_OPTIMIZER_NVME_PATH", "none", str, _ZERO + "offload_optimizer.nvme_path"
-    ),
-    "offload_param_nvme_path": _PluginSetting(
-        _PREFIX + "OFFLOAD_PARAM_NVME_PATH", "none", str, _ZERO + "offload_param.nvme_path"
-    ),
-    "zero3_save_16bit_model": _PluginSetting(
-        _PREFIX + "ZERO3_SAVE_16BIT_MODEL",
-        "false",
-        lambda text: bool(str_to_bool(text)),
-        _ZERO + "stage3_gather_16bit_weights_on_model_save",
-    ),
-    "enable_msamp": _PluginSetting("ACCELERATE_FP8_BACKEND", "", lambda text: text.upper() == "MSAMP"),
-    "msamp_opt_level": _PluginSetting("ACCELERATE_FP8_OPT_LEVEL", "O1", str),
-}
+
+
+class _PluginSetting(NamedTuple):
+    """Where a field of the plugin comes from, and where it stands in a DeepSpeed config."""
+
+    default: Any
+    read: Callable[[str], Any]
+    key: str | None = None
+    variable: str = ""  # by default as the field
+
+
+def _setting(default: Any, read: Callable[[str], Any], key: str | None = None, variable: str = "") -> Any:
+    return field(default=None, metadata={"setting": _PluginSetting(default, read, key, variable)})
+
+
+def _number_or_auto(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    return lambda text: text if text == "auto" else read(text)
 
 
 @dataclass
@@ -80,32 +52,44 @@ class DeepSpeedPlugin:
 
     `deepspeed_config` is the dict that DeepSpeed gets: `hf_ds_config`, or one made of the other settings. An "auto" in
     the config is replaced by the setting; any other value there takes precedence over it.
+
+    Args:
+        hf_ds_config: a DeepSpeed config: a path, a dict, HfDeepSpeedConfig.
+        gradient_accumulation_steps: how many micro-batches make one step; 'auto' takes the Accelerator's.
+        gradient_clipping: the norm to clip at, or 'auto'.
+        zero_stage: what is sharded: 0 nothing, 1 optimizer states, 2 gradients, 3 parameters.
+        is_train_batch_min: of several loaders, take the smallest batch size for 'auto', or the largest.
+        offload_optimizer_device: none, cpu or nvme.
+        offload_param_device: none, cpu or nvme; for stage 3.
+        offload_optimizer_nvme_path: the folder on the NVMe disk.
+        offload_param_nvme_path: the folder on the NVMe disk.
+        zero3_init_flag: stage 3: shard transformers models while they are built.
+        zero3_save_16bit_model: stage 3: gather weights to save.
+        transformer_moe_cls_names: classes of mixture-of-experts layers, separated by commas.
+        enable_msamp: train in fp8 with MS-AMP.
+        msamp_opt_level: how much of it MS-AMP does: O1 or O2.
     """
 
-    hf_ds_config: Any = field(default=None, metadata={"help": "A DeepSpeed config: a path, a dict, HfDeepSpeedConfig."})
-    gradient_accumulation_steps: int | str | None = field(
-        default=None, metadata={"help": "How many micro-batches make one step; 'auto' takes the Accelerator's."}
+    hf_ds_config: Any = None
+    gradient_accumulation_steps: int | str | None = _setting(
+        "auto", _number_or_auto(int), "gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
     )
-    gradient_clipping: float | str | None = field(default=None, metadata={"help": "The norm to clip at, or 'auto'."})
-    zero_stage: int | None = field(
-        default=None, metadata={"help": "What is sharded: 0 nothing, 1 optimizer states, 2 gradients, 3 parameters."}
+    gradient_clipping: float | str | None = _setting(
+        "auto", _number_or_auto(float), "gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING"
     )
-    is_train_batch_min: bool = field(
-        default=True, metadata={"help": "Of several loaders, take the smallest batch size for 'auto', or the largest."}
+    zero_stage: int | None = _setting(2, int, "zero_optimization.stage")
+    is_train_batch_min: bool = True
+    offload_optimizer_device: str | None = _setting("none", str, "zero_optimization.offload_optimizer.device")
+    offload_param_device: str | None = _setting("none", str, "zero_optimization.offload_param.device")
+    offload_optimizer_nvme_path: str | None = _setting("none", str, "zero_optimization.offload_optimizer.nvme_path")
+    offload_param_nvme_path: str | None = _setting("none", str, "zero_optimization.offload_param.nvme_path")
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = _setting(
+        False, flag, "zero_optimization.stage3_gather_16bit_weights_on_model_save"
     )
-    offload_optimizer_device: str | None = field(default=None, metadata={"help": "none, cpu or nvme."})
-    offload_param_device: str | None = field(default=None, metadata={"help": "none, cpu or nvme; for stage 3."})
-    offload_optimizer_nvme_path: str | None = field(default=None, metadata={"help": "The folder on the NVMe disk."})
-    offload_param_nvme_path: str | None = field(default=None, metadata={"help": "The folder on the NVMe disk."})
-    zero3_init_flag: bool | None = field(
-        default=None, metadata={"help": "Stage 3: shard transformers models while they are built."}
-    )
-    zero3_save_16bit_model: bool | None = field(default=None, metadata={"help": "Stage 3: gather weights to save."})
-    transformer_moe_cls_names: str | None = field(
-        default=None, metadata={"help": "Classes of mixture-of-experts layers, separated by commas."}
-    )
-    enable_msamp: bool | None = field(default=None, metadata={"help": "Train in fp8 with MS-AMP."})
-    msamp_opt_level: str | None = field(default=None, metadata={"help": "How much of it MS-AMP does: O1 or O2."})
+    transformer_moe_cls_names: str | None = None
+    enable_msamp: bool | None = _setting(False, lambda text: text.upper() == "MSAMP", variable="ACCELERATE_FP8_BACKEND")
+    msamp_opt_level: str | None = _setting("O1", str, variable="ACCELERATE_FP8_OPT_LEVEL")
 
     def __post_init__(self) -> None:
         self._selected = False
@@ -114,7 +98,8 @@ class DeepSpeedPlugin:
         given = {name: value for name in PLUGIN_SETTINGS if (value := getattr(self, name)) is not None}
         for name, setting in PLUGIN_SETTINGS.items():
             if getattr(self, name) is None:
-                setattr(self, name, _from_variable(setting))
+                variable = setting.variable or _PREFIX + name.upper()
+                setattr(self, name, read_variable(variable, setting.read, setting.default))
         if self.hf_ds_config is None:
             self.hf_ds_config = os.environ.get(_PREFIX + "CONFIG_FILE", "none")
         if isinstance(self.hf_ds_config, str) and self.hf_ds_config == "none":
@@ -183,7 +168,7 @@ class DeepSpeedPlugin:
     def _set_zero3_init(self) -> None:
         zero3 = self.hf_ds_config.is_zero3()
         if self.zero3_init_flag is None:
-            self.zero3_init_flag = bool(str_to_bool(os.environ.get(_PREFIX + "ZERO3_INIT", str(zero3))))
+            self.zero3_init_flag = parse_flag_from_env(_PREFIX + "ZERO3_INIT", zero3)
         if self.zero3_init_flag and not zero3:
             warnings.warn("`zero3_init_flag` is for stage 3 of ZeRO and is off in other stages.", stacklevel=4)
             self.zero3_init_flag = False
@@ -401,12 +386,9 @@ class DeepSpeedPlugin:
         set_z3_leaf_modules(model, [classes[name] for name in names])
 
 
-def _from_variable(setting: _PluginSetting) -> Any:
-    text = os.environ.get(setting.variable, setting.default)
-    try:
-        return setting.read(text)
-    except ValueError:
-        raise ValueError(f"The environment variable {setting.variable} cannot be read: it is {text!r}.") from None
+PLUGIN_SETTINGS: dict[str, _PluginSetting] = {
+    each.name: each.metadata["setting"] for each in fields(DeepSpeedPlugin) if "setting" in each.metadata
+}
 
 
 def _check_asked_once() -> None:

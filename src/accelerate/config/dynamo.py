@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate.config.enums import DynamoBackend
@@ -25,23 +25,25 @@ _PLAIN = {
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """Arguments for `torch.compile`; what is not given is read from the `ACCELERATE_DYNAMO_*` variables."""
+    """Arguments for `torch.compile`; what is not given is read from the `ACCELERATE_DYNAMO_*` variables.
 
-    backend: DynamoBackend | str | None = field(
-        default=None, metadata={"help": f"The compiler: one of {', '.join(DynamoBackend.list())}."}
-    )
-    mode: str | None = field(
-        default=None,
-        metadata={"help": "'default', 'reduce-overhead', 'max-autotune' or a mode of your backend."},
-    )
-    fullgraph: bool | None = field(default=None, metadata={"help": "Fail if a model cannot be compiled as one graph."})
-    dynamic: bool | None = field(default=None, metadata={"help": "Compile for shapes that change."})
-    options: Any = field(default=None, metadata={"help": "Options for the backend."})
-    disable: bool = field(default=False, metadata={"help": "Make `torch.compile` do nothing."})
-    use_regional_compilation: bool | None = field(
-        default=None,
-        metadata={"help": "Compile the repeated blocks of a model once instead of the whole model."},
-    )
+    Args:
+        backend: the compiler: a member of `DynamoBackend`, or its name.
+        mode: 'default', 'reduce-overhead', 'max-autotune' or a mode of your backend.
+        fullgraph: fail if a model cannot be compiled as one graph.
+        dynamic: compile for shapes that change.
+        options: options for the backend.
+        disable: make `torch.compile` do nothing.
+        use_regional_compilation: compile the repeated blocks of a model once instead of the whole model.
+    """
+
+    backend: DynamoBackend | str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
         backend = os.environ.get(PREFIX + "BACKEND", "no") if self.backend is None else self.backend

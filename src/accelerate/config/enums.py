@@ -29,6 +29,14 @@ class BaseEnum(enum.Enum, metaclass=EnumWithContains):
         return [member.value for member in cls]
 
 
+class _Label(str, enum.Enum):
+    """A text that prints as the name of its member."""
+
+    # Versions of Python differ in what an f-string prints for a str enumeration; here it is always the name.
+    __str__ = enum.Enum.__str__
+    __format__ = enum.Enum.__format__
+
+
 class _WithOldNames(enum.EnumMeta):
     """Answers `DistributedType.TPU`, what XLA was called in older scripts, with a hint."""
 
@@ -41,7 +49,7 @@ class _WithOldNames(enum.EnumMeta):
         return cls("TPU") if name == "TPU" else super().__getitem__(name)
 
 
-class DistributedType(str, enum.Enum, metaclass=_WithOldNames):
+class DistributedType(_Label, metaclass=_WithOldNames):
     """Labels of how the processes of a run work together."""
 
     NO = "NO"
@@ -72,42 +80,29 @@ class DistributedType(str, enum.Enum, metaclass=_WithOldNames):
         )
         return cls.XLA
 
-    # Versions of Python differ in what an f-string prints for a str enumeration; here it is always the name.
-    __str__ = enum.Enum.__str__
-    __format__ = enum.Enum.__format__
 
-
-class SageMakerDistributedType(str, enum.Enum):
+class SageMakerDistributedType(_Label):
     """How a SageMaker job spreads its work."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
     MODEL_PARALLEL = "MODEL_PARALLEL"
 
-    __str__ = enum.Enum.__str__
-    __format__ = enum.Enum.__format__
 
-
-class ComputeEnvironment(str, enum.Enum):
+class ComputeEnvironment(_Label):
     """Where the processes run."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
-    __str__ = enum.Enum.__str__
-    __format__ = enum.Enum.__format__
 
-
-class FP8BackendType(str, enum.Enum):
+class FP8BackendType(_Label):
     """The library that computes in 8-bit floating point."""
 
     NO = "NO"
     TE = "TE"
     MSAMP = "MSAMP"
     AO = "AO"
-
-    __str__ = enum.Enum.__str__
-    __format__ = enum.Enum.__format__
 
 
 class DynamoBackend(str, BaseEnum):

@@ -79,6 +79,29 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
     return default
 
 
+def flag(text: str) -> bool:
+    return bool(str_to_bool(text))
+
+
+def read_variable(variable: str, read: Callable[[str], Any], default: Any) -> Any:
+    """What an environment variable says, or the default where it is not set."""
+    text = os.environ.get(variable)
+    if text is None:
+        return default
+    try:
+        return read(text)
+    except ValueError:
+        raise ValueError(f"The environment variable {variable} cannot be read: it is {text!r}.") from None
+
+
+def read_number(variable: str, default: int) -> int:
+    text = os.environ.get(variable, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{variable} is {text!r}: give a whole number.") from None
+
+
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
     """Set environment variables inside a `with` block, and restore them exactly.
@@ -132,12 +155,7 @@ def _purge_function(function: F) -> F:
 
         return awaited  # type: ignore[return-value]
 
-    @functools.wraps(function)
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with _purged():
-            return function(*args, **kwargs)
-
-    return called  # type: ignore[return-value]
+    return _purged()(function)  # which enters it anew for each call
 
 
 def _purge_class(cls: type[Any]) -> None:

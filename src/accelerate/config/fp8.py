@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from accelerate.config.enums import FP8BackendType
-from accelerate.config.environment import parse_flag_from_env
+from accelerate.config.environment import parse_flag_from_env, read_number
 from accelerate.config.handlers import KwargsHandler
 
 FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
@@ -19,14 +19,6 @@ OptLevel = Literal["O1", "O2"]
 Backend = Literal["MSAMP", "TE"]
 
 _PREFIX = "ACCELERATE_FP8_"
-
-
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(_PREFIX + name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"The environment variable {_PREFIX + name} is {text!r}: give a whole number.") from None
 
 
 def _choice(name: str, value: str, choices: Any) -> Any:
@@ -134,7 +126,7 @@ class TERecipeKwargs(Recipe):
                 setattr(self, name, parse_flag_from_env(_PREFIX + name.upper()))
         for name, default in (("margin", 0), ("interval", 1), ("amax_history_len", 1024)):
             if getattr(self, name) is None:
-                setattr(self, name, _number(name.upper(), default))
+                setattr(self, name, read_number(_PREFIX + name.upper(), default))
         fp8_format: str = self.fp8_format or os.environ.get(_PREFIX + "FORMAT", "HYBRID")
         self.fp8_format = _choice("fp8_format", fp8_format.upper(), FP8Format)
         algorithm: str = self.amax_compute_algo or os.environ.get(_PREFIX + "AMAX_COMPUTE_ALGO", "most_recent")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.config.environment import parse_flag_from_env, str_to_bool
@@ -54,87 +54,59 @@ class FullyShardedDataParallelPlugin:
     """Train with FSDP: every process holds a part of each parameter, of its gradient and of its optimizer state.
 
     What is not given is read from the `FSDP_*` variables, which the launcher sets.
+
+    Args:
+        fsdp_version: 1, or 2 for `fully_shard`.
+        sharding_strategy: version 1: what is sharded, and over which processes.
+        reshard_after_forward: free gathered parameters between forward and backward; version 1 takes a sharding
+            strategy.
+        backward_prefetch: version 1: when the parameters of the next layer are fetched in backward.
+        mixed_precision_policy: the dtypes of gathered parameters and reduced gradients; a name or a policy.
+        auto_wrap_policy: which parts of a model are gathered one at a time.
+        cpu_offload: keep parameters on the host, and fetch them for forward and backward.
+        ignored_modules: modules that are not sharded: a list, or a regular expression for their names.
+        state_dict_type: how checkpoints are written: as a full state dict, or as one shard per process.
+        state_dict_config: version 1: how a state dict is put together.
+        optim_state_dict_config: version 1: how the state dict of an optimizer is put together.
+        limit_all_gathers: version 1: do not fetch parameters far ahead of the computation.
+        use_orig_params: version 1: keep the model's own parameters; version 2 always does.
+        param_init_fn: version 1: how to give a module on the meta device its memory.
+        sync_module_states: version 1: start from the weights of the first process on all processes.
+        forward_prefetch: version 1: fetch the next layer's parameters before this one computes.
+        activation_checkpointing: recompute the activations of each wrapped part in the backward instead of keeping
+            them.
+        activation_checkpointing_offload: version 2: keep checkpointed activations on the host.
+        cpu_ram_efficient_loading: read pretrained weights on the first process only, and send each process its shards.
+        transformer_cls_names_to_wrap: the classes of the layers that `transformer_based_wrap` gathers.
+        min_num_params: from how many parameters on `size_based_wrap` gathers a part by itself.
+        xla_fsdp_settings: on XLA devices: `shard_param_on_dim_0` cuts parameters along their first dimension.
+        xla_fsdp_grad_ckpt: on XLA devices: the same as `activation_checkpointing`.
     """
 
-    fsdp_version: int = field(default=None, metadata={"help": "1, or 2 for `fully_shard`."})  # type: ignore[assignment]
-    sharding_strategy: str | fsdp.ShardingStrategy | None = field(
-        default=None, metadata={"help": "Version 1: what is sharded, and over which processes."}
-    )
-    reshard_after_forward: str | fsdp.ShardingStrategy | bool | None = field(
-        default=None,
-        metadata={
-            "help": "Free gathered parameters between forward and backward; version 1 takes a sharding strategy."
-        },
-    )
-    backward_prefetch: str | fsdp.BackwardPrefetch | None = field(
-        default=None, metadata={"help": "Version 1: when the parameters of the next layer are fetched in backward."}
-    )
-    mixed_precision_policy: dict[str, Any] | str | fsdp.MixedPrecision | fsdp.MixedPrecisionPolicy | None = field(
-        default=None, metadata={"help": "The dtypes of gathered parameters and reduced gradients; a name or a policy."}
-    )
-    auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = (
-        field(default=None, metadata={"help": "Which parts of a model are gathered one at a time."})
-    )
-    cpu_offload: bool | fsdp.CPUOffload | fsdp.CPUOffloadPolicy | None = field(
-        default=None, metadata={"help": "Keep parameters on the host, and fetch them for forward and backward."}
-    )
-    ignored_modules: Iterable[nn.Module] | str | None = field(
-        default=None,
-        metadata={"help": "Modules that are not sharded: a list, or a regular expression for their names."},
-    )
-    state_dict_type: str | fsdp.StateDictType | None = field(
-        default=None,
-        metadata={"help": "How checkpoints are written: as a full state dict, or as one shard per process."},
-    )
-    state_dict_config: fsdp.FullStateDictConfig | fsdp.ShardedStateDictConfig | None = field(
-        default=None, metadata={"help": "Version 1: how a state dict is put together."}
-    )
-    optim_state_dict_config: fsdp.FullOptimStateDictConfig | fsdp.ShardedOptimStateDictConfig | None = field(
-        default=None, metadata={"help": "Version 1: how the state dict of an optimizer is put together."}
-    )
-    limit_all_gathers: bool = field(
-        default=True, metadata={"help": "Version 1: do not fetch parameters far ahead of the computation."}
-    )
-    use_orig_params: bool | None = field(
-        default=None, metadata={"help": "Version 1: keep the model's own parameters; version 2 always does."}
-    )
-    param_init_fn: Callable[[nn.Module], None] | None = field(
-        default=None, metadata={"help": "Version 1: how to give a module on the meta device its memory."}
-    )
-    sync_module_states: bool | None = field(
-        default=None, metadata={"help": "Version 1: start from the weights of the first process on all processes."}
-    )
-    forward_prefetch: bool = field(
-        default=None,  # type: ignore[assignment]
-        metadata={"help": "Version 1: fetch the next layer's parameters before this one computes."},
-    )
-    activation_checkpointing: bool = field(
-        default=None,  # type: ignore[assignment]
-        metadata={"help": "Recompute the activations of each wrapped part in the backward instead of keeping them."},
-    )
-    activation_checkpointing_offload: bool = field(
-        default=None,  # type: ignore[assignment]
-        metadata={"help": "Version 2: keep checkpointed activations on the host."},
-    )
-    cpu_ram_efficient_loading: bool = field(
-        default=None,  # type: ignore[assignment]
-        metadata={"help": "Read pretrained weights on the first process only, and send each process its shards."},
-    )
-    transformer_cls_names_to_wrap: list[str] | None = field(
-        default=None, metadata={"help": "The classes of the layers that `transformer_based_wrap` gathers."}
-    )
-    min_num_params: int | None = field(
-        default=None, metadata={"help": "From how many parameters on `size_based_wrap` gathers a part by itself."}
-    )
+    fsdp_version: int = None  # type: ignore[assignment]
+    sharding_strategy: str | fsdp.ShardingStrategy | None = None
+    reshard_after_forward: str | fsdp.ShardingStrategy | bool | None = None
+    backward_prefetch: str | fsdp.BackwardPrefetch | None = None
+    mixed_precision_policy: dict[str, Any] | str | fsdp.MixedPrecision | fsdp.MixedPrecisionPolicy | None = None
+    auto_wrap_policy: Callable[..., Any] | Literal["transformer_based_wrap", "size_based_wrap", "no_wrap"] | None = None
+    cpu_offload: bool | fsdp.CPUOffload | fsdp.CPUOffloadPolicy | None = None
+    ignored_modules: Iterable[nn.Module] | str | None = None
+    state_dict_type: str | fsdp.StateDictType | None = None
+    state_dict_config: fsdp.FullStateDictConfig | fsdp.ShardedStateDictConfig | None = None
+    optim_state_dict_config: fsdp.FullOptimStateDictConfig | fsdp.ShardedOptimStateDictConfig | None = None
+    limit_all_gathers: bool = True
+    use_orig_params: bool | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    sync_module_states: bool | None = None
+    forward_prefetch: bool = None  # type: ignore[assignment]
+    activation_checkpointing: bool = None  # type: ignore[assignment]
+    activation_checkpointing_offload: bool = None  # type: ignore[assignment]
+    cpu_ram_efficient_loading: bool = None  # type: ignore[assignment]
+    transformer_cls_names_to_wrap: list[str] | None = None
+    min_num_params: int | None = None
 
-    xla_fsdp_settings: dict[str, Any] | None = field(
-        default=None,
-        metadata={"help": "On XLA devices: `shard_param_on_dim_0` cuts parameters along their first dimension."},
-    )
-    xla_fsdp_grad_ckpt: bool = field(
-        default=None,  # type: ignore[assignment]
-        metadata={"help": "On XLA devices: the same as `activation_checkpointing`."},
-    )
+    xla_fsdp_settings: dict[str, Any] | None = None
+    xla_fsdp_grad_ckpt: bool = None  # type: ignore[assignment]
 
     # Whether the names in the settings were found in a model; another one may have other parts.
     _has_met_a_model = False

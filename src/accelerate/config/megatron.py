@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from accelerate.config.environment import str_to_bool
+from accelerate.config.environment import flag, read_variable
 
 Parser = Callable[..., Any]
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Parser] = {}
@@ -22,73 +22,14 @@ class _MegatronSetting(NamedTuple):
     argument: str | None = ""  # as the field; None is for us alone
 
 
-def _flag(text: str) -> bool:
-    return bool(str_to_bool(text))
+def _setting(default: Any, read: Callable[[str], Any], argument: str | None = "") -> Any:
+    return field(default=None, metadata={"setting": _MegatronSetting(default, read, argument)})
 
 
+# Fields that Megatron-LM gets as they are: at once, or with its scheduler.
+_PASSED_ON = {"passed_on": True}
+_OF_SCHEDULE = {"of_schedule": True}
 _PREFIX = "MEGATRON_LM_"
-_SETTINGS = {
-    "tp_degree": _MegatronSetting(1, int, "tensor_model_parallel_size"),
-    "pp_degree": _MegatronSetting(1, int, "pipeline_model_parallel_size"),
-    "use_custom_fsdp": _MegatronSetting(False, _flag),
-    "overlap_cpu_optimizer_d2h_h2d": _MegatronSetting(False, _flag),
-    "no_load_optim": _MegatronSetting(False, _flag),
-    "eod_mask_loss": _MegatronSetting(False, _flag),
-    "no_save_optim": _MegatronSetting(False, _flag),
-    "optimizer_cpu_offload": _MegatronSetting(False, _flag),
-    "use_precision_aware_optimizer": _MegatronSetting(False, _flag),
-    "decoder_last_pipeline_num_layers": _MegatronSetting(None, int),
-    "recompute_granularity": _MegatronSetting("full", str),
-    "recompute_method": _MegatronSetting("uniform", str),
-    "recompute_num_layers": _MegatronSetting(1, int),
-    "attention_backend": _MegatronSetting(True, _flag),
-    "expert_model_parallel_size": _MegatronSetting(1, int),
-    "context_parallel_size": _MegatronSetting(1, int),
-    "attention_dropout": _MegatronSetting(0.0, float),
-    "hidden_dropout": _MegatronSetting(0.0, float),
-    "attention_softmax_in_fp32": _MegatronSetting(True, _flag),
-    "expert_tensor_parallel_size": _MegatronSetting(1, int),
-    "calculate_per_token_loss": _MegatronSetting(True, _flag),
-    "use_rotary_position_embeddings": _MegatronSetting(True, _flag),
-    "num_micro_batches": _MegatronSetting(1, int),
-    "gradient_clipping": _MegatronSetting(1.0, float, "clip_grad"),
-    "sequence_parallelism": _MegatronSetting(False, _flag, "sequence_parallel"),
-    "recompute_activations": _MegatronSetting(
-        False, _flag, None
-    ),  # another name for one value of `recompute_granularity`
-    "use_distributed_optimizer": _MegatronSetting(False, _flag),
-}
-# Fields that Megatron-LM gets as they are.
-_PASSED_ON = (
-    "pipeline_model_parallel_split_rank",
-    "num_layers_per_virtual_pipeline_stage",
-    "consumed_samples",
-    "no_wd_decay_cond",
-    "scale_lr_cond",
-    "lr_mult",
-    "megatron_dataset_flag",
-    "eval_iters",
-    "eval_interval",
-)
-SCHEDULE = (
-    "train_iters",
-    "lr_warmup_iters",
-    "train_samples",
-    "lr_warmup_samples",
-    "lr_decay_iters",
-    "lr_decay_samples",
-    "lr_warmup_fraction",
-    "lr_decay_style",
-    "weight_decay_incr_style",
-    "start_weight_decay",
-    "end_weight_decay",
-    "min_lr",
-)
-# By the name of a field, what Megatron-LM calls it.
-ARGUMENTS: dict[str, str] = {
-    **{name: setting.argument or name for name, setting in _SETTINGS.items() if setting.argument is not None},
-    **{name: name for name in ("DDP_impl", *_PASSED_ON)},
-}
 
 
 @dataclass
@@ -98,60 +39,61 @@ class MegatronLMPlugin:
     `megatron_lm_default_args` are the arguments that Megatron-LM gets; `other_megatron_args` are added last.
     """
 
-    tp_degree: int | None = None
-    pp_degree: int | None = None
-    use_custom_fsdp: bool | None = None
-    overlap_cpu_optimizer_d2h_h2d: bool | None = None
-    no_load_optim: bool | None = None
-    eod_mask_loss: bool | None = None
-    no_save_optim: bool | None = None
-    optimizer_cpu_offload: bool | None = None
-    use_precision_aware_optimizer: bool | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    attention_backend: bool | None = None
-    expert_model_parallel_size: int | None = None
-    context_parallel_size: int | None = None
-    attention_dropout: float | None = None
-    hidden_dropout: float | None = None
-    attention_softmax_in_fp32: bool | None = None
-    expert_tensor_parallel_size: int | None = None
-    calculate_per_token_loss: bool | None = None
-    use_rotary_position_embeddings: bool | None = None
-    num_micro_batches: int | None = None
-    gradient_clipping: float | None = None
-    sequence_parallelism: bool | None = None
-    recompute_activations: bool | None = None
-    use_distributed_optimizer: bool | None = None
-    pipeline_model_parallel_split_rank: int | None = None
-    num_layers_per_virtual_pipeline_stage: int | None = None
+    tp_degree: int | None = _setting(1, int, "tensor_model_parallel_size")
+    pp_degree: int | None = _setting(1, int, "pipeline_model_parallel_size")
+    use_custom_fsdp: bool | None = _setting(False, flag)
+    overlap_cpu_optimizer_d2h_h2d: bool | None = _setting(False, flag)
+    no_load_optim: bool | None = _setting(False, flag)
+    eod_mask_loss: bool | None = _setting(False, flag)
+    no_save_optim: bool | None = _setting(False, flag)
+    optimizer_cpu_offload: bool | None = _setting(False, flag)
+    use_precision_aware_optimizer: bool | None = _setting(False, flag)
+    decoder_last_pipeline_num_layers: int | None = _setting(None, int)
+    recompute_granularity: str | None = _setting("full", str)
+    recompute_method: str | None = _setting("uniform", str)
+    recompute_num_layers: int | None = _setting(1, int)
+    attention_backend: bool | None = _setting(True, flag)
+    expert_model_parallel_size: int | None = _setting(1, int)
+    context_parallel_size: int | None = _setting(1, int)
+    attention_dropout: float | None = _setting(0.0, float)
+    hidden_dropout: float | None = _setting(0.0, float)
+    attention_softmax_in_fp32: bool | None = _setting(True, flag)
+    expert_tensor_parallel_size: int | None = _setting(1, int)
+    calculate_per_token_loss: bool | None = _setting(True, flag)
+    use_rotary_position_embeddings: bool | None = _setting(True, flag)
+    num_micro_batches: int | None = _setting(1, int)
+    gradient_clipping: float | None = _setting(1.0, float, "clip_grad")
+    sequence_parallelism: bool | None = _setting(False, flag, "sequence_parallel")
+    # Another name for one value of `recompute_granularity`.
+    recompute_activations: bool | None = _setting(False, flag, None)
+    use_distributed_optimizer: bool | None = _setting(False, flag)
+    pipeline_model_parallel_split_rank: int | None = field(default=None, metadata=_PASSED_ON)
+    num_layers_per_virtual_pipeline_stage: int | None = field(default=None, metadata=_PASSED_ON)
     is_train_batch_min: bool = True
-    train_iters: int | None = None
-    train_samples: int | None = None
-    weight_decay_incr_style: str = "constant"
-    start_weight_decay: float | None = None
-    end_weight_decay: float | None = None
-    lr_decay_style: str = "linear"
-    lr_decay_iters: int | None = None
-    lr_decay_samples: int | None = None
-    lr_warmup_iters: int | None = None
-    lr_warmup_samples: int | None = None
-    lr_warmup_fraction: float | None = None
-    min_lr: float = 0
-    consumed_samples: list[int] | None = None
-    no_wd_decay_cond: Callable[..., Any] | None = None
-    scale_lr_cond: Callable[..., Any] | None = None
-    lr_mult: float = 1.0
-    megatron_dataset_flag: bool = False
+    train_iters: int | None = field(default=None, metadata=_OF_SCHEDULE)
+    train_samples: int | None = field(default=None, metadata=_OF_SCHEDULE)
+    weight_decay_incr_style: str = field(default="constant", metadata=_OF_SCHEDULE)
+    start_weight_decay: float | None = field(default=None, metadata=_OF_SCHEDULE)
+    end_weight_decay: float | None = field(default=None, metadata=_OF_SCHEDULE)
+    lr_decay_style: str = field(default="linear", metadata=_OF_SCHEDULE)
+    lr_decay_iters: int | None = field(default=None, metadata=_OF_SCHEDULE)
+    lr_decay_samples: int | None = field(default=None, metadata=_OF_SCHEDULE)
+    lr_warmup_iters: int | None = field(default=None, metadata=_OF_SCHEDULE)
+    lr_warmup_samples: int | None = field(default=None, metadata=_OF_SCHEDULE)
+    lr_warmup_fraction: float | None = field(default=None, metadata=_OF_SCHEDULE)
+    min_lr: float = field(default=0, metadata=_OF_SCHEDULE)
+    consumed_samples: list[int] | None = field(default=None, metadata=_PASSED_ON)
+    no_wd_decay_cond: Callable[..., Any] | None = field(default=None, metadata=_PASSED_ON)
+    scale_lr_cond: Callable[..., Any] | None = field(default=None, metadata=_PASSED_ON)
+    lr_mult: float = field(default=1.0, metadata=_PASSED_ON)
+    megatron_dataset_flag: bool = field(default=False, metadata=_PASSED_ON)
     seq_length: int | None = None
     encoder_seq_length: int | None = None
     decoder_seq_length: int | None = None
     tensorboard_dir: str | None = None
     set_all_logging_options: bool = False
-    eval_iters: int = 100
-    eval_interval: int = 1000
+    eval_iters: int = field(default=100, metadata=_PASSED_ON)
+    eval_interval: int = field(default=1000, metadata=_PASSED_ON)
     return_logits: bool = False
     custom_train_step_class: Any = None
     custom_train_step_kwargs: dict[str, Any] | None = None
@@ -168,7 +110,7 @@ class MegatronLMPlugin:
         granularity = self.recompute_granularity or os.environ.get(f"{_PREFIX}RECOMPUTE_GRANULARITY")
         for name, setting in _SETTINGS.items():
             if getattr(self, name) is None:
-                setattr(self, name, _from_variable(_PREFIX + name.upper(), setting))
+                setattr(self, name, read_variable(_PREFIX + name.upper(), setting.read, setting.default))
         if self.recompute_activations:
             self.recompute_granularity = _selective(granularity)
         if self.consumed_samples is not None:  # of training, validation and test, of which the last may be left out
@@ -253,6 +195,18 @@ class MegatronLMPlugin:
             self.megatron_lm_default_args[name] = True
 
 
+_SETTINGS: dict[str, _MegatronSetting] = {
+    each.name: each.metadata["setting"] for each in fields(MegatronLMPlugin) if "setting" in each.metadata
+}
+# By the name of a field, what Megatron-LM calls it.
+ARGUMENTS: dict[str, str] = {
+    **{name: setting.argument or name for name, setting in _SETTINGS.items() if setting.argument is not None},
+    **{each.name: each.name for each in fields(MegatronLMPlugin) if "passed_on" in each.metadata},
+    "DDP_impl": "DDP_impl",
+}
+SCHEDULE = tuple(each.name for each in fields(MegatronLMPlugin) if "of_schedule" in each.metadata)
+
+
 def _selective(asked: str | None) -> str:
     """What `recompute_activations` stands for, unless something else was asked for."""
     if asked not in (None, "selective"):
@@ -276,16 +230,6 @@ def _same(optimizer: Any, name: str) -> Any:
             + (", and set `scale_lr_cond` and `lr_mult` of the MegatronLMPlugin." if name == "lr" else ".")
         )
     return values[0]
-
-
-def _from_variable(variable: str, setting: _MegatronSetting) -> Any:
-    text = os.environ.get(variable)
-    if text is None:
-        return setting.default
-    try:
-        return setting.read(text)
-    except ValueError:
-        raise ValueError(f"The environment variable {variable} cannot be read: it is {text!r}.") from None
 
 
 # --- the sizes of models ----------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from accelerate.config.environment import parse_flag_from_env
+from accelerate.config.environment import parse_flag_from_env, read_number
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -18,23 +18,28 @@ PREFIX = "PARALLELISM_CONFIG_"
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """Train with tensor parallelism only. `ParallelismConfig(tp_size=...)` does the same and can add other axes."""
+    """Train with tensor parallelism only. `ParallelismConfig(tp_size=...)` does the same and can add other axes.
 
-    tp_size: int = field(default=1, metadata={"help": "Over how many processes each layer is split."})
-    torch_device_mesh: DeviceMesh | None = field(
-        default=None, metadata={"help": "The mesh whose axis `tp` the model is split over."}
-    )
+    Args:
+        tp_size: over how many processes each layer is split.
+        torch_device_mesh: the mesh whose axis `tp` the model is split over.
+    """
+
+    tp_size: int = 1
+    torch_device_mesh: DeviceMesh | None = None
 
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Settings of the tensor-parallel axis."""
+    """Settings of the tensor-parallel axis.
 
-    enable_async_tp: bool = field(default=False, metadata={"help": "Not available; accepted and ignored."})
-    plan: Mapping[str, Any] | None = field(
-        default=None,
-        metadata={"help": "How each part of a model is split, by name: 'colwise', 'rowwise', 'sequence', an object."},
-    )
+    Args:
+        enable_async_tp: not available; accepted and ignored.
+        plan: how each part of a model is split, by name: 'colwise', 'rowwise', 'sequence', an object.
+    """
+
+    enable_async_tp: bool = False
+    plan: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.enable_async_tp:
@@ -43,11 +48,13 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Settings of the context-parallel axis: sequences are cut into pieces, and attention sees all of them."""
+    """Settings of the context-parallel axis: sequences are cut into pieces, and attention sees all of them.
 
-    cp_comm_strategy: str | None = field(
-        default=None, metadata={"help": "How keys and values travel: 'allgather' (default) or 'alltoall'."}
-    )
+    Args:
+        cp_comm_strategy: how keys and values travel: 'allgather' (default) or 'alltoall'.
+    """
+
+    cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
         if self.cp_comm_strategy is None:
@@ -58,19 +65,21 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Settings of DeepSpeed's sequence-parallel axis (ALST / Ulysses)."""
+    """Settings of DeepSpeed's sequence-parallel axis (ALST / Ulysses).
 
-    sp_seq_length: int | None = field(default=None, metadata={"help": "The length of all sequences, if it is one."})
-    sp_seq_length_is_variable: bool | None = field(
-        default=None, metadata={"help": "Whether batches come in different lengths (default: yes)."}
-    )
-    sp_attn_implementation: str | None = field(
-        default=None, metadata={"help": "The attention of the model: 'flash_attention_2', '..._3', or 'sdpa'."}
-    )
+    Args:
+        sp_seq_length: the length of all sequences, if it is one.
+        sp_seq_length_is_variable: whether batches come in different lengths (default: yes).
+        sp_attn_implementation: the attention of the model: 'flash_attention_2', '..._3', or 'sdpa'.
+    """
+
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
         if self.sp_seq_length is None and PREFIX + "SP_SEQ_LENGTH" in os.environ:
-            self.sp_seq_length = int(os.environ[PREFIX + "SP_SEQ_LENGTH"])
+            self.sp_seq_length = read_number(PREFIX + "SP_SEQ_LENGTH", 0)
         if self.sp_seq_length_is_variable is None:
             self.sp_seq_length_is_variable = parse_flag_from_env(PREFIX + "SP_SEQ_LENGTH_IS_VARIABLE", True)
         if self.sp_attn_implementation is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 from accelerate.errors import a_kind_of
@@ -11,25 +11,23 @@ from accelerate.errors import a_kind_of
 
 @dataclass
 class ProjectConfiguration:
-    """Folders of a project and how its checkpoints are named and pruned."""
+    """Folders of a project and how its checkpoints are named and pruned.
 
-    project_dir: str | os.PathLike[str] | None = field(
-        default=None, metadata={"help": "The folder for checkpoints and, by default, for logs."}
-    )
-    logging_dir: str | os.PathLike[str] | None = field(
-        default=None, metadata={"help": "The folder for trackers; by default `project_dir`."}
-    )
-    automatic_checkpoint_naming: bool = field(
-        default=False,
-        metadata={"help": "Name checkpoints `checkpoints/checkpoint_<n>` inside `project_dir`."},
-    )
-    total_limit: int | None = field(
-        default=None, metadata={"help": "Keep at most this many automatically named checkpoints, at least 1."}
-    )
-    iteration: int = field(default=0, metadata={"help": "The number of the next checkpoint."})
-    save_on_each_node: bool = field(
-        default=False, metadata={"help": "Write files on every machine, if they do not share a file system."}
-    )
+    Args:
+        project_dir: the folder for checkpoints and, by default, for logs.
+        logging_dir: the folder for trackers; by default `project_dir`.
+        automatic_checkpoint_naming: name checkpoints `checkpoints/checkpoint_<n>` inside `project_dir`.
+        total_limit: keep at most this many automatically named checkpoints, at least 1.
+        iteration: the number of the next checkpoint.
+        save_on_each_node: write files on every machine, if they do not share a file system.
+    """
+
+    project_dir: str | os.PathLike[str] | None = None
+    logging_dir: str | os.PathLike[str] | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
 
     def __post_init__(self) -> None:
         _check_limit(self.total_limit)

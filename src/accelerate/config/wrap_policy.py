@@ -6,6 +6,8 @@ import functools
 import os
 from typing import TYPE_CHECKING, Any
 
+from accelerate.config.environment import read_number
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -67,11 +69,7 @@ class TransformerBased(WrapPolicy):
 
 def min_num_params() -> int:
     """What the environment says of the smallest part that is gathered by itself; 0 for nothing."""
-    text = os.environ.get("FSDP_MIN_NUM_PARAMS", "0")
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"FSDP_MIN_NUM_PARAMS is {text!r}: give a whole number.") from None
+    return read_number("FSDP_MIN_NUM_PARAMS", 0)
 
 
 class SizeBased(WrapPolicy):

@@ -25,8 +25,7 @@ from accelerate.config.preemption import NOTE, PREEMPTED
 from accelerate.diagnosis.limits import ABORTED
 from accelerate.launch import processes, program
 from accelerate.launch.engines.single import PROGRAM, WORKER
-from accelerate.launch.failure import details, say, say_of_several
-from accelerate.launch.killed import note_killed
+from accelerate.launch.failure import details, say
 from accelerate.launch.meeting import PortTaken, meeting_point
 from accelerate.launch.scratch import scratch_folder
 from accelerate.launch.waiting import NobodyThere, saying_who_is_awaited, wait_for_main
@@ -35,6 +34,8 @@ from accelerate.launch.waiting import NobodyThere, saying_who_is_awaited, wait_f
 _SHIELD = "\0"
 # Words for this module, before those for torchrun.
 _OWN = ("--quiet", "--any_port")
+# What ranks end by when others have failed, or with the whole run.
+_CONSEQUENCES = (signal.SIGABRT, signal.SIGINT)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -76,7 +77,7 @@ def _run(words: list[str], own: list[str], folder: Path) -> int:
     command, command_args = _through_worker(arguments, str(command), command_args)
     note = folder / "preempted"
     os.environ[NOTE] = f"{os.getpid()}:{note}"
-    note_killed(folder)
+    _note_killed(folder)
     endpoint = config.rdzv_endpoint
     signal.signal(signal.SIGUSR1, _pass_on)  # as torch elastic does with SIGTERM
     try:
@@ -144,13 +145,37 @@ def _through_worker(arguments: Any, command: str, words: list[str]) -> tuple[str
     return command, [WORKER, parent, kind, *words]
 
 
+def _note_killed(folder: Path) -> None:
+    """Has torch elastic write down which ranks were killed, before it ends those that are left.
+
+    They leave no word themselves, and the attempt after says why there is one.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+
+    end_those_left: Any = SubprocessContext.close
+
+    def close(self: Any, *args: Any, **kwargs: Any) -> None:
+        # It is called again when those that were left have ended, by a signal: of that, none of them is the cause.
+        again, self.was_closed = getattr(self, "was_closed", False), True
+        for rank, handler in [] if again else sorted(self.subprocess_handlers.items()):
+            code = handler.proc.poll()
+            if code is not None and code < 0 and -code not in _CONSEQUENCES:
+                env = self.envs[rank]
+                note = folder / f"killed-{env['TORCHELASTIC_RESTART_COUNT']}"  # read by `worker.say_attempt`
+                name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+                note.write_text(f"rank {env['RANK']} was killed by {name}", encoding="utf-8")
+                break
+        end_those_left(self, *args, **kwargs)
+
+    SubprocessContext.close = close  # type: ignore[method-assign]
+
+
 def _report(failure: Any, quiet: bool, memory_kills: int, teed: bool) -> int:
     """Says who failed first and how, as the last thing on the screen."""
-    first = min(failure.failures.values(), key=_when)
+    rank, first = min(failure.failures.items(), key=lambda failed: _when(failed[1]))
     code = processes.exit_code(first.exitcode)
     if quiet or code == PREEMPTED:  # that was said already
         return code
-    rank = _rank(failure, first)
     who = f"Rank {rank} on {_host()}"
     if first.exitcode < 0:
         _say(f"{who} {processes.signal_in_words(-first.exitcode, memory_kills)}.")
@@ -164,10 +189,8 @@ def _report(failure: Any, quiet: bool, memory_kills: int, teed: bool) -> int:
     shown = all(record.get("said") and (teed or record.get("on_screen")) for record in records)
     if first.exitcode == ABORTED and not details(first.error_file_data):  # else the script has chosen that code
         _say("The run was ended because its ranks waited for each other, as shown above.")
-    elif traceback and len(alike) > 1:
-        say_of_several(sorted(alike), _host(), traceback, also, shown=shown)
     elif traceback:
-        say(rank, _host(), traceback, also, shown=shown)
+        say(alike, _host(), traceback, also, shown=shown)
     else:
         _say(f"{who} was the first to fail{also}, with exit code {first.exitcode}.")
     return code
@@ -192,12 +215,8 @@ def _when(process: Any) -> tuple[int, float]:
     number = -process.exitcode
     if number == signal.SIGKILL and os.environ.get("ACCELERATE_PREEMPTION"):
         return 2, float(process.timestamp)  # it had been told to end, and took its time: it listens to SIGTERM
-    order = 2 if number == signal.SIGTERM else 0 if number > 0 and number not in (signal.SIGABRT, signal.SIGINT) else 1
+    order = 2 if number == signal.SIGTERM else 0 if number > 0 and number not in _CONSEQUENCES else 1
     return order, float(details(process.error_file_data).get("time", process.timestamp + 1))
-
-
-def _rank(failure: Any, process: Any) -> int:
-    return next(rank for rank, other in failure.failures.items() if other is process)
 
 
 def _host() -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,15 @@ def first_in(folder: str) -> dict[str, Any] | None:
     return min(found, key=lambda record: float(record.get("time", 0)), default=None)
 
 
-def say(rank: Any, host: Any, traceback: str, also: str = "", *, shown: bool = False) -> None:
-    """The error as the last thing on the screen, under the name of its rank. shown: its traceback is there already."""
-    _last(f"Rank {rank} on {host} was the first to fail{also}", traceback, shown)
+def say(ranks: Collection[Any], host: Any, traceback: str, also: str = "", *, shown: bool = False) -> None:
+    """The error as the last thing on the screen, under the name of its rank, or of all ranks that failed alike.
 
-
-def say_of_several(ranks: list[int], host: Any, traceback: str, also: str = "", *, shown: bool) -> None:
-    """The same of all that failed alike. shown: whether the traceback is on the screen already, for all of them."""
-    _last(f"Ranks {', '.join(map(str, sorted(ranks)))} on {host} failed in the same way{also}", traceback, shown)
-
-
-def _last(who: str, traceback: str, shown: bool) -> None:
+    shown: whether the traceback is on the screen already, for all of them.
+    """
+    if len(ranks) == 1:
+        who = f"Rank {next(iter(ranks))} on {host} was the first to fail{also}"
+    else:
+        who = f"Ranks {', '.join(map(str, sorted(ranks)))} on {host} failed in the same way{also}"
     text = traceback.rstrip()
     if shown:
         who, text = f"{who}, as shown above", _error_alone(text)

@@ -225,11 +225,6 @@ def _files(settings: Settings, environ: Mapping[str, str]) -> None:
         settings.notes.append(f"`--tee` writes to a new folder {where}: name one with `--log_dir` to find it again.")
 
 
-def _share(processes: int) -> str:
-    word = "process" if processes == 1 else "processes"
-    return f"{machine.cores()} cores, {processes} {word}"
-
-
 def _chosen_devices(settings: Settings) -> int:
     if settings.devices.count and settings.gpu_ids not in (None, "all"):
         return len(str(settings.gpu_ids).split(","))
@@ -241,8 +236,8 @@ def _threads(settings: Settings, environ: Mapping[str, str]) -> None:
         return
     here = settings.world.local_size if settings.world is not None else settings.local_processes
     if settings.on_cpu:
-        threads = max(1, machine.cores() // max(1, here))
-        settings.put("num_cpu_threads_per_process", threads, "detected", _share(here))
+        threads, word = max(1, machine.cores() // max(1, here)), "process" if here == 1 else "processes"
+        settings.put("num_cpu_threads_per_process", threads, "detected", f"{machine.cores()} cores, {here} {word}")
     else:
         settings.put("num_cpu_threads_per_process", 1, "default", "the work is on the accelerator")
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
+from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 from accelerate.launch import failure, processes
@@ -35,25 +36,18 @@ def run_from_shell(plan: LaunchPlan) -> NoReturn:
 
 def _supervised(plan: LaunchPlan) -> int:
     kills = processes.out_of_memory_kills()
-    with _folder() if plan.gathers else nullcontext() as folder, _carried(plan) as told:
+    gathering: AbstractContextManager[str | None]
+    gathering = TemporaryDirectory(prefix="accelerate-") if plan.gathers else nullcontext()
+    carrying: AbstractContextManager[dict[str, str]] = carried(plan.env) if plan.carries else nullcontext({})
+    with gathering as folder, carrying as told:
         told = {**told, failure.FOLDER: folder} if folder else told
         returncode = processes.supervise(plan.argv, {**os.environ, **plan.env, **told})
         first = failure.first_in(folder) if folder and returncode else None
     if first is not None and first["py_callstack"]:
-        failure.say(first["rank"], first["host"], first["py_callstack"])
+        failure.say([first["rank"]], first["host"], first["py_callstack"])
     elif returncode < 0 and -returncode != signal.SIGINT:
         import platform
 
         words = processes.signal_in_words(-returncode, processes.out_of_memory_kills() - kills)
         print(f"accelerate: the process on {platform.node()} {words}.", file=sys.stderr)
     return processes.exit_code(returncode)
-
-
-def _carried(plan: LaunchPlan) -> AbstractContextManager[dict[str, str]]:
-    return carried(plan.env) if plan.carries else nullcontext({})
-
-
-def _folder() -> AbstractContextManager[str]:
-    from tempfile import TemporaryDirectory
-
-    return TemporaryDirectory(prefix="accelerate-")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.config.options import SECTIONS, Family, option
+from accelerate.config.options import SECTIONS, Family, option, variable
 from accelerate.config.options.compiling import DYNAMO, FP8
 from accelerate.config.options.sharding import NEEDS_AXIS, PARALLELISM
 from accelerate.launch.machine import Accelerators
@@ -18,7 +18,7 @@ def variables(values: Any, devices: Accelerators) -> dict[str, str]:
         env.update(_family(values, DYNAMO))
     threads = getattr(values, "num_cpu_threads_per_process", None)
     if threads is not None:
-        env[option("num_cpu_threads_per_process").env] = str(threads)
+        env[variable("num_cpu_threads_per_process")] = str(threads)
     if getattr(values, "gpu_ids", None) not in (None, "all"):
         env[devices.visible_variable] = str(values.gpu_ids)
     for family in SECTIONS.values():
@@ -34,7 +34,7 @@ def variables(values: Any, devices: Accelerators) -> dict[str, str]:
 def precision(values: Any) -> dict[str, str]:
     """The number format, and under fp8 all that belongs to it."""
     mode = str(getattr(values, "mixed_precision", None) or "no").lower()
-    env = {option("mixed_precision").env: mode}
+    env = {variable("mixed_precision"): mode}
     return {**env, **fp8(values)} if mode == "fp8" else env
 
 
@@ -72,9 +72,9 @@ def deepspeed_fields(values: Any) -> str:
 
 def _switches(values: Any) -> dict[str, str]:
     given = ("hang_timeout", "hang_timeout_action", "preemption", "resume")
-    env = {option(name).env: str(getattr(values, name)) for name in given if getattr(values, name, None) is not None}
+    env = {variable(name): str(getattr(values, name)) for name in given if getattr(values, name, None) is not None}
     words = {"debug": "true", "enable_cpu_affinity": "1"}
-    return env | {option(name).env: word for name, word in words.items() if getattr(values, name, False)}
+    return env | {variable(name): word for name, word in words.items() if getattr(values, name, False)}
 
 
 def _family(values: Any, family: Family, without: set[str] | None = None) -> dict[str, str]:
@@ -82,6 +82,7 @@ def _family(values: Any, family: Family, without: set[str] | None = None) -> dic
     for opt in family.options:
         value = getattr(values, opt.name, None)
         value = opt.default if value is None else value
-        if opt.env and value is not None and opt.name not in (without or ()):
-            env[opt.env] = opt.kind.write(value)
+        carrier = family.variable_of(opt)
+        if carrier and value is not None and opt.name not in (without or ()):
+            env[carrier] = opt.kind.write(value)
     return env

@@ -290,7 +290,7 @@ def _in_scratch(name: str) -> str:
 
 
 def _killed(attempt: int) -> str | None:
-    """Which rank of this machine was killed in an attempt, in words (see killed.py)."""
+    """Which rank of this machine was killed in an attempt, in words (see `elastic`)."""
     try:
         with open(_in_scratch(f"killed-{attempt}"), encoding="utf-8") as file:
             return file.read()

@@ -92,17 +92,13 @@ def _times(rows: list[tuple[float, int, int, float, float]]) -> list[tuple[float
     return [(step, moment, median * 1000) for moment, step, _, median, _ in rows]
 
 
+# What the page shows of a run without any change.
+_SHOWN_AS_IS = ("number", "name", "state", "reason", "created", "until", "seconds", "resumed", "facts")
+
+
 def _as_json(run: RecordedRun) -> dict[str, Any]:
     return {
-        "number": run.number,
-        "name": run.name,
-        "state": run.state,
-        "reason": run.reason,
-        "created": run.created,
-        "until": run.until,
-        "seconds": run.seconds,
-        "resumed": run.resumed,
-        "facts": run.facts,
+        **{name: getattr(run, name) for name in _SHOWN_AS_IS},
         "config": flat(run.config),
         "processes": [dataclasses.asdict(process) for process in run.processes],
         "events": [dataclasses.asdict(event) for event in _shown(run.events)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate.available import has_package
@@ -188,3 +188,12 @@ def _warn_of(name: str, kind: str, kinds: str) -> None:
 def plain(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with one-element tensors and arrays as Python numbers, which every library accepts."""
     return {name: value if (number := as_number(value)) is None else number for name, value in values.items()}
+
+
+def flat(values: dict[Any, Any], separator: str, before: str = "") -> Iterator[tuple[str, Any]]:
+    """The values of nested dicts, with joined names."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, separator, f"{before}{name}{separator}")
+        else:
+            yield f"{before}{name}", value

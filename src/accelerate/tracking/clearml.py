@@ -6,10 +6,9 @@ import os
 from typing import Any
 
 from accelerate.tracking.base import LibraryTracker, on_main_process, one_by_one, only_numbers
-from accelerate.tracking.table import ShowsTables, Table
 
 
-class ClearMLTracker(ShowsTables, LibraryTracker):
+class ClearMLTracker(LibraryTracker):
     """Log to the ClearML task that is open, or to a new one.
 
     Args:
@@ -86,14 +85,31 @@ class ClearMLTracker(ShowsTables, LibraryTracker):
 
         one_by_one(values, report)
 
-    def _log_table(self, table: Table, step: int | None, **kwargs: Any) -> None:
-        if table.data is None and table.dataframe is None:
-            raise ValueError(f"the table {table.name!r} has neither `data` nor `dataframe`: pass one of them")
-        if table.dataframe is not None:
-            shown = table.dataframe
-        else:
-            shown = [table.columns, *table.data] if table.columns else table.data
-        title, series = _plot(table.name)
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table: rows, or a dataframe.
+
+        Args:
+            table_name: the name of the table.
+            columns: the names of the columns.
+            data: the rows.
+            dataframe: a dataframe, instead of rows.
+            step: the training step.
+            **kwargs: arguments for `Logger.report_table`.
+        """
+        if data is None and dataframe is None:
+            raise ValueError(f"the table {table_name!r} has neither `data` nor `dataframe`: pass one of them")
+        rows = [columns, *data] if columns and data is not None else data
+        title, series = _plot(table_name)
+        shown = rows if dataframe is None else dataframe
         self.task.get_logger().report_table(title=title, series=series, table_plot=shown, iteration=step, **kwargs)
 
     @on_main_process

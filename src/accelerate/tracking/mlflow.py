@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from accelerate.config.environment import str_to_bool
-from accelerate.tracking.base import LibraryTracker, logger, on_main_process, only_numbers
+from accelerate.tracking.base import LibraryTracker, flat, logger, on_main_process, only_numbers
 
 
 class MLflowTracker(LibraryTracker):
@@ -85,7 +85,7 @@ class MLflowTracker(LibraryTracker):
             values: the settings.
         """
         if str_to_bool(os.environ.get("MLFLOW_FLATTEN_PARAMS", "false")):
-            values = dict(_flat(values))
+            values = dict(flat(values, "."))
         limit = self.library("mlflow.utils.validation").MAX_PARAM_VAL_LENGTH
         parameters, too_long = [], []
         for key, value in values.items():
@@ -163,11 +163,3 @@ class MLflowTracker(LibraryTracker):
     def finish(self) -> None:
         self._active_runs().append(self.active_run)
         self.library().end_run()
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> Any:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

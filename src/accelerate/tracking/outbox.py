@@ -194,29 +194,25 @@ class Outbox:
     def _prepared(
         self, what: str, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Callable[[], Any] | None:
+        """The call, with the arguments as they are now."""
         try:
-            return _later(function, args, kwargs)
+            own_args, own_kwargs = own_copy(args), own_copy(kwargs)
+            wait = end_of_copies((args, kwargs))
         except Exception as error:
             self._errors.append((what, error))
             return None
+
+        def call() -> None:
+            wait()
+            function(*own_args, **own_kwargs)
+
+        return call
 
     def _make(self, what: str, call: Callable[[], Any], caught: type[BaseException] = Exception) -> None:
         try:
             call()
         except caught as error:
             self._errors.append((what, error))
-
-
-def _later(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any]:
-    """The call, with the arguments as they are now."""
-    own_args, own_kwargs = own_copy(args), own_copy(kwargs)
-    wait = end_of_copies((args, kwargs))
-
-    def call() -> None:
-        wait()
-        function(*own_args, **own_kwargs)
-
-    return call
 
 
 def own_copy(value: Any) -> Any:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from accelerate.errors import a_kind_of
 from accelerate.runs import store
-from accelerate.tracking.base import as_number
+from accelerate.tracking.base import as_number, flat
 
 logger: logging.Logger = logging.getLogger("accelerate.tracking")
 
@@ -316,7 +316,7 @@ class Recorder:
         except Exception:  # of the device: the training hears of it where it matters
             return
         step = (self._first_log or 0) + record.calls_before if record.step is None else record.step
-        for name, value in flat(record.values):
+        for name, value in flat(record.values, "/"):
             if isinstance(value, str):
                 self._texts += 1
                 if self._texts <= MOST_TEXTS:
@@ -388,15 +388,6 @@ class Recorder:
         connection.executemany(
             "INSERT OR REPLACE INTO step_times VALUES (?, ?, ?, ?, ?, ?, ?)", ((run, rank, *row) for row in self._rows)
         )
-
-
-def flat(values: dict[Any, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested dicts, with names joined by slashes."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{before}{name}/")
-        else:
-            yield f"{before}{name}", value
 
 
 def clean(text: str, longest: int) -> str:

@@ -6,10 +6,9 @@ from typing import Any
 
 from accelerate.tracking.base import on_main_process
 from accelerate.tracking.project import ProjectTracker
-from accelerate.tracking.table import ShowsTables, Table
 
 
-class WandBTracker(ShowsTables, ProjectTracker):
+class WandBTracker(ProjectTracker):
     """Log to Weights & Biases.
 
     Args:
@@ -37,6 +36,25 @@ class WandBTracker(ShowsTables, ProjectTracker):
         for key, images in values.items():
             self.log({key: [make(image) for image in images]}, step=step, **kwargs)
 
-    def _log_table(self, table: Table, step: int | None, **kwargs: Any) -> None:
-        shown = self.library().Table(columns=table.columns, data=table.data, dataframe=table.dataframe)
-        self.log({table.name: shown}, step=step, **kwargs)
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table: rows, or a dataframe.
+
+        Args:
+            table_name: the name of the table.
+            columns: the names of the columns.
+            data: the rows.
+            dataframe: a dataframe, instead of rows.
+            step: the training step.
+            **kwargs: arguments for `wandb.log`.
+        """
+        table = self.library().Table(columns=columns, data=data, dataframe=dataframe)
+        self.log({table_name: table}, step=step, **kwargs)

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from accelerate.commands.runs import runs_command_parser
+from accelerate.commands.utils import run_command
 from accelerate.runs.terminal import duration, sparkline
 from tests.unit.runs.toys import HOSTILE, write
 
 
 def runs(*words: str) -> None:
-    args = runs_command_parser().parse_args([*words])
-    args.func(args)
+    run_command(runs_command_parser(), words)
 
 
 def test_the_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

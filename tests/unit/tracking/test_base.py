@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,11 @@ from accelerate.tracking import (
     ClearMLTracker,
     DVCLiveTracker,
     GeneralTracker,
+    WandBTracker,
     on_main_process,
     register_tracker_class,
 )
 from accelerate.tracking.base import LibraryTracker, as_number, one_by_one, only_numbers, plain
-from accelerate.tracking.table import ShowsTables, Table
 from tests.harness import run_world
 from tests.unit.tracking.toys import ListTracker
 
@@ -175,18 +176,17 @@ def test_one_that_fails_does_not_lose_the_others() -> None:
     assert kept == {"a": 1, "d": 0.5}
 
 
-def test_tables() -> None:
-    class Shows(ShowsTables, ListTracker):
-        def _log_table(self, table: Table, step: int | None, **kwargs: Any) -> None:
-            self.seen.append((table, step, kwargs))
-
+def test_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     PartialState(cpu=True)
-    tracker = Shows()
+    seen: list[Any] = []
+    tracker = WandBTracker("runs")
+    monkeypatch.setattr(tracker, "library", lambda: SimpleNamespace(Table=dict))
+    tracker.run = SimpleNamespace(log=lambda values, step, **kwargs: seen.append((values, step, kwargs)))
     tracker.log_table("t", ["x"], [[1]], step=2, more=3)
     tracker.log_table("empty", ["x"])
-    assert tracker.seen == [
-        (Table("t", ["x"], [[1]], None), 2, {"more": 3}),
-        (Table("empty", ["x"], None, None), None, {}),
+    assert seen == [
+        ({"t": {"columns": ["x"], "data": [[1]], "dataframe": None}}, 2, {"more": 3}),
+        ({"empty": {"columns": ["x"], "data": None, "dataframe": None}}, None, {}),
     ]
 
 

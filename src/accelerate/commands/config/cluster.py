@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.commands.config import questions
-from accelerate.commands.config.config_utils import DYNAMO_BACKENDS
 from accelerate.config.enums import ComputeEnvironment, DistributedType
 from accelerate.config.file import ClusterConfig
 from accelerate.config.options import option
@@ -14,30 +13,12 @@ from accelerate.config.options.compiling import DYNAMO_BACKENDS as COMPILERS
 from accelerate.config.options.engines import MEGATRON, OFFLOAD, STAGES
 from accelerate.config.options.launching import RENDEZVOUS
 from accelerate.config.options.sharding import PARALLELISM, PREFETCH, STATE_DICTS, STRATEGIES, WRAPPING
-from accelerate.constants import (
-    DEEPSPEED_MULTINODE_LAUNCHERS,
-    FSDP2_STATE_DICT_TYPE,
-    FSDP_AUTO_WRAP_POLICY,
-    FSDP_BACKWARD_PREFETCH,
-    FSDP_SHARDING_STRATEGY,
-    FSDP_STATE_DICT_TYPE,
-    TORCH_DYNAMO_MODES,
-)
+from accelerate.constants import FSDP2_STATE_DICT_TYPE
 from accelerate.environments.base import DEFAULT_PORT
 from accelerate.launch import machine
 from accelerate.launch.tpu import chips
 
-__all__ = [
-    "DEEPSPEED_MULTINODE_LAUNCHERS",
-    "DYNAMO_BACKENDS",
-    "FSDP2_STATE_DICT_TYPE",
-    "FSDP_AUTO_WRAP_POLICY",
-    "FSDP_BACKWARD_PREFETCH",
-    "FSDP_SHARDING_STRATEGY",
-    "FSDP_STATE_DICT_TYPE",
-    "TORCH_DYNAMO_MODES",
-    "get_cluster_input",
-]
+__all__ = ["get_cluster_input"]
 
 HARDWARE = {
     "NO": "one device: a GPU, or the CPU",

@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from accelerate.commands.utils import CustomArgumentParser, one_sentence, run_command
+from accelerate.commands.utils import command_parser, one_sentence, run_command
 from accelerate.config import file
 from accelerate.config.enums import ComputeEnvironment
 from accelerate.config.file import BaseConfig
@@ -24,10 +24,7 @@ def config_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
     Args:
         subparsers: the subcommands of a parser, to which this one is added. By default it is a parser by itself.
     """
-    if subparsers is None:
-        parser: argparse.ArgumentParser = CustomArgumentParser("accelerate config", description=DESCRIPTION)
-    else:
-        parser = subparsers.add_parser("config", description=DESCRIPTION)
+    parser = command_parser("config", subparsers, DESCRIPTION)
     parser.add_argument(
         "--config_file",
         metavar="FILE",

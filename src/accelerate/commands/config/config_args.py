@@ -6,12 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.config import file
 from accelerate.config.file import BaseConfig, ClusterConfig, SageMakerConfig, load_config_from_file
-from accelerate.constants import SAGEMAKER_PYTHON_VERSION, SAGEMAKER_PYTORCH_VERSION, SAGEMAKER_TRANSFORMERS_VERSION
 
 __all__ = [
-    "SAGEMAKER_PYTHON_VERSION",
-    "SAGEMAKER_PYTORCH_VERSION",
-    "SAGEMAKER_TRANSFORMERS_VERSION",
     "BaseConfig",
     "ClusterConfig",
     "SageMakerConfig",

@@ -21,7 +21,19 @@ from accelerate.config.options.launching import (
 )
 from accelerate.config.options.sharding import FSDP, PARALLELISM
 
-__all__ = ["FAMILIES", "FILE_ONLY", "FLAG", "OPTIONS", "SECTIONS", "Family", "Kind", "Option", "family_of", "option"]
+__all__ = [
+    "FAMILIES",
+    "FILE_ONLY",
+    "FLAG",
+    "OPTIONS",
+    "SECTIONS",
+    "Family",
+    "Kind",
+    "Option",
+    "family_of",
+    "option",
+    "variable",
+]
 
 # In the order of the help.
 FAMILIES: tuple[Family, ...] = (
@@ -49,6 +61,11 @@ _FAMILY_OF = {option.name: family for family in FAMILIES for option in family.op
 def option(name: str) -> Option:
     """The declaration of a setting."""
     return OPTIONS[name]
+
+
+def variable(name: str) -> str:
+    """The variable that carries a setting to the workers."""
+    return family_of(name).variable_of(OPTIONS[name])
 
 
 def family_of(name: str) -> Family:

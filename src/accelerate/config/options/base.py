@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,39 +42,18 @@ def _whole(value: Any) -> int:
     return int(value)
 
 
-def _at_least_one(value: Any) -> int:
-    number = _whole(value)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-def _not_negative(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _within(read: Callable[[Any], Any], least: float, most: float = sys.maxsize) -> Callable[[Any], Any]:
     def checked(value: Any) -> Any:
         number = read(value)
-        if not 0 <= number < float("inf"):
+        if not least <= number <= most:
             raise ValueError
         return number
 
     return checked
 
 
-def _stage(value: Any) -> int:
-    stage = _whole(value)
-    if stage not in range(4):
-        raise ValueError
-    return stage
-
-
 def _or_auto(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: value if value == "auto" else read(value)
-
-
-def _port(value: Any) -> int:
-    port = _whole(value)
-    if not 0 <= port <= 65535:
-        raise ValueError
-    return port
 
 
 def _streams(value: Any) -> str:
@@ -115,14 +95,14 @@ def _json(value: Any) -> str:
 TEXT = Kind("a word", str)
 LOWER = Kind("a word", str, _lower)
 WHOLE = Kind("a whole number", _whole, placeholder="N")
-AT_LEAST_ONE = Kind("a whole number of at least 1", _at_least_one, placeholder="N")
-NOT_NEGATIVE = Kind("a whole number of at least 0", _not_negative(_whole), placeholder="N")
-SECONDS = Kind("0 or more seconds", _not_negative(float), placeholder="X")
-PORT = Kind("a port from 0 to 65535", _port, placeholder="N")
+AT_LEAST_ONE = Kind("a whole number of at least 1", _within(_whole, 1), placeholder="N")
+NOT_NEGATIVE = Kind("a whole number of at least 0", _within(_whole, 0), placeholder="N")
+SECONDS = Kind("0 or more seconds", _within(float, 0), placeholder="X")
+PORT = Kind("a port from 0 to 65535", _within(_whole, 0, 65535), placeholder="N")
 STREAMS = Kind("0, 1, 2 or 3, or one of them per process such as `0:3,1:1`", _streams, placeholder="N")
 MACHINES = Kind("a number of machines, or a minimum and a maximum such as `1:2`", _machines, placeholder="N[:M]")
 NUMBER = Kind("a number", float, placeholder="X")
-STAGE = Kind("a stage from 0 to 3", _stage, placeholder="0|1|2|3")
+STAGE = Kind("a stage from 0 to 3", _within(_whole, 0, 3), placeholder="0|1|2|3")
 WHOLE_OR_AUTO = Kind("a whole number or `auto`", _or_auto(_whole), placeholder="N")
 NUMBER_OR_AUTO = Kind("a number or `auto`", _or_auto(float), placeholder="X")
 FLAG = Kind("yes or no", _yes_no)
@@ -143,7 +123,7 @@ class Option:
     name: of the attribute in a namespace, and of the flag unless `flags` says otherwise.
     choices: the values it may take, each with what it means.
     key: its name in the config file when that is another one; "" when it is not kept there.
-    env: the variable that carries it to the workers.
+    env: the variable that carries it to the workers, if its family does not say it for all.
     question: what `accelerate config` asks; without one it does not ask.
     """
 
@@ -153,7 +133,7 @@ class Option:
     default: Any = None
     choices: Mapping[str, str] = field(default_factory=dict)
     question: str = ""
-    env: str = ""
+    env: str | None = None
     key: str | None = None
     flags: tuple[str, ...] = ()
     negative: str = ""  # a flag that says no
@@ -195,6 +175,7 @@ class Family:
 
     section: the key of that section; its keys may leave out `prefix`.
     short_keys: the section is written without the prefix.
+    variables: the variable of a setting is this, and its name in capitals.
     switch: the setting that turns the family on; its variables are set only then.
     absent: its settings are read and carried, but what they are for is not part of this version.
     """
@@ -205,6 +186,7 @@ class Family:
     section: str = ""
     prefix: str = ""
     short_keys: bool = False
+    variables: str | None = None
     switch: str = ""
     absent: bool = False
 
@@ -217,7 +199,8 @@ class Family:
         """How the section calls a setting."""
         return option.name.removeprefix(self.prefix) if self.short_keys else option.name
 
-
-def either(*values: str) -> dict[str, str]:
-    """Choices that explain themselves."""
-    return dict.fromkeys(values, "")
+    def variable_of(self, option: Option) -> str:
+        """The variable that carries a setting to the workers; "" for none."""
+        if option.env is None:
+            return "" if self.variables is None else self.variables + option.name.upper()
+        return option.env

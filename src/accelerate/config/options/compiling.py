@@ -49,7 +49,6 @@ DYNAMO = Family(
             "the compiler",
             Kind("a compiler", str, lambda value: str(value).upper()),
             choices=DYNAMO_BACKENDS,
-            env="ACCELERATE_DYNAMO_BACKEND",
             question="Which compiler?",
         ),
         Option(
@@ -57,7 +56,6 @@ DYNAMO = Family(
             "what to optimize for",
             default="default",
             choices=DYNAMO_MODES,
-            env="ACCELERATE_DYNAMO_MODE",
             question="What should it optimize for?",
         ),
         Option(
@@ -65,7 +63,6 @@ DYNAMO = Family(
             "fail if a model cannot be compiled as one graph",
             FLAG,
             False,
-            env="ACCELERATE_DYNAMO_USE_FULLGRAPH",
             question="Fail if a model cannot be compiled as one graph?",
         ),
         Option(
@@ -73,7 +70,6 @@ DYNAMO = Family(
             "compile for shapes that change",
             FLAG,
             False,
-            env="ACCELERATE_DYNAMO_USE_DYNAMIC",
             question="Compile for shapes that change?",
         ),
         Option(
@@ -81,12 +77,12 @@ DYNAMO = Family(
             "compile the repeated blocks of a model once instead of the whole model",
             FLAG,
             False,
-            env="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
             question="Compile repeated blocks once instead of the whole model?",
         ),
     ),
     section="dynamo_config",
     prefix="dynamo_",
+    variables="ACCELERATE_",
 )
 
 FP8 = Family(
@@ -97,7 +93,6 @@ FP8 = Family(
             "fp8_backend",
             "the library",
             choices={"ao": "torchao", "te": "Transformer Engine", "msamp": "MS-AMP"},
-            env="ACCELERATE_FP8_BACKEND",
             question="Which library computes in fp8?",
         ),
         Option(
@@ -105,7 +100,6 @@ FP8 = Family(
             "use fp8 in evaluation too (te)",
             FLAG,
             False,
-            env="ACCELERATE_FP8_USE_AUTOCAST_DURING_EVAL",
             question="Use fp8 in evaluation too?",
         ),
         Option(
@@ -113,7 +107,6 @@ FP8 = Family(
             "margin of the scaling factor (te)",
             WHOLE,
             0,
-            env="ACCELERATE_FP8_MARGIN",
             question="Which margin should the scaling factor have?",
         ),
         Option(
@@ -121,7 +114,6 @@ FP8 = Family(
             "steps between two scaling factors (te)",
             WHOLE,
             1,
-            env="ACCELERATE_FP8_INTERVAL",
             question="How many steps between two scaling factors?",
         ),
         Option(
@@ -133,7 +125,6 @@ FP8 = Family(
                 "E4M3": "more digits, less range",
                 "E5M2": "more range, fewer digits; for evaluation",
             },
-            env="ACCELERATE_FP8_FORMAT",
             question="Which fp8 format?",
         ),
         Option(
@@ -141,7 +132,6 @@ FP8 = Family(
             "steps whose maxima are remembered (te)",
             WHOLE,
             1024,
-            env="ACCELERATE_FP8_AMAX_HISTORY_LEN",
             question="For how many steps are the maxima remembered?",
         ),
         Option(
@@ -149,7 +139,6 @@ FP8 = Family(
             "how the scaling factor follows from them (te)",
             default="most_recent",
             choices={"max": "the largest remembered", "most_recent": "the last one"},
-            env="ACCELERATE_FP8_AMAX_COMPUTE_ALGO",
             question="How does the scaling factor follow from them?",
         ),
         Option(
@@ -157,20 +146,19 @@ FP8 = Family(
             "compute fprop, dgrad, wgrad of linear layers in higher precision, such as `true,false,false` (te)",
             THREE_YES_NO,
             (False, False, False),
+            env="",  # one for each of the three: see `launch.variables.fp8`
         ),
         Option(
             "fp8_use_mxfp8_block_scaling",
             "scale blocks of numbers instead of whole tensors (te)",
             FLAG,
             None,
-            env="ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING",
         ),
         Option(
             "fp8_opt_level",
             "how much is kept in 8 bits (msamp)",
             default="O2",
             choices={"O1": "gradients and their exchange", "O2": "and the optimizer's states"},
-            env="ACCELERATE_FP8_OPT_LEVEL",
             question="How much is kept in 8 bits?",
         ),
         Option(
@@ -181,7 +169,6 @@ FP8 = Family(
                 "rowwise": "each row by its own: more exact",
                 "rowwise_with_gw_hp": "and gradients of weights in bf16: the most exact",
             },
-            env="ACCELERATE_FP8_RECIPE",
             question="How are numbers scaled?",
         ),
         Option(
@@ -189,7 +176,6 @@ FP8 = Family(
             "gather sharded weights in fp8 (ao)",
             YES_NO_DIGIT,
             True,
-            env="ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER",
             question="Gather sharded weights in fp8?",
         ),
         Option(
@@ -197,11 +183,11 @@ FP8 = Family(
             "pad matrices whose inner size is not a multiple of 16 (ao)",
             YES_NO_DIGIT,
             True,
-            env="ACCELERATE_FP8_PAD_INNER_DIM",
             question="Pad matrices whose inner size is not a multiple of 16?",
         ),
     ),
     section="fp8_config",
     prefix="fp8_",
     short_keys=True,
+    variables="ACCELERATE_",
 )

@@ -139,8 +139,7 @@ DEEPSPEED = Family(
 
 
 def _megatron(name: str, help: str, kind: Kind, default: object = None, question: str = "") -> Option:
-    full = f"megatron_lm_{name}"
-    return Option(full, help, kind, default, question=question, env=full.upper())
+    return Option(f"megatron_lm_{name}", help, kind, default, question=question)
 
 
 MEGATRON = Family(
@@ -198,4 +197,5 @@ MEGATRON = Family(
     section="megatron_lm_config",
     prefix="megatron_lm_",
     switch="use_megatron_lm",
+    variables="",
 )

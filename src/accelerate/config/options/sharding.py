@@ -36,7 +36,6 @@ FSDP = Family(
             "1: FullyShardedDataParallel, 2: fully_shard",
             default="1",
             choices={"1": "FullyShardedDataParallel, the older one", "2": "fully_shard, per parameter"},
-            env="FSDP_VERSION",
             question="Which version of FSDP?",
         ),
         Option(
@@ -44,7 +43,6 @@ FSDP = Family(
             "keep parameters and gradients on the CPU while they are not used",
             YES_NO_WORD,
             "false",
-            env="FSDP_OFFLOAD_PARAMS",
             question="Keep parameters and gradients on the CPU while they are not used? Saves memory, costs time.",
         ),
         Option(
@@ -52,7 +50,6 @@ FSDP = Family(
             "parameters per unit (SIZE_BASED_WRAP)",
             WHOLE,
             100_000_000,
-            env="FSDP_MIN_NUM_PARAMS",
             question="How many parameters should a unit have?",
         ),
         # Numbers 1 to 5 are what files of 0.11 have here.
@@ -60,7 +57,6 @@ FSDP = Family(
             "fsdp_sharding_strategy",
             f"what is sharded (version 1): {', '.join(STRATEGIES)}",
             default="FULL_SHARD",
-            env="FSDP_SHARDING_STRATEGY",
             question="What should be sharded?",
         ),
         Option(
@@ -68,13 +64,11 @@ FSDP = Family(
             "free gathered parameters after the forward pass (version 2): yes or no; less memory, one more gather",
             LOWER,
             "true",
-            env="FSDP_RESHARD_AFTER_FORWARD",
             question="Free gathered parameters after the forward pass? Less memory, one more gather.",
         ),
         Option(
             "fsdp_auto_wrap_policy",
             f"what makes a unit: {', '.join(WRAPPING)}",
-            env="FSDP_AUTO_WRAP_POLICY",
             question="What makes a unit?",
         ),
         Option(
@@ -86,13 +80,11 @@ FSDP = Family(
         Option(
             "fsdp_backward_prefetch",
             f"when the next parameters are gathered in the backward pass: {', '.join(PREFETCH)}",
-            env="FSDP_BACKWARD_PREFETCH",
             question="When are the next parameters gathered in the backward pass?",
         ),
         Option(
             "fsdp_state_dict_type",
             f"how checkpoints are written: {', '.join(STATE_DICTS)}",
-            env="FSDP_STATE_DICT_TYPE",
             question="How should checkpoints be written?",
         ),
         Option(
@@ -100,7 +92,6 @@ FSDP = Family(
             "gather the next parameters during the forward pass (the same order every time)",
             YES_NO_WORD,
             "false",
-            env="FSDP_FORWARD_PREFETCH",
             question="Gather the next parameters during the forward pass?",
         ),
         Option(
@@ -108,7 +99,6 @@ FSDP = Family(
             "keep the model's own parameters visible, so that some may be frozen",
             YES_NO_WORD,
             "true",
-            env="FSDP_USE_ORIG_PARAMS",
             question="Keep the model's own parameters visible, so that some may be frozen?",
         ),
         Option(
@@ -116,7 +106,6 @@ FSDP = Family(
             "only rank 0 loads a pretrained model, the others start empty",
             YES_NO_WORD,
             "true",
-            env="FSDP_CPU_RAM_EFFICIENT_LOADING",
             question="Let only rank 0 load a pretrained model, while the others start empty?",
         ),
         Option(
@@ -124,7 +113,6 @@ FSDP = Family(
             "start with the parameters of rank 0 everywhere",
             YES_NO_WORD,
             "true",
-            env="FSDP_SYNC_MODULE_STATES",
             question="Start with the parameters of rank 0 everywhere?",
         ),
         Option(
@@ -132,7 +120,6 @@ FSDP = Family(
             "recompute activations in the backward pass instead of keeping them",
             YES_NO_WORD,
             "false",
-            env="FSDP_ACTIVATION_CHECKPOINTING",
             question="Recompute activations in the backward pass? Saves memory, costs time.",
         ),
         Option(
@@ -140,29 +127,25 @@ FSDP = Family(
             "keep checkpointed activations on the CPU",
             YES_NO_WORD,
             "false",
-            env="FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
         ),
-        Option("fsdp_xla", "shard over the chips of a TPU (the same as `--tpu`)", YES_NO_WORD),
-        Option("fsdp_xla_fsdp_v2", "by SPMD, which is the only way here", YES_NO_WORD),
+        Option("fsdp_xla", "shard over the chips of a TPU (the same as `--tpu`)", YES_NO_WORD, env=""),
+        Option("fsdp_xla_fsdp_v2", "by SPMD, which is the only way here", YES_NO_WORD, env=""),
         Option(
             "fsdp_xla_fsdp_settings",
             'on a TPU, as JSON: `{"shard_param_on_dim_0": true}` cuts parameters along their first dimension',
             JSON,
-            env="FSDP_XLA_FSDP_SETTINGS",
         ),
         Option(
             "fsdp_xla_fsdp_grad_ckpt",
             "on a TPU: the same as `--fsdp_activation_checkpointing`",
             YES_NO_WORD,
-            env="FSDP_XLA_FSDP_GRAD_CKPT",
         ),
-        Option(
-            "fsdp_ignored_modules", "names of modules that are not sharded, as a pattern", env="FSDP_IGNORED_MODULES"
-        ),
+        Option("fsdp_ignored_modules", "names of modules that are not sharded, as a pattern"),
     ),
     section="fsdp_config",
     prefix="fsdp_",
     switch="use_fsdp",
+    variables="",
 )
 
 PARALLELISM = Family(
@@ -174,7 +157,6 @@ PARALLELISM = Family(
             "copies of the model",
             WHOLE,
             1,
-            env="PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
             question="How many copies of the model?",
         ),
         Option(
@@ -182,7 +164,6 @@ PARALLELISM = Family(
             "processes that share a copy's parameters (FSDP)",
             WHOLE,
             1,
-            env="PARALLELISM_CONFIG_DP_SHARD_SIZE",
             question="Over how many processes are a copy's parameters sharded?",
         ),
         Option(
@@ -190,7 +171,6 @@ PARALLELISM = Family(
             "processes that share each layer (tensor parallel)",
             WHOLE,
             1,
-            env="PARALLELISM_CONFIG_TP_SIZE",
             question="Over how many processes is each layer spread?",
         ),
         Option(
@@ -198,7 +178,6 @@ PARALLELISM = Family(
             "processes that share each sequence (context parallel)",
             WHOLE,
             1,
-            env="PARALLELISM_CONFIG_CP_SIZE",
             question="Over how many processes is each sequence spread?",
         ),
         Option(
@@ -206,13 +185,11 @@ PARALLELISM = Family(
             "the library that does context parallelism",
             default="torch",
             choices={"torch": "PyTorch"},
-            env="PARALLELISM_CONFIG_CP_BACKEND",
         ),
         Option(
             "parallelism_config_cp_comm_strategy",
             "how its processes exchange: allgather or alltoall",
             default="allgather",
-            env="PARALLELISM_CONFIG_CP_COMM_STRATEGY",
             question="How do they exchange: allgather or alltoall?",
         ),
         Option(
@@ -220,37 +197,33 @@ PARALLELISM = Family(
             "processes that share each sequence in DeepSpeed's way (sequence parallel)",
             WHOLE,
             1,
-            env="PARALLELISM_CONFIG_SP_SIZE",
         ),
         Option(
             "parallelism_config_sp_backend",
             "the library that does sequence parallelism",
             default="deepspeed",
             choices={"deepspeed": "DeepSpeed"},
-            env="PARALLELISM_CONFIG_SP_BACKEND",
         ),
         Option(
             "parallelism_config_sp_seq_length",
             "the length of a sequence",
-            env="PARALLELISM_CONFIG_SP_SEQ_LENGTH",
         ),
         Option(
             "parallelism_config_sp_seq_length_is_variable",
             "whether that length changes",
             YES_NO,
             True,
-            env="PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE",
         ),
         Option(
             "parallelism_config_sp_attn_implementation",
             "the attention: sdpa, flash_attention_2 or flash_attention_3",
             default="sdpa",
-            env="PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION",
         ),
     ),
     section="parallelism_config",
     prefix="parallelism_config_",
     switch="use_parallelism_config",
+    variables="",
 )
 
 # Said only when the axis they belong to is there.

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from accelerate.engines.megatron.board import Board
+from accelerate.engines.megatron.weights import unwrapped
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ class MegatronEngine(nn.Module):
     @property
     def chunks(self) -> list[nn.Module]:
         """This process's parts of the model, from under the wrappers."""
-        return [_bare(model) for model in self.module]
+        return [unwrapped(model) for model in self.module]
 
     def get_module_config(self) -> Any:
         """The config of the model, with what the schedule needs to know of optimizer and gradients."""
@@ -273,13 +274,6 @@ def _train_step(accelerator: Any, plugin: Any, args: Any) -> Any:
     from accelerate.engines.megatron.train_steps import train_step_for
 
     return train_step_for(accelerator, args)
-
-
-def _bare(model: Any) -> nn.Module:
-    while hasattr(model, "module"):
-        model = model.module
-    bare: nn.Module = model
-    return bare
 
 
 def _rows(batch: dict[str, Any]) -> int:

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from accelerate.config.deepspeed import PLUGIN_SETTINGS
@@ -223,8 +223,7 @@ def _check_config_file(settings: Settings) -> None:
 
 def _plan(settings: Settings) -> LaunchPlan:
     if settings.hosts is None:
-        plan = elastic.ENGINE.plan(settings)
-        return LaunchPlan(**{**vars(plan), "missing": _missing(settings)})
+        return replace(elastic.ENGINE.plan(settings), missing=_missing(settings))
     launcher, env = _in_use(settings), _environment(settings)
     if launcher.scripts and (settings.module or settings.no_python):
         raise ValueError(

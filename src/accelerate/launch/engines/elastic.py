@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from accelerate.config.environment import check_cuda_p2p_ib_support
-from accelerate.config.options import option
+from accelerate.config.options import variable
 from accelerate.launch.engines import single
 from accelerate.launch.plan import LaunchEngine, LaunchPlan
 from accelerate.launch.settings import Settings
@@ -39,7 +39,7 @@ def torchrun_arguments(settings: Settings) -> list[str]:
 
 def environment(settings: Settings) -> dict[str, str]:
     """The variables for the workers."""
-    env = {option("cpu").env: "True"} if settings.cpu else {}
+    env = {variable("cpu"): "True"} if settings.cpu else {}
     if settings.devices.kind == "cuda" and settings.local_processes > 1 and not check_cuda_p2p_ib_support():
         env |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
     return {**env, **variables(settings, settings.devices)}

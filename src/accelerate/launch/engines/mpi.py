@@ -17,7 +17,6 @@ class Flavour:
 
     name: str
     hostfile: str
-    processes: str
     per_machine: str
     bind: tuple[str, ...] = ()
 
@@ -28,9 +27,9 @@ class Flavour:
         return [word for name, value in env.items() for word in ("-genv", name, value)]
 
 
-OPEN_MPI = Flavour("Open MPI", "--hostfile", "-n", "--npernode", ("--bind-to", "socket"))
-INTEL_MPI = Flavour("Intel MPI", "-f", "-n", "-ppn")
-MVAPICH = Flavour("MVAPICH", "-f", "-n", "-ppn")
+OPEN_MPI = Flavour("Open MPI", "--hostfile", "--npernode", ("--bind-to", "socket"))
+INTEL_MPI = Flavour("Intel MPI", "-f", "-ppn")
+MVAPICH = Flavour("MVAPICH", "-f", "-ppn")
 
 
 def flavour(version: str) -> Flavour:
@@ -61,7 +60,7 @@ def command(settings: Settings, kind: Flavour, env: dict[str, str]) -> list[str]
         "mpirun",
         *(kind.hostfile, str(settings.mpirun_hostfile)),
         *(kind.per_machine, str(max(1, settings.local_processes))),
-        *(kind.processes, str(settings.num_processes)),
+        *("-n", str(settings.num_processes)),
         *kind.bind,
         *kind.pass_on(env),
         *single.through_worker(settings),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from accelerate.config.options import option
+from accelerate.config.options import variable
 from accelerate.environments.base import DEFAULT_PORT
 from accelerate.launch.plan import LaunchEngine, LaunchPlan
 from accelerate.launch.settings import Settings
@@ -36,7 +36,7 @@ def guarded(words: list[str]) -> list[str]:
 
 def environment(settings: Settings) -> dict[str, str]:
     """The variables for processes that are not torch elastic's."""
-    env = {option("cpu").env: str(bool(settings.cpu))}
+    env = {variable("cpu"): str(bool(settings.cpu))}
     if settings.world is not None:
         env.update(settings.world.variables())
     elif settings.num_processes > 1:

@@ -30,61 +30,11 @@ from accelerate.precision import kinds_of
 from accelerate.precision.fp8 import best_of
 from accelerate.random import set_seed, synchronize_rng_states
 from accelerate.state import AcceleratorState
+from accelerate.test_utils import process_checks
 from accelerate.test_utils.checks import expect, shared_folder
-from accelerate.test_utils.process_checks import (
-    central_dl_preparation_check,
-    check_seedable_sampler,
-    check_seedable_sampler_in_batch_sampler_shard,
-    check_seedable_sampler_with_data_seed,
-    custom_sampler_check,
-    dl_preparation_check,
-    generate_baseline_dataloader,
-    init_state_check,
-    mock_training,
-    print_last,
-    print_local_main,
-    print_main,
-    print_on,
-    process_execution_check,
-    rng_sync_check,
-    test_reinstantiated_state,
-    test_split_between_processes_dataset,
-    test_split_between_processes_evenly,
-    test_split_between_processes_list,
-    test_split_between_processes_nested_dict,
-    test_split_between_processes_tensor,
-    test_trigger,
-    training_check,
-)
 
 # The parts of checks have the names of the release, for those who call them one by one.
-__all__ = [
-    "CHECKS",
-    "central_dl_preparation_check",
-    "check_seedable_sampler",
-    "check_seedable_sampler_in_batch_sampler_shard",
-    "check_seedable_sampler_with_data_seed",
-    "custom_sampler_check",
-    "dl_preparation_check",
-    "generate_baseline_dataloader",
-    "init_state_check",
-    "main",
-    "mock_training",
-    "print_last",
-    "print_local_main",
-    "print_main",
-    "print_on",
-    "process_execution_check",
-    "rng_sync_check",
-    "test_reinstantiated_state",
-    "test_split_between_processes_dataset",
-    "test_split_between_processes_evenly",
-    "test_split_between_processes_list",
-    "test_split_between_processes_nested_dict",
-    "test_split_between_processes_tensor",
-    "test_trigger",
-    "training_check",
-]
+from accelerate.test_utils.process_checks import *  # noqa: F403
 
 # Mixed precision rounds to 3 (bf16, fp8) or 4 digits (fp16).
 TOLERANCE = {"no": 1e-5, "fp16": 5e-3, "bf16": 3e-2, "fp8": 1e-1}
@@ -287,18 +237,18 @@ def precision() -> str:
 def control() -> str:
     """Functions run where they should, and data are split between the processes."""
     checks: list[Callable[[], Any]] = [
-        init_state_check,
-        process_execution_check,
-        test_split_between_processes_list,
-        test_split_between_processes_nested_dict,
-        test_split_between_processes_tensor,
-        test_split_between_processes_evenly,
-        test_trigger,
-        test_reinstantiated_state,
+        process_checks.init_state_check,
+        process_checks.process_execution_check,
+        process_checks.test_split_between_processes_list,
+        process_checks.test_split_between_processes_nested_dict,
+        process_checks.test_split_between_processes_tensor,
+        process_checks.test_split_between_processes_evenly,
+        process_checks.test_trigger,
+        process_checks.test_reinstantiated_state,
     ]
     if is_datasets_available():
         dataset = importlib.import_module("datasets").Dataset
-        checks.append(functools.partial(test_split_between_processes_dataset, dataset))
+        checks.append(functools.partial(process_checks.test_split_between_processes_dataset, dataset))
     _each(checks)
     return "order of processes, decorators, parts of data, the flag to stop"
 
@@ -306,15 +256,15 @@ def control() -> str:
 def loaders() -> str:
     """Every way of preparing a loader gives each sample once, and seeds decide about the order."""
     checks: list[Callable[[], Any]] = [
-        rng_sync_check,
-        dl_preparation_check,
-        central_dl_preparation_check,
-        custom_sampler_check,
-        check_seedable_sampler,
-        check_seedable_sampler_with_data_seed,
+        process_checks.rng_sync_check,
+        process_checks.dl_preparation_check,
+        process_checks.central_dl_preparation_check,
+        process_checks.custom_sampler_check,
+        process_checks.check_seedable_sampler,
+        process_checks.check_seedable_sampler_with_data_seed,
     ]
     if AcceleratorState().num_processes > 1:
-        checks.append(check_seedable_sampler_in_batch_sampler_shard)
+        checks.append(process_checks.check_seedable_sampler_in_batch_sampler_shard)
     _each(checks)
     return "split, dispatched, own samplers, seeds"
 

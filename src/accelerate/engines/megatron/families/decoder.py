@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from torch import nn
 
+from accelerate.engines.megatron.conversion import Rule, TiedVocabulary, Vocabulary
 from accelerate.engines.megatron.families.base import ModelFamily, Stage
 from accelerate.engines.megatron.layers import block, hide_padding, with_norm
 
@@ -14,10 +16,22 @@ class Decoder(ModelFamily):
     """A model with causal attention and a head over the vocabulary."""
 
     returns_logits = True
+    # What transformers calls the embeddings, which may be the weights of the head as well.
+    words: ClassVar[str]
 
     def positions(self, model: Any) -> dict[str, Any]:
         """The arguments of `GPTModel` about positions."""
         raise NotImplementedError
+
+    def vocabulary(self, model: Any) -> list[Rule]:
+        """How embeddings and head are made."""
+        embeddings = Vocabulary("embedding.word_embeddings.weight", self.words, model.vocab_size)
+        if model.tie_word_embeddings:
+            return [embeddings, TiedVocabulary("output_layer.weight", self.words, model.vocab_size)]
+        return [embeddings, Vocabulary("output_layer.weight", "lm_head.weight", model.vocab_size)]
+
+    def tied(self, model: Any) -> Mapping[str, str]:
+        return {"lm_head.weight": self.words} if model.tie_word_embeddings else {}
 
     def build(self, stage: Stage) -> nn.Module:
         from megatron.core.models.gpt import GPTModel

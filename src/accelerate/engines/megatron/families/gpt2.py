@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from accelerate.engines.megatron.conversion import FusedHeads, Rule, TiedVocabulary, Transposed, Vocabulary
+from accelerate.engines.megatron.conversion import FusedHeads, Rule, Transposed
 from accelerate.engines.megatron.families.decoder import Decoder
 from accelerate.engines.megatron.layers import activation
-
-_LAYER = "decoder.layers.{}."
 
 
 class GPT2(Decoder):
     """`GPT2LMHeadModel`."""
 
     prefix = "transformer."
+    words = "transformer.wte.weight"
     buffers = (".attn.bias", ".attn.masked_bias")
     required = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
@@ -34,13 +33,10 @@ class GPT2(Decoder):
         return {"position_embedding_type": "learned_absolute", "max_sequence_length": model.n_positions}
 
     def rules(self, model: Any) -> Sequence[Rule]:
-        head = TiedVocabulary if model.tie_word_embeddings else Vocabulary
-        output = "transformer.wte.weight" if model.tie_word_embeddings else "lm_head.weight"
         heads = {"sizes": [model.n_embd] * 3, "groups": model.n_head}
-        of, its = _LAYER, "transformer.h.{}."
+        of, its = "decoder.layers.{}.", "transformer.h.{}."
         rules: list[Rule] = [
-            Vocabulary("embedding.word_embeddings.weight", "transformer.wte.weight", model.vocab_size),
-            head("output_layer.weight", output, model.vocab_size),
+            *self.vocabulary(model),
             Rule("embedding.position_embeddings.weight", "transformer.wpe.weight"),
         ]
         for kind in ("weight", "bias"):
@@ -55,6 +51,3 @@ class GPT2(Decoder):
                 linear(f"{of}mlp.linear_fc2.{kind}", f"{its}mlp.c_proj.{kind}"),
             ]
         return rules
-
-    def tied(self, model: Any) -> Mapping[str, str]:
-        return {"lm_head.weight": "transformer.wte.weight"} if model.tie_word_embeddings else {}

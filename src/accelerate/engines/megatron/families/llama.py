@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from accelerate.engines.megatron.conversion import Gated, Heads, Rule, TiedVocabulary, Vocabulary
+from accelerate.engines.megatron.conversion import Gated, Heads, Rule
 from accelerate.engines.megatron.families.base import Stage
 from accelerate.engines.megatron.families.decoder import Decoder
 from accelerate.engines.megatron.layers import activation
@@ -20,6 +20,7 @@ class Llama(Decoder):
     """`LlamaForCausalLM`."""
 
     prefix = "model."
+    words = "model.embed_tokens.weight"
     buffers = (".rotary_emb.inv_freq",)
     rotary = True
 
@@ -70,14 +71,11 @@ class Llama(Decoder):
         return model
 
     def rules(self, model: Any) -> Sequence[Rule]:
-        head = TiedVocabulary if model.tie_word_embeddings else Vocabulary
-        output = "model.embed_tokens.weight" if model.tie_word_embeddings else "lm_head.weight"
         size, groups = _head_size(model), model.num_key_value_heads
         sizes = [model.num_attention_heads * size, groups * size, groups * size]
         of, its = "decoder.layers.{}.", "model.layers.{}."
         rules: list[Rule] = [
-            Vocabulary("embedding.word_embeddings.weight", "model.embed_tokens.weight", model.vocab_size),
-            head("output_layer.weight", output, model.vocab_size),
+            *self.vocabulary(model),
             Rule("decoder.final_layernorm.weight", "model.norm.weight"),
             Rule(f"{of}input_layernorm.weight", f"{its}input_layernorm.weight"),
             Rule(f"{of}pre_mlp_layernorm.weight", f"{its}post_attention_layernorm.weight"),
@@ -91,9 +89,6 @@ class Llama(Decoder):
                 Rule(f"{of}mlp.linear_fc2.{kind}", f"{its}mlp.down_proj.{kind}"),
             ]
         return rules
-
-    def tied(self, model: Any) -> Mapping[str, str]:
-        return {"lm_head.weight": "model.embed_tokens.weight"} if model.tie_word_embeddings else {}
 
 
 def _head_size(model: Any) -> int:

@@ -13,9 +13,8 @@ from typing import Any
 from accelerate.accelerator import Accelerator
 from accelerate.test_utils import pair_training
 from accelerate.test_utils.checks import expect_equal
-from accelerate.test_utils.sentence_pairs import Scores, evaluate, get_dataloaders
-
-__all__ = ["EVAL_BATCH_SIZE", "MAX_GPU_BATCH_SIZE", "evaluation_loop", "get_dataloaders", "main", "training_function"]
+from accelerate.test_utils.sentence_pairs import Scores, evaluate
+from accelerate.test_utils.sentence_pairs import get_dataloaders as get_dataloaders
 
 MAX_GPU_BATCH_SIZE = 16
 EVAL_BATCH_SIZE = 32

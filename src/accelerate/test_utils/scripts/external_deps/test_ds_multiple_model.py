@@ -14,17 +14,7 @@ from accelerate.accelerator import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.test_utils import pair_training
 from accelerate.test_utils.checks import expect, needs_deepspeed, run_checks
-from accelerate.test_utils.sentence_pairs import get_dataloaders
-
-__all__ = [
-    "EVAL_BATCH_SIZE",
-    "NoiseModel",
-    "ds_config_file",
-    "get_dataloaders",
-    "main",
-    "multiple_model_training",
-    "single_model_training",
-]
+from accelerate.test_utils.sentence_pairs import get_dataloaders as get_dataloaders
 
 EVAL_BATCH_SIZE = 16
 _SHARED: dict[str, Any] = {

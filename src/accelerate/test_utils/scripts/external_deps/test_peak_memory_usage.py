@@ -17,17 +17,7 @@ from accelerate.accelerator import Accelerator
 from accelerate.test_utils import pair_training
 from accelerate.test_utils.backend import torch_device
 from accelerate.test_utils.checks import expect
-from accelerate.test_utils.sentence_pairs import get_dataloaders
-
-__all__ = [
-    "EVAL_BATCH_SIZE",
-    "MAX_GPU_BATCH_SIZE",
-    "TorchTracemalloc",
-    "b2mb",
-    "get_dataloaders",
-    "main",
-    "training_function",
-]
+from accelerate.test_utils.sentence_pairs import get_dataloaders as get_dataloaders
 
 MAX_GPU_BATCH_SIZE = 16
 EVAL_BATCH_SIZE = 32

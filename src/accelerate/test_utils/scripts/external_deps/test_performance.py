@@ -19,9 +19,8 @@ from accelerate.constants import SAFE_WEIGHTS_NAME
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.test_utils import pair_training
 from accelerate.test_utils.checks import expect, expect_equal
-from accelerate.test_utils.sentence_pairs import PAD, get_dataloaders
-
-__all__ = ["EVAL_BATCH_SIZE", "MAX_GPU_BATCH_SIZE", "get_dataloaders", "main", "training_function"]
+from accelerate.test_utils.sentence_pairs import PAD
+from accelerate.test_utils.sentence_pairs import get_dataloaders as get_dataloaders
 
 MAX_GPU_BATCH_SIZE = 16
 EVAL_BATCH_SIZE = 32
