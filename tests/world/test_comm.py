@@ -351,6 +351,19 @@ def test_broadcast() -> None:
     run_world(_broadcast, 2)
 
 
+def _broadcast_of_other_sizes() -> None:
+    rank = PartialState().process_index
+    for mine in (torch.arange(1.0 + rank), [torch.ones(2), torch.ones(2, dtype=[torch.float32, torch.int64][rank])]):
+        with pytest.raises(DistributedOperationException, match=r"differ between ranks: rank 0 has .*; rank 1 has .*"):
+            ops.broadcast(mine)
+    assert ops.broadcast(torch.full((1, 3), rank).reshape([3, 1][rank], -1)).tolist() in ([[0], [0], [0]], [[0, 0, 0]])
+
+
+def test_broadcast_of_other_sizes() -> None:
+    """Where a rank has another size it would be left with a part of what was sent, or wait for more."""
+    run_world(_broadcast_of_other_sizes, 2)
+
+
 def _broadcast_data() -> None:
     rank = PartialState().process_index
     mine = {"a": torch.arange(6).view(2, 3).t(), "n": 7, "p": Pair("x", torch.tensor(2.5))} if rank == 1 else None

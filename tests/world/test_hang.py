@@ -212,7 +212,7 @@ def test_the_text_of_a_roll(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "the network" in roll.likely_reason(notes[:2])
     uneven = roll.likely_reason([Note("waits", "backward", "train.py:6", 0.0), notes[0], notes[1]])
     assert uneven.startswith(
-        "In a training step, rank 0 waits for ranks 1, 2, which have already moved on: look for a loop"
+        "In a training step, rank 0 waits for ranks 1, 2, which have already moved on: look for a collective under"
     )
     assert "for others use `accelerator.join_uneven_inputs`" in uneven
     gone = [notes[0], Note("ended"), Note("ended", line="train.py:9", text="3"), Note("ended")]

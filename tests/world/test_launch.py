@@ -108,6 +108,33 @@ def test_two_processes_on_the_cpu_train_and_say_so(tmp_path: Path) -> None:
     assert done.stderr.splitlines() == ["accelerate: starting 2 processes, on the CPU, with gloo"]
 
 
+def test_a_killed_worker_of_a_loader_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
+    # Of the two connections to it, either may break first, and the signal of its end comes in the middle of the report.
+    train = script(
+        tmp_path,
+        """
+import torch
+from torch.utils.data import DataLoader, Dataset
+from accelerate import Accelerator
+accelerator = Accelerator()
+class Fatal(Dataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        if index == 9:
+            os.kill(os.getpid(), 9)
+        return torch.ones(1)
+for batch in accelerator.prepare(DataLoader(Fatal(), batch_size=2, num_workers=1)):
+    accelerator.gather(batch)
+""",
+    )
+    done = launch(tmp_path, *TWO, train)
+    assert done.returncode == 1
+    last = done.stderr.rstrip().rpartition("first to fail")[2]
+    assert "RuntimeError: DataLoader worker (pid" in last, done.stderr
+    assert last.endswith("try fewer workers (`num_workers`), or a smaller `prefetch_factor`.")
+
+
 def test_the_first_error_is_the_last_thing_on_the_screen(tmp_path: Path) -> None:
     # Rank 0 notices the failure of rank 1, once that has been written down, and fails of it, as a collective would.
     train = script(

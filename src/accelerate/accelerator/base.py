@@ -320,5 +320,7 @@ def _recipe_attribute(handler: KwargsHandler) -> str:
     name = type(handler).__name__
     if isinstance(handler, Recipe) and name in _RECIPES:
         return _RECIPES[name]
+    if isinstance(handler, type) and issubclass(handler, KwargsHandler):
+        raise WrongHandler(f"kwargs_handlers contains the class {handler.__name__}: pass `{handler.__name__}(...)`.")
     known = ", ".join((*(kind.__name__ for kind in _HANDLERS), *_RECIPES))
     raise WrongHandler(f"kwargs_handlers cannot contain {a_kind_of(handler)}: pass any of {known}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from types import GeneratorType
 from typing import Any, TypeVar, overload
 
 import torch
@@ -88,6 +89,11 @@ class Preparing(AcceleratorBase):
                 _warn_of_objects_inside(item, item, "")
             elif isinstance(item, dict):
                 _warn_of_objects_inside(item, item.values(), ".values()")
+            elif isinstance(item, GeneratorType):
+                warn(
+                    "`prepare` was given a generator and returns it unchanged: pass the model or the optimizer itself, "
+                    "or a DataLoader."
+                )
             elif isinstance(item, type):
                 warn(
                     f"`prepare` was given the class {item.__name__} and returns it unchanged: pass an object, "

@@ -50,6 +50,11 @@ class Reporting(AcceleratorBase):
 
         self._logs_are_lost = False
         self._running.forget_ended()
+        if not self.log_with and self.is_main_process:
+            warn(
+                "`init_trackers` starts no tracker, so nothing that is logged is kept: name one when the Accelerator "
+                'is made, as in `Accelerator(log_with="local", project_dir="project")`.'
+            )
         for asked in self.log_with:
             kind: Any = type(asked) if isinstance(asked, GeneralTracker) else known_trackers()[str(asked)]
             everywhere = kind.runs_on_every_process()

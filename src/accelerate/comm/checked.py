@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from accelerate.comm.base import Communicator
-from accelerate.comm.tree import keys_of, leaves
+from accelerate.comm.tree import dtype_name, keys_of, leaves
 from accelerate.diagnosis.place import line_of_script
 from accelerate.errors import DistributedOperationException
 
@@ -36,7 +36,7 @@ class Checked:
         mine = (
             operation,
             line_of_script(),
-            [(list(tensor.shape), str(tensor.dtype).removeprefix("torch.")) for tensor in tensors],
+            [(list(tensor.shape), dtype_name(tensor)) for tensor in tensors],
             () if operation in _OBJECTS else keys_of(data),
         )
         everyone = self._inner.gather_objects(mine)

@@ -5,13 +5,22 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 
 from accelerate.comm.base import current
-from accelerate.comm.tree import convert_to_fp32, keys_of, leaves, recursively_apply, replace_leaves
+from accelerate.comm.tree import (
+    convert_to_fp32,
+    dtype_name,
+    in_words,
+    keys_of,
+    leaves,
+    recursively_apply,
+    replace_leaves,
+)
 from accelerate.errors import CannotPadNestedTensorWarning, CannotPickle, DistributedOperationException, a_kind_of, warn
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -193,6 +202,15 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     communicator = current()
     if communicator.size == 1:
         return tensor
+    # A rank whose tensor has another size would be left with a part of what is sent, or wait for more.
+    mine = [(dtype_name(leaf), list(leaf.shape)) for leaf in leaves(tensor, error_on_other_type=True)]
+    everyone = communicator.gather_objects(mine)
+    if len({str([(dtype, math.prod(shape)) for dtype, shape in theirs]) for theirs in everyone}) > 1:
+        raise DistributedOperationException(
+            "Cannot broadcast tensors whose dtypes or shapes differ between ranks: "
+            + "; ".join(f"rank {rank} has {in_words(theirs)}" for rank, theirs in enumerate(everyone))
+            + ". Pass the same dtypes and shapes on every rank, or use `broadcast_object_list`."
+        )
     return recursively_apply(communicator.broadcast, tensor, from_process, error_on_other_type=True)
 
 

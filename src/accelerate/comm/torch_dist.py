@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate.comm.base import Communicator
+from accelerate.comm.tree import dtype_name, in_words
 from accelerate.environments import World, torchrun
 from accelerate.errors import DistributedOperationException
 from accelerate.torch_internals.process_groups import all_gather_on
@@ -252,7 +253,7 @@ class TorchDistributed(Communicator):
         return found
 
     def _raise_mismatch(self, tensors: list[torch.Tensor], more: int, keys: tuple[str | int, ...]) -> None:
-        mine = [(str(tensor.dtype).removeprefix("torch."), list(tensor.shape)) for tensor in tensors]
+        mine = [(dtype_name(tensor), list(tensor.shape)) for tensor in tensors]
         told = self.gather_objects((mine, more, keys))
         if len({own for _, _, own in told}) > 1:
             raise DistributedOperationException(
@@ -265,7 +266,7 @@ class TorchDistributed(Communicator):
         everyone = [(brought, left) for brought, left, _ in told]
         raise DistributedOperationException(
             "Cannot gather tensors whose dtypes, or shapes beyond the first dimension, differ between ranks: "
-            + "; ".join(f"rank {rank} has {_in_words(*brought)}" for rank, brought in enumerate(everyone))
+            + "; ".join(f"rank {rank} has {in_words(*brought)}" for rank, brought in enumerate(everyone))
             + f". {_remedy(everyone)}, or gather them as objects."
         )
 
@@ -351,11 +352,6 @@ def _differing(keys: list[tuple[str | int, ...]]) -> list[str]:
     start, end = max(place - 1, 0), place + 3
     words = [["..."] * (start > 0) + [str(key) for key in own[start:end]] + ["..."] * (len(own) > end) for own in keys]
     return [", ".join(each) or "none" for each in words]
-
-
-def _in_words(tensors: list[tuple[str, list[int]]], more: int) -> str:
-    words = [f"{dtype}{shape}" for dtype, shape in tensors] + ([f"{more} more"] if more else [])
-    return ", ".join(words) or "nothing"
 
 
 def _remedy(brought: list[tuple[list[tuple[str, list[int]]], int]]) -> str:

@@ -139,6 +139,8 @@ def recursively_apply(
         return map_items(inner, data)
     if error_on_other_type:
         wanted, remedy = "tensors", "pass a tensor, as in `torch.tensor(value)`"
+        if not isinstance(data, (int, float, complex)):
+            remedy = "other values have `gather_object` and `broadcast_object_list`; leave them out here"
         if test_type is not is_torch_tensor:
             wanted, remedy = f"objects that satisfy {getattr(test_type, '__name__', test_type)}", "convert or remove it"
         raise TypeError(
@@ -146,6 +148,17 @@ def recursively_apply(
             f"dataclasses of them, are accepted: {remedy}."
         )
     return data
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """`float32`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def in_words(tensors: list[tuple[str, list[int]]], more: int = 0) -> str:
+    """What a rank has brought, for a sentence. tensors: dtype and shape of each. more: how many there are besides."""
+    words = [f"{dtype}{shape}" for dtype, shape in tensors] + ([f"{more} more"] if more else [])
+    return ", ".join(words) or "nothing"
 
 
 def leaves(data: Any, error_on_other_type: bool = False) -> list[torch.Tensor]:

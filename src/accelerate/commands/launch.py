@@ -7,7 +7,7 @@ import importlib
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from accelerate.available import has_package, lacks_fp8_package
@@ -84,9 +84,11 @@ class _Parser(CustomArgumentParser):
     """Leave everything after the script as it is, including a `--`, which argparse would interpret."""
 
     STAND_IN = "\0--"
+    _words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         words = [self.STAND_IN if word == "--" else word for word in (sys.argv[1:] if args is None else args)]
+        self._words = words
         found, rest = super().parse_known_args(words, namespace)
         after = [found.training_script, *found.training_script_args]
         after = after[1:] if after[0] == self.STAND_IN else after  # `launch --cpu -- script`
@@ -101,6 +103,9 @@ class _Parser(CustomArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         missing = message.startswith("the following arguments are required: script")
+        flags = [word for word in self._words if word.startswith("--")] if missing else []
+        if unknown := [flag for flag in flags if flag.partition("=")[0] not in self._option_string_actions]:
+            self._refuse(unknown)
         super().error("name the script to run" if missing else message)
 
 

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from accelerate import __version__
 from accelerate.commands.utils import command_parser, run_command
 from accelerate.config import file as config_file
 from accelerate.errors import CommandFailed
@@ -91,7 +92,7 @@ def _lines(path: str | None) -> list[str]:
 def _install(args: argparse.Namespace) -> list[str]:
     if not args.install_accelerate:
         return []
-    known = {"latest": "accelerate -U", "dev": "git+https://github.com/huggingface/accelerate.git"}
+    known = {"latest": f'-U "accelerate>={__version__}"', "dev": "git+https://github.com/huggingface/accelerate.git"}
     return [f"pip install {known.get(args.accelerate_version, f'accelerate=={args.accelerate_version}')}"]
 
 

@@ -174,6 +174,8 @@ class CustomArgumentParser(argparse.ArgumentParser):
         names, colon, rest = message.removeprefix("argument ").partition(": ")
         if names.startswith("-"):
             names = "/".join(shown_spellings(names.split("/")))
+        if rest.startswith("ignored explicit argument"):
+            rest = "this flag takes no value"
         message = names + colon + rest
         # The usage of `launch` fills two screens and would hide the sentence that matters.
         self.exit(2, f"{self.prog}: {message}; `{self.prog} --help` lists the arguments.\n")

@@ -328,6 +328,8 @@ def read(path: Path, tell: Callable[[str], None] = warn) -> dict[str, Any]:
     tell: what is called with a sentence about each key that stands twice.
     """
     if not path.is_file():
+        if path.is_dir():
+            raise IsADirectoryError(f"The config file {path} is a folder: give a file, such as `{path / 'my.yaml'}`.")
         raise FileNotFoundError(
             f"There is no config file {path}: give another one with `--config_file`, or make one with "
             "`accelerate config`."

@@ -193,8 +193,8 @@ def likely_reason(notes: Sequence[Note]) -> str:
         beyond = [rank for rank in by_kind["waits"] if rank not in training]
         return (
             f"In a training step, {_named(training)} {'wait' if len(training) > 1 else 'waits'} for {_named(beyond)}, "
-            f"which {'have' if len(beyond) > 1 else 'has'} already moved on: look for a loop with fewer batches there "
-            f"({EVEN}), or for a collective under a condition."
+            f"which {'have' if len(beyond) > 1 else 'has'} already moved on: look for a collective under a condition "
+            f"there, or for a loop with fewer batches ({EVEN})."
         )
     if len({(note.call, note.line) for note in waiting}) > 1:
         stops = "stops at the first such place"

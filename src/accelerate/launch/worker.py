@@ -13,6 +13,7 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
@@ -22,6 +23,8 @@ from types import CodeType, ModuleType, TracebackType
 _kept: list[ModuleType] = []
 # What this process was the first to say on the screen.
 _said: set[str] = set()
+# Between the end of a child and the signal that says so, at most, in seconds.
+_MOMENT = 0.2
 
 
 def die_with_parent(parent: int) -> None:
@@ -231,6 +234,24 @@ def _line_of(error: BaseException, traceback: TracebackType | None) -> str:
     return "Traceback (most recent call last)" if traceback is not None else format_exception_only(error)[-1].strip()
 
 
+def _or_of_a_child(error: BaseException) -> BaseException:
+    """The error that ended the script, or the one about a lost worker of a DataLoader that comes right behind it.
+
+    torch raises that out of its handler of SIGCHLD, which breaks into whatever is done then: from here on that would be
+    the report. The connection to such a worker may break a moment before.
+    """
+    if not callable(signal.getsignal(signal.SIGCHLD)):
+        return error
+    try:
+        if isinstance(error, (OSError, EOFError)):
+            time.sleep(_MOMENT)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    except RuntimeError as lost:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return lost
+    return error
+
+
 def tell_recorders(code: object) -> None:
     """Lets what records this run, if anything does, know how it ends: a code is no error that Python shows."""
     if (overheard := sys.modules.get("accelerate.tracking.overheard")) is not None:
@@ -337,7 +358,8 @@ def run(kind: str, target: str) -> None:
         raise
     except KeyboardInterrupt:
         raise
-    except BaseException as error:
+    except BaseException as raised:
+        error = _or_of_a_child(raised)
         traceback = _inside(error.__traceback__)
         # First on the screen: whoever shows an error may add to it, as which machine was lost.
         with _captured() as said:

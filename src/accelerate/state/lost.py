@@ -46,6 +46,10 @@ _SIGNS = (
 # classes.
 _PREPARED = "accelerate: `prepare` has wrapped this model in DistributedDataParallel: "
 _HANDLER = "`Accelerator(kwargs_handlers=[DistributedDataParallelKwargs({}=True)])`"
+_LOST_WORKER = (
+    "accelerate: a worker of this DataLoader was killed, most often because memory ran out: try fewer workers "
+    "(`num_workers`), or a smaller `prefetch_factor`."
+)
 _REMEDIES = {
     "'DistributedDataParallel' object has no attribute": _PREPARED
     + "your attributes and methods are those of `accelerator.unwrap_model(model)`; for the loss, call `model(...)`.",
@@ -54,6 +58,8 @@ _REMEDIES = {
     "Expected to mark a variable ready only once": _PREPARED
     + "if it checkpoints activations, let it do so with `use_reentrant=False`; if its graph is the same in every step, "
     + f"pass {_HANDLER.format('static_graph')}.",
+    "is killed by signal: Killed": _LOST_WORKER,
+    "exited unexpectedly": _LOST_WORKER,
 }
 
 

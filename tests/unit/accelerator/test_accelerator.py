@@ -66,7 +66,11 @@ def test_project_folders(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("handlers", "sentence"),
-    [([AutocastKwargs(), AutocastKwargs()], "two AutocastKwargs"), ([object()], "cannot contain an object")],
+    [
+        ([AutocastKwargs(), AutocastKwargs()], "two AutocastKwargs"),
+        ([object()], "cannot contain an object"),
+        ([AutocastKwargs], r"the class AutocastKwargs: pass `AutocastKwargs\(\.\.\.\)`"),
+    ],
 )
 def test_wrong_handlers(handlers: list[Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):

@@ -264,6 +264,12 @@ def test_a_class_comes_back_as_it_is_and_that_is_said() -> None:
         assert Accelerator(cpu=True).prepare(Net) is Net
 
 
+def test_a_generator_comes_back_as_it_is_and_that_is_said() -> None:
+    parameters = Net().parameters()
+    with pytest.warns(UserWarning, match="was given a generator and returns it unchanged: pass the model or"):
+        assert Accelerator(cpu=True).prepare(parameters) is parameters
+
+
 def test_a_model_without_values() -> None:
     with init_empty_weights():
         net = Net()
@@ -348,6 +354,12 @@ def _tracked() -> None:
         accelerator.trackers = [Silent()]
         accelerator.log({"loss": 1.0})
         accelerator.end_training()
+
+
+def test_trackers_that_nobody_has_named() -> None:
+    with pytest.warns(UserWarning, match="starts no tracker, so nothing that is logged is kept: name one") as caught:
+        Accelerator(cpu=True).init_trackers("run")
+    assert len(caught) == 1 and caught[0].filename == __file__
 
 
 def test_logging_by_the_rules_is_silent() -> None:

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from safetensors.torch import load_file
 
+import accelerate
 from accelerate.commands.merge import merge_command, merge_command_parser
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2, to_fsdp2_command, to_fsdp2_command_parser
 from accelerate.commands.tpu import tpu_command_launcher, tpu_command_parser
@@ -136,7 +137,10 @@ SSH = "compute tpus tpu-vm ssh"
             ["--tpu_name", "other", "--command", "a", "--command", "b"],
             "ssh other --zone zone --command cd /usr/share; a; b",
         ),
-        (["--install_accelerate"], "--command cd /usr/share; pip install accelerate -U; echo hi; ls"),
+        (
+            ["--install_accelerate"],
+            f'--command cd /usr/share; pip install -U "accelerate>={accelerate.__version__}"; echo hi; ls',
+        ),
         (["--install_accelerate", "--accelerate_version", "1.2.0"], "cd /usr/share; pip install accelerate==1.2.0;"),
     ],
 )
