@@ -1,4 +1,4 @@
-"""FSDP2 and tensor parallelism together: each layer is split between neighbours, and the pieces are sharded.
+"""FSDP2 and tensor parallelism together: each layer is split between neighbors, and the pieces are sharded.
 
 Two processes:  accelerate launch --cpu --num_processes 2 examples/fsdp2_tensor_parallel.py
 Four, 2 by 2:   accelerate launch --cpu --num_processes 4 examples/fsdp2_tensor_parallel.py

@@ -25,9 +25,9 @@ class Shapes(Dataset):
         self.labels = torch.arange(count) % len(CLASSES)
         self.images = 0.5 * torch.randn(count, 1, 16, 16, generator=draw)
         self.augment = augment
-        centres = torch.randint(4, 12, (count, 2), generator=draw)
+        centers = torch.randint(4, 12, (count, 2), generator=draw)
         sizes = torch.randint(2, 5, (count,), generator=draw)
-        for image, label, (row, column), size in zip(self.images, self.labels, centres, sizes, strict=True):
+        for image, label, (row, column), size in zip(self.images, self.labels, centers, sizes, strict=True):
             down = torch.arange(16)[:, None] - row
             right = torch.arange(16)[None, :] - column
             inside = [

@@ -50,7 +50,7 @@ def train(parts=2, travel="allgather", epochs=3, batch_size=8, length=64):
     set_seed(0)
     tokens = torch.randint(0, 32, (64, length + 1))
     for place in range(length):
-        tokens[:, place + 1] = (5 * tokens[:, place] + 3) % 32  # what comes next can be learnt
+        tokens[:, place + 1] = (5 * tokens[:, place] + 3) % 32  # what comes next can be learned
     # Shifted before they are cut: the next token may be in the part of another process.
     loader = DataLoader(TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone()), batch_size=batch_size)
     model = Guesser(32)

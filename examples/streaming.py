@@ -30,7 +30,7 @@ class Sums(IterableDataset):
         self.lines_read = 0
 
     def __iter__(self):
-        # The order of a stream is that of its source. A buffer from which lines are taken at random mixes neighbours.
+        # The order of a stream is that of its source. A buffer from which lines are taken at random mixes neighbors.
         draw, buffer = random.Random(0), []
         with self.path.open() as file:
             for line in file:

@@ -54,7 +54,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
-    """Drawings become part of the page, so that they follow its colours, which a reader may change."""
+    """Drawings become part of the page, so that they follow its colors, which a reader may change."""
 
     def drawing(found: re.Match[str]) -> str:
         place = posixpath.normpath(posixpath.join(posixpath.dirname(page.file.url), found[2]))

@@ -14,7 +14,7 @@ from website import scaling
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
-# Who is measured: in the results, on the plot, and its colour.
+# Who is measured: in the results, on the plot, and its color.
 SUBJECTS = {
     "ours": ("this release", "c"),
     "peer": ("1.15", "b"),
@@ -59,17 +59,17 @@ class Plot:
             parts.append(f'<text x="{LEFT - 12}" y="{middle:g}" class="e">{label}</text>')
             for subject, value in row.items():
                 length = max(value, 0) / largest * (WIDTH - LEFT - 90)
-                colour = SUBJECTS[subject][1]
+                color = SUBJECTS[subject][1]
                 parts.append(
-                    f'<rect x="{LEFT}" y="{y:g}" width="{max(length, 1):.1f}" height="{BAR}" class="{colour}"/>'
+                    f'<rect x="{LEFT}" y="{y:g}" width="{max(length, 1):.1f}" height="{BAR}" class="{color}"/>'
                 )
                 parts.append(f'<text x="{LEFT + length + 8:.1f}" y="{y + 12.5:g}" class="s">{self._said(value)}</text>')
                 y += BAR + 2
             y += GAP
         x = LEFT
         for subject in dict.fromkeys(subject for row in self.rows.values() for subject in row):
-            name, colour = SUBJECTS[subject]
-            parts.append(f'<rect x="{x}" y="{y:g}" width="14" height="14" class="{colour}"/>')
+            name, color = SUBJECTS[subject]
+            parts.append(f'<rect x="{x}" y="{y:g}" width="14" height="14" class="{color}"/>')
             parts.append(f'<text x="{x + 20}" y="{y + 12:g}" class="s">{name}</text>')
             x += 130
         height = y + 24

@@ -101,9 +101,9 @@ class Curves:
         parts += [f'<text x="{across(many):.1f}" y="{BOTTOM + 18}" class="s e">{many:,}</text>' for many in ranks]
         parts.append(f'<text x="{RIGHT + 12}" y="{BOTTOM + 18}" class="s">ranks</text>')
         ends: list[float] = []
-        for label, (colour, points) in sorted(self.lines.items(), key=lambda line: -line[1][1][-1][1]):
+        for label, (color, points) in sorted(self.lines.items(), key=lambda line: -line[1][1][-1][1]):
             way = "L".join(f"{across(many):.1f} {up(count):.1f}" for many, count in points)
-            parts.append(f'<path d="M{way}" class="{colour}" style="fill: none; stroke-width: 2"/>')
+            parts.append(f'<path d="M{way}" class="{color}" style="fill: none; stroke-width: 2"/>')
             y = max([up(points[-1][1]) + 4, *(end + 16 for end in ends)])
             ends.append(y)
             parts.append(f'<text x="{RIGHT + 12}" y="{y:.1f}" class="s">{label}: {points[-1][1]:,.0f}</text>')
@@ -117,8 +117,8 @@ def curves() -> Curves:
     return Curves(
         "Requests to the store of rank 0, of all ranks together",
         {
-            label: (colour, [(world["ranks"], value(world, phase, _STORE)) for world in shown])
-            for label, (phase, colour) in LINES.items()
+            label: (color, [(world["ranks"], value(world, phase, _STORE)) for world in shown])
+            for label, (phase, color) in LINES.items()
         }
         | {"a step": ("c", [(world["ranks"], value(world, "step", _STORE)) for world in shown])},
     )

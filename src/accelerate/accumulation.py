@@ -1,4 +1,4 @@
-"""Gradient accumulation: when to synchronise, and what the gradients of a window are divided by."""
+"""Gradient accumulation: when to synchronize, and what the gradients of a window are divided by."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Accumulation:
         self.step = 0
 
     def next_micro_batch(self, models: tuple[Any, ...]) -> bool:
-        """Count one more micro-batch for these models and say whether gradients are synchronised at it."""
+        """Count one more micro-batch for these models and say whether gradients are synchronized at it."""
         state = self.state
         loader = state.active_dataloader
         if loader is not None and loader.ends_everywhere and state.sync_with_dataloader:
@@ -57,7 +57,7 @@ def _key(models: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 class Accumulating(ContextDecorator, AbstractContextManager[None]):
-    """What `accelerator.accumulate(*models)` returns: gradients are synchronised at the last micro-batch of a window.
+    """What `accelerator.accumulate(*models)` returns: gradients are synchronized at the last micro-batch of a window.
 
     For a block, or as the decorator of a function that takes one micro-batch.
     """

@@ -114,5 +114,5 @@ def a_kind_of(value: object) -> str:
     """
     name = type(value).__name__
     spoken = name.lstrip("_")
-    spelt = spoken[:2].isupper() and len(spoken) > 1  # letter by letter: "es gee dee"
-    return f"{'an' if spoken[:1] in ('AEFHILMNORSX' if spelt else 'AEIOaeio') else 'a'} {name}"
+    spelled = spoken[:2].isupper() and len(spoken) > 1  # letter by letter: "es gee dee"
+    return f"{'an' if spoken[:1] in ('AEFHILMNORSX' if spelled else 'AEIOaeio') else 'a'} {name}"

@@ -240,7 +240,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if known and mine and known.isdisjoint(map(id, mine)):
             warn(
                 f"None of the {len(mine)} parameters of this {type(self.optimizer).__name__} belongs to a model that "
-                "was passed to `accelerator.prepare()`: their gradients are not synchronised, and the prepared model "
+                "was passed to `accelerator.prepare()`: their gradients are not synchronized, and the prepared model "
                 "is not trained by it; create the optimizer from the parameters of the model you prepare."
             )
         alone = sum(parameter.grad is not None and id(parameter) in bypassed for parameter in mine)

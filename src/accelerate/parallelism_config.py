@@ -18,7 +18,7 @@ from accelerate.errors import a_kind_of
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-# From the outside in: neighbours on the last axis are neighbours on the machine, and talk most.
+# From the outside in: neighbors on the last axis are neighbors on the machine, and talk most.
 MESH_ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
 
 _AXES = ("dp_replicate", "dp_shard", "tp", "cp", "sp")

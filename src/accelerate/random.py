@@ -53,7 +53,7 @@ def synchronize_rng_state(rng_type: RNGType | str | None = None, generator: torc
         return
     if kind == RNGType.GENERATOR:
         if generator is None:
-            raise ValueError("Synchronising a generator needs one: pass `generator`.")
+            raise ValueError("Synchronizing a generator needs one: pass `generator`.")
         generator.set_state(communicator.broadcast(generator.get_state().contiguous()))
     elif kind == RNGType.TORCH:
         torch.set_rng_state(communicator.broadcast(torch.get_rng_state().contiguous()))

@@ -75,7 +75,7 @@ def _marked(name: str, line: int, language: str, source: str, markers: list[str]
 
 
 def in_runs(blocks: list[Block]) -> list[list[Block]]:
-    """Blocks that share a process: neighbours in Python; on several ranks, or in a shell, each with its own.
+    """Blocks that share a process: neighbors in Python; on several ranks, or in a shell, each with its own.
 
     Ranks cannot meet a second time at the same place, so there only blocks that continue share their processes.
     Examples do not count: they are not run.

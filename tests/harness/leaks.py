@@ -47,7 +47,7 @@ class Snapshot:
         """One sentence per leak. Threads and children that are just ending get a moment to do so."""
         found = self._environment_leaks()
         if _process_group_is_up():
-            found.append("the process group is still initialised: call destroy_process_group()")
+            found.append("the process group is still initialized: call destroy_process_group()")
         limit = time.monotonic() + SETTLE_SECONDS
         while (late := self._thread_leaks() + self._child_leaks()) and time.monotonic() < limit:
             time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""When gradients are synchronised, whichever way a script walks its loaders."""
+"""When gradients are synchronized, whichever way a script walks its loaders."""
 
 from __future__ import annotations
 

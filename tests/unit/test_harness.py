@@ -337,7 +337,7 @@ def test_environment_leaks_are_named_and_undone(monkeypatch: pytest.MonkeyPatch)
 def test_a_process_group_left_up_is_a_leak() -> None:
     before = Snapshot.take()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    assert before.leaks() == ["the process group is still initialised: call destroy_process_group()"]
+    assert before.leaks() == ["the process group is still initialized: call destroy_process_group()"]
     before.clean_up()
     assert not dist.is_initialized()
 

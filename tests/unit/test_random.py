@@ -51,7 +51,7 @@ def test_device_specific_seeds() -> None:
     assert all(left != right for left, right in zip(first[1], second[1], strict=True))
 
 
-def _synchronise() -> list[Any]:
+def _synchronize() -> list[Any]:
     from accelerate.state import PartialState
 
     rank = PartialState().process_index
@@ -69,7 +69,7 @@ def _synchronise() -> list[Any]:
 
 
 def test_random_states_become_those_of_rank_0() -> None:
-    results = run_world(_synchronise, 3)
+    results = run_world(_synchronize, 3)
     assert len({tuple(before) for before, _ in results}) == 3
     assert len({tuple(after) for _, after in results}) == 1
     torch.manual_seed(0)

@@ -259,7 +259,7 @@ def test_the_order_is_that_of_the_uninterrupted_run(tmp_path: Path, processes: i
 
 
 class OwnBatches(BatchSampler):
-    """Batches of somebody's own: neighbours, in an order that a generator draws."""
+    """Batches of somebody's own: neighbors, in an order that a generator draws."""
 
     def __init__(self, size: int | None) -> None:
         self.dice = torch.Generator().manual_seed(11)

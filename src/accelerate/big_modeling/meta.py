@@ -188,7 +188,7 @@ def _emptied(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(torch.empty_like(parameter, device=_META), parameter.requires_grad)
 
 
-def _skip_initialisers(replace: Replace) -> None:
+def _skip_initializers(replace: Replace) -> None:
     """Make initializers return at once if there is nothing to fill: they take most of the time."""
     for name, function in vars(nn.init).copy().items():
         if name.endswith("_") and not name.startswith("_") and callable(function):
@@ -201,10 +201,10 @@ def _skip_initialisers(replace: Replace) -> None:
 
 def _unless_meta(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(function)
-    def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return tensor if tensor.is_meta else function(tensor, *args, **kwargs)
 
-    return initialise
+    return initialize
 
 
 def _unless_empty(function: Callable[[nn.Module], None]) -> Callable[[nn.Module], None]:
@@ -221,7 +221,7 @@ def _unless_empty(function: Callable[[nn.Module], None]) -> Callable[[nn.Module]
 
 def _make_empty(replace: Replace) -> None:
     _set_attributes(replace)
-    _skip_initialisers(replace)
+    _skip_initializers(replace)
 
 
 _PARAMETERS, _EMPTY = _Replaced(_register_parameters), _Replaced(_make_empty)

@@ -108,7 +108,7 @@ def join_alone(kind: str, backend: str) -> str:
 def _world_of_group() -> World:
     """The world of a group that the script made by itself, taken for one machine where nothing says otherwise."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    reason = "the script has initialised the process group"
+    reason = "the script has initialized the process group"
     return World(rank, size, local_rank=rank, local_size=size, started_by="script", reason=reason)
 
 

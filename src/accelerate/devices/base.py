@@ -34,7 +34,7 @@ class Device:
     sharding_label = DistributedType.FSDP
     # Whether the memory of its tensors can be seen as bytes: files are then read into it, and written from it.
     addressable = True
-    # Whether copies between it and pinned host memory go on behind the program, until the device is synchronised.
+    # Whether copies between it and pinned host memory go on behind the program, until the device is synchronized.
     copies_behind = False
 
     def __init__(

@@ -214,7 +214,7 @@ def placeholder_for(tensor: torch.Tensor, slot: Slot) -> Any:
     """The placeholder of a tensor."""
     made = (OffloadedParameter if isinstance(tensor, nn.Parameter) else OffloadedTensor)._around(tensor)
     made.slot = slot
-    _let_initialisers_write()
+    _let_initializers_write()
     return made
 
 
@@ -243,7 +243,7 @@ def casting() -> Iterator[None]:
         _CASTING.reset(token)
 
 
-def _let_initialisers_write() -> None:
+def _let_initializers_write() -> None:
     """Have the functions of nn.init write to placeholders, which they would otherwise take for empty."""
     for name in _INITIALISERS:
         function = getattr(nn.init, name, None)
@@ -254,12 +254,12 @@ def _let_initialisers_write() -> None:
 
 def _writing(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     @functools.wraps(function)
-    def initialise(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    def initialize(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if isinstance(tensor, Offloaded):
             return _write(function, [tensor], (tensor, *args), kwargs)
         return function(tensor, *args, **kwargs)
 
-    return initialise
+    return initialize
 
 
 def _brought_in(values: Any) -> Any:

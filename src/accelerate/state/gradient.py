@@ -1,4 +1,4 @@
-"""GradientState: is this batch one at which gradients are synchronised, and which loader did it come from."""
+"""GradientState: is this batch one at which gradients are synchronized, and which loader did it come from."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def create(state: AcceleratorState, ddp: DistributedDataParallelKwargs | None = 
 
 
 def sync_in_backward(model: torch.nn.Module) -> AbstractContextManager[Any]:
-    """A context in which the next backward synchronises, although its forward ran under `no_sync`."""
+    """A context in which the next backward synchronizes, although its forward ran under `no_sync`."""
     import accelerate.strategies.ddp  # noqa: F401  # a script may have wrapped its model in DDP by itself
 
     # Other engines are not imported for the question's sake: while one is not, no model is its.

@@ -176,7 +176,7 @@ class Strategy:
 
     @classmethod
     def sync_in_backward(cls, model: torch.nn.Module) -> AbstractContextManager[Any] | None:
-        """A context in which the next backward synchronises, although its forward ran without.
+        """A context in which the next backward synchronizes, although its forward ran without.
 
         None where this is not the model's engine.
         """

@@ -34,7 +34,7 @@ class DDP(Strategy):
 
     def micro_batch(self, model: torch.nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
         wrapped = None if sync else _find(model)
-        # A static graph is learnt in the first backward, which has to synchronise (and may: once more does no harm).
+        # A static graph is learned in the first backward, which has to synchronize (and may: once more does no harm).
         if wrapped is None or (wrapped.static_graph and not knows_its_graph(wrapped)):
             return None
         return _NoSync(wrapped)

@@ -167,7 +167,7 @@ def ensure_weights_retied(
     shared = [places for places in owners.values() if len(places) > 1]
     first: dict[int, nn.Parameter] = {}
 
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         param_init_fn(module)
         for number, places in enumerate(shared):
             for owner, name in places:
@@ -176,4 +176,4 @@ def ensure_weights_retied(
                     made: Any = table[name]
                     table[name] = first.setdefault(number, made)
 
-    return initialise if shared else param_init_fn
+    return initialize if shared else param_init_fn

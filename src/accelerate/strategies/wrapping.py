@@ -137,7 +137,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], syncing: Callable[[], 
 
     def average(parameter: torch.Tensor) -> None:
         if syncing() and parameter.grad is not None:
-            # Divided by hand: gloo has learnt to average only lately.
+            # Divided by hand: gloo has learned to average only lately.
             dist.all_reduce(parameter.grad)
             parameter.grad.div_(dist.get_world_size())
 

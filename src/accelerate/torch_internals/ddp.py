@@ -12,7 +12,7 @@ from accelerate.torch_internals.missing import gone
 
 
 def knows_its_graph(wrapped: DistributedDataParallel) -> bool:
-    """Whether a model with a static graph has had the backward in which it is learnt.
+    """Whether a model with a static graph has had the backward in which it is learned.
 
     Never, where torch does not tell: such a model then exchanges its gradients in each backward.
     """

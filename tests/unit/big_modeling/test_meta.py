@@ -106,7 +106,7 @@ def test_threads_do_not_disturb_each_other() -> None:
     assert attributes() == before and not nn.Linear(2, 2).weight.is_meta
 
 
-def test_initialisers_still_fill_what_has_memory() -> None:
+def test_initializers_still_fill_what_has_memory() -> None:
     with init_empty_weights():
         tensor = nn.init.ones_(torch.zeros(3))
         empty = nn.init.ones_(torch.zeros(3, device="meta"))

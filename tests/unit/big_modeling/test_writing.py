@@ -78,7 +78,7 @@ def test_random_values_are_those_of_a_plain_model() -> None:
     assert all(torch.equal(offloaded.state_dict()[name], value) for name, value in plain.state_dict().items())
 
 
-def test_initialisers_that_leave_empty_tensors_alone() -> None:
+def test_initializers_that_leave_empty_tensors_alone() -> None:
     """Those of nn.init that would take an offloaded weight for one, and all others are as they were."""
     plain, offloaded = nn.Conv1d(4, 4, 3), cpu_offload(nn.Conv1d(4, 4, 3), "cpu")
     for model in (plain, offloaded):

@@ -61,7 +61,7 @@ def test_every_number_is_as_likely_everywhere() -> None:
     assert abs(in_standard_deviations(steps[1:], steps.sum() / (length - 1), length - 2)) < 4
 
 
-def test_neighbours_have_nothing_to_do_with_each_other() -> None:
+def test_neighbors_have_nothing_to_do_with_each_other() -> None:
     length, bins = 1 << 18, 64
     order = Bijection(length, 1, 0)(0, length)
     for distance in (1, 2, 32, 512):

@@ -89,7 +89,7 @@ def test_whole_pages() -> None:
     assert start + size - PAGE < storage.data_ptr() + storage.nbytes() <= start + size
 
 
-def test_a_large_tensor_in_a_gap_between_others_has_neighbours() -> None:
+def test_a_large_tensor_in_a_gap_between_others_has_neighbors() -> None:
     """The allocator takes a free place that is large enough, where it would otherwise ask for pages."""
     code = """
 import torch
@@ -123,7 +123,7 @@ assert has_own_pages(make(200).untyped_storage())
     assert done.returncode == 0, done.stderr
 
 
-def test_neighbours_are_never_in_locked_pages(driver: Driver) -> None:
+def test_neighbors_are_never_in_locked_pages(driver: Driver) -> None:
     """Large and small tensors, taken in turns: nothing but the large ones is locked, not even a byte."""
     locks = driver.locks()
     tensors, others = [], []

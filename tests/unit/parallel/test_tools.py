@@ -155,9 +155,9 @@ def test_shared_weights_stay_shared() -> None:
     def allocate(module: nn.Module) -> None:
         module.to_empty(device="cpu", recurse=False)
 
-    initialise = ensure_weights_retied(allocate, model, CPU)
+    initialize = ensure_weights_retied(allocate, model, CPU)
     for module in model.modules():
-        initialise(module)
+        initialize(module)
     assert model.head.weight is model.embed.weight and not model.head.weight.is_meta
     assert ensure_weights_retied(allocate, nn.Linear(1, 1), CPU) is allocate
 

@@ -125,7 +125,7 @@ def data_shares(plugin: MegatronLMPlugin, processes: int) -> list[int]:
     """For every rank, which share of the data it gets: all ranks of one copy of the model get the same."""
     copies = data_parallel_size(plugin, processes)
     assert plugin.tp_degree is not None
-    # The order of Megatron-LM: tensors are split over neighbours, stages are furthest apart.
+    # The order of Megatron-LM: tensors are split over neighbors, stages are furthest apart.
     return [rank // plugin.tp_degree % copies for rank in range(processes)]
 
 

@@ -1,7 +1,7 @@
 // The page of runs. Names come from whoever trained: they are only ever put in place as text.
 "use strict";
 
-const COLOURS = ["#4269d0", "#f28e2b", "#3ca951", "#e15759", "#a463f2", "#17a2b8", "#d264a5", "#9c6b4e", "#b6992d", "#79706e"];
+const COLORS = ["#4269d0", "#f28e2b", "#3ca951", "#e15759", "#a463f2", "#17a2b8", "#d264a5", "#9c6b4e", "#b6992d", "#79706e"];
 const DASHES = [[], [6, 3], [2, 3], [8, 3, 2, 3]];
 const EVERY = 2000; // milliseconds between looks at a live project
 const MARGIN = { left: 56, right: 10, top: 8, bottom: 22 };
@@ -53,7 +53,7 @@ const source = own ? ownSource(JSON.parse(own.textContent)) : liveSource();
 const state = { overview: null, shown: null, seen: new Set(), zoom: {}, charts: new Map(), drawn: "", listed: null, rows: new Map() };
 const chosen = () => state.overview.runs.filter((run) => state.shown.has(run.number));
 const axis = () => byId("axis").value;
-const colourOf = (number) => COLOURS[(number - 1) % COLOURS.length];
+const colorOf = (number) => COLORS[(number - 1) % COLORS.length];
 
 // --- small things -----------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ function make(tag, properties, ...children) {
 
 function swatch(number) {
   const node = make("span", { className: "swatch" });
-  node.style.background = colourOf(number);
+  node.style.background = colorOf(number);
   return node;
 }
 
@@ -222,7 +222,7 @@ class Chart {
     const pen = this.canvas.getContext("2d");
     pen.scale(ratio, ratio);
     const theme = getComputedStyle(document.documentElement);
-    const colour = (name) => theme.getPropertyValue(name).trim();
+    const color = (name) => theme.getPropertyValue(name).trim();
     const range = this.range();
     const inner = { width: width - MARGIN.left - MARGIN.right, height: height - MARGIN.top - MARGIN.bottom };
     const toX = (x) => MARGIN.left + ((x - range.left) / (range.right - range.left)) * inner.width;
@@ -231,8 +231,8 @@ class Chart {
 
     pen.font = "11px system-ui, sans-serif";
     pen.lineWidth = 1;
-    pen.strokeStyle = colour("--grid");
-    pen.fillStyle = colour("--soft");
+    pen.strokeStyle = color("--grid");
+    pen.fillStyle = color("--soft");
     pen.textAlign = "right";
     pen.textBaseline = "middle";
     for (const tick of ticks(range.low, range.high, 5)) {
@@ -254,11 +254,11 @@ class Chart {
     const several = new Set(this.curves.map((curve) => curve.run)).size > 1;
     this.lines = this.curves.map((curve) => {
       const values = weight ? Chart.smooth(curve.y, weight) : curve.y;
-      const own = several || this.kind === "metric" ? colourOf(curve.run) : COLOURS[curve.rank % COLOURS.length];
+      const own = several || this.kind === "metric" ? colorOf(curve.run) : COLORS[curve.rank % COLORS.length];
       const dash = several && this.kind !== "metric" ? DASHES[curve.rank % DASHES.length] : [];
-      return { curve, values, colour: own, dash };
+      return { curve, values, color: own, dash };
     });
-    for (const { curve, values, colour: own, dash } of this.lines) {
+    for (const { curve, values, color: own, dash } of this.lines) {
       pen.strokeStyle = pen.fillStyle = own;
       if (curve.count.some((count) => count > 1)) {
         pen.globalAlpha = 0.16;
@@ -274,16 +274,16 @@ class Chart {
       pen.setLineDash(dash);
       path(pen, curve.x, values, toX, toY, range.log);
       pen.setLineDash([]);
-      pen.fillStyle = colour("--died");
+      pen.fillStyle = color("--died");
       for (const x of curve.bad) cross(pen, toX(x), height - MARGIN.bottom - 5);
     }
     if (this.drag) {
       pen.globalAlpha = 0.15;
-      pen.fillStyle = colour("--accent");
+      pen.fillStyle = color("--accent");
       pen.fillRect(Math.min(this.drag.from, this.drag.to), MARGIN.top, Math.abs(this.drag.to - this.drag.from), inner.height);
     } else if (this.hover !== null) {
       pen.globalAlpha = 0.6;
-      pen.strokeStyle = colour("--soft");
+      pen.strokeStyle = color("--soft");
       pen.lineWidth = 1;
       line(pen, this.hover, MARGIN.top, this.hover, height - MARGIN.bottom);
     }
@@ -333,11 +333,11 @@ class Chart {
     const { range, inner } = this.place;
     const at = range.left + ((event.clientX - this.canvas.getBoundingClientRect().left - MARGIN.left) / inner.width) * (range.right - range.left);
     const rows = [];
-    for (const { curve, values, colour } of this.lines) {
+    for (const { curve, values, color } of this.lines) {
       const i = nearest(curve.x, at);
       if (i < 0) continue;
       const mark = make("span", { className: "swatch" });
-      mark.style.background = colour;
+      mark.style.background = color;
       const rank = this.kind === "metric" ? "" : ` · rank ${curve.rank}`;
       const name = state.overview.runs.find((run) => run.number === curve.run).name;
       rows.push([values[i], make("div", {}, mark, make("span", { className: "name" }, `${curve.run} · ${name}${rank}`), make("b", {}, short(values[i]))), curve.x[i]]);
@@ -514,7 +514,7 @@ function showTimeline() {
       const from = Math.min(...those.map((process) => process.started)) - run.created;
       const going = run.state === "running" && those.some((process) => process.state === "running");
       const to = going ? run.seconds : Math.max(...those.map((process) => process.seen)) - run.created;
-      const bar = drawn("rect", { x: toX(from), y: y - 6, width: Math.max(toX(to) - toX(from), 2), height: 12, rx: 3, fill: colourOf(run.number), opacity: 0.35 });
+      const bar = drawn("rect", { x: toX(from), y: y - 6, width: Math.max(toX(to) - toX(from), 2), height: 12, rx: 3, fill: colorOf(run.number), opacity: 0.35 });
       bar.append(drawn("title", {}, `attempt ${attempt + 1}: ${span(to - from)}`));
       svg.append(bar);
       if (attempt > 0) {

@@ -170,7 +170,7 @@ def randomness() -> str:
     back = accelerator.gather(torch.rand(1).to(accelerator.device)).tolist()
     expect(len(set(same)) == 1, f"one seed gave {same}")
     expect(len(set(own)) == accelerator.num_processes, f"seeds of their own gave {own}")
-    expect(len(set(back)) == 1, f"after synchronising, the numbers were {back}")
+    expect(len(set(back)) == 1, f"after synchronizing, the numbers were {back}")
     return "seeds, and generators in step"
 
 
