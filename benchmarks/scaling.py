@@ -228,9 +228,9 @@ def counted(folder: str) -> dict[str, Counter[str]]:
     def store(prefix: str = "") -> CountedStore:
         return CountedStore(default_store(prefix), ledger)
 
-    def connection(timeout: Any) -> CountedStore:
+    def connection(timeout: Any, prefix: str = "") -> CountedStore:
         ledger.note("store connection")
-        return CountedStore(own_connection(timeout), ledger)
+        return CountedStore(dist.PrefixStore(prefix, own_connection(timeout)), ledger)
 
     with counting(lambda: ledger, dist, all_gather_on, torch_dist._all_gather, store, connection):
         workload(ledger, str(Path(folder, "checkpoint")))

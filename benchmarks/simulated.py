@@ -409,9 +409,9 @@ class Simulated:
     def store(self, prefix: str = "") -> CountedStore:
         return CountedStore(SeenBy(self._store, self.rank, prefix), self.ledger)
 
-    def connection(self, timeout: Any) -> CountedStore:
+    def connection(self, timeout: Any, prefix: str = "") -> CountedStore:
         self.ledger.note("store connection")
-        return self.store()
+        return self.store(prefix)
 
     def _writing(self, write_parts: Any) -> Any:
         """Writes the parts of a rank, and the files of those it speaks for."""

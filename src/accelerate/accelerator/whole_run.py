@@ -301,8 +301,10 @@ def _restore_positions(accelerator: AcceleratorBase, loaded: Loaded) -> None:
     first: list[Any] = [[{name: state.get(name) for name in ("dataset", "inside", "after")} for state in positions]]
     current().broadcast_objects(first)
     saved = [Snapshot.from_state_dict({**state, **common}) for state, common in zip(positions, first[0], strict=True)]
-    # What stateful loaders said of themselves is loaded by code of others, which may object on one rank.
-    together(lambda: _restore_loaders(accelerator, saved, own_states))
+    if own_states:  # what stateful loaders said of themselves: loaded by code of others, which may object on one rank
+        together(lambda: _restore_loaders(accelerator, saved, own_states))
+    else:
+        _restore_loaders(accelerator, saved, own_states)
 
 
 def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_states: dict[int, Any]) -> None:
