@@ -230,7 +230,8 @@ def counted(folder: str) -> dict[str, Counter[str]]:
 
     def connection(timeout: Any, prefix: str = "") -> CountedStore:
         ledger.note("store connection")
-        return CountedStore(dist.PrefixStore(prefix, own_connection(timeout)), ledger)
+        own = own_connection(timeout)
+        return CountedStore(dist.PrefixStore(prefix, own) if prefix else own, ledger)
 
     with counting(lambda: ledger, dist, all_gather_on, torch_dist._all_gather, store, connection):
         workload(ledger, str(Path(folder, "checkpoint")))
