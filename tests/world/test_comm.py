@@ -351,6 +351,20 @@ def test_broadcast() -> None:
     run_world(_broadcast, 2)
 
 
+class Marked(torch.Tensor):
+    """A class of somebody's own."""
+
+
+def _gather_of_a_subclass() -> None:
+    rank = PartialState().process_index
+    for length in (3, LARGE, LARGE + rank):
+        assert type(ops.gather(torch.ones(length).as_subclass(Marked))) is torch.Tensor
+
+
+def test_what_is_gathered_is_a_plain_tensor_whatever_its_size() -> None:
+    run_world(_gather_of_a_subclass, 2)
+
+
 def _broadcast_of_other_sizes() -> None:
     rank = PartialState().process_index
     for mine in (torch.arange(1.0 + rank), [torch.ones(2), torch.ones(2, dtype=[torch.float32, torch.int64][rank])]):

@@ -19,7 +19,7 @@ from accelerate.accumulation import Accumulation, ItemWindows
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.data import DataLoaderConfiguration
 from accelerate.config.dynamo import TorchDynamoPlugin
-from accelerate.config.enums import DynamoBackend, PrecisionType, RNGType
+from accelerate.config.enums import DynamoBackend, RNGType
 from accelerate.config.handlers import (
     AutocastKwargs,
     DistributedDataParallelKwargs,
@@ -270,7 +270,7 @@ class AcceleratorBase(AcceleratorFacts):
 def _check_flag(name: str, flag: Any) -> None:
     """Any string would count as true: "false", and the precision in `Accelerator("bf16")`."""
     if isinstance(flag, str):
-        meant = f", or did you mean `mixed_precision={flag!r}`?" if flag in PrecisionType.list() else "."
+        meant = f", or did you mean `mixed_precision={flag!r}`?" if flag in ("fp16", "bf16", "fp8") else "."
         raise TypeError(f"{name} is {flag!r}, a str: pass True or False{meant}")
 
 

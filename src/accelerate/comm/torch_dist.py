@@ -274,10 +274,11 @@ class TorchDistributed(Communicator):
         placed, group = self._place(tensor)
         longest, even = max(sizes), min(sizes) == max(sizes)
         if not even:
-            padded = placed.new_empty((longest, *placed.shape[1:]))
+            padded = torch.empty((longest, *placed.shape[1:]), dtype=placed.dtype, device=placed.device)
             padded[: len(placed)] = placed
             placed = padded
-        out = placed.new_empty((self.size * longest, *placed.shape[1:]))
+        # Not `new_empty`, which keeps the class of a tensor: what a small message carries is a plain one.
+        out = torch.empty((self.size * longest, *placed.shape[1:]), dtype=placed.dtype, device=placed.device)
         if out.numel():
             _all_gather(_bytes(out), _bytes(placed), group=group)
         if not even:

@@ -139,7 +139,7 @@ def recursively_apply(
         return map_items(inner, data)
     if error_on_other_type:
         wanted, remedy = "tensors", "pass a tensor, as in `torch.tensor(value)`"
-        if not isinstance(data, (int, float, complex)):
+        if not isinstance(data, (int, float, complex)) and not hasattr(data, "dtype"):
             remedy = "other values have `gather_object` and `broadcast_object_list`; leave them out here"
         if test_type is not is_torch_tensor:
             wanted, remedy = f"objects that satisfy {getattr(test_type, '__name__', test_type)}", "convert or remove it"

@@ -224,7 +224,7 @@ class Opened(io.BufferedReader):
     """
 
     def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path))
+        super().__init__(io.FileIO(os.fspath(path)))  # errors show this text
         with self:
             self.places: dict[int, tuple[int, torch.Tensor]] = {}
             self.together: set[int] = set()

@@ -299,6 +299,7 @@ def test_a_model_without_values() -> None:
         ({"mixed_precision": "FP64"}, r"mixed_precision is 'FP64': choose one of no, fp8, fp16, bf16 "),
         ({"rng_types": "generator"}, r"rng_types is 'generator': pass a list, `rng_types=\['generator'\]`"),
         ({"device_placement": "bf16"}, "pass True or False, or did you mean `mixed_precision='bf16'`"),
+        ({"cpu": "no"}, r"^cpu is 'no', a str: pass True or False\.$"),
         ({"split_batches": "false"}, r"^split_batches is 'false', a str: pass True or False\.$"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps is 0"),
         ({"gradient_accumulation_steps": 2, "gradient_accumulation_plugin": GradientAccumulationPlugin()}, "not both"),
@@ -310,7 +311,7 @@ def test_a_model_without_values() -> None:
 )
 def test_settings_of_the_wrong_kind(settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises((TypeError, ValueError), match=sentence):
-        Accelerator(cpu=True, **settings)
+        Accelerator(**{"cpu": True, **settings})
     assert not PartialState._shared_state  # said before anything was set up
 
 

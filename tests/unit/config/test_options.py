@@ -23,7 +23,7 @@ def test_every_setting_has_its_flag_with_help() -> None:
 
 def test_names_and_variables_are_declared_once() -> None:
     names = [declared.name for family in FAMILIES for declared in family.options]
-    variables = [declared.env for family in FAMILIES for declared in family.options if declared.env]
+    variables = [name for family in FAMILIES for declared in family.options if (name := family.variable_of(declared))]
     assert len(names) == len(set(names))
     assert len(variables) == len(set(variables))
 

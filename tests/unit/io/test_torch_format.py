@@ -206,3 +206,9 @@ def test_damage_among_small_tensors_is_found(tmp_path: Path, damage: str) -> Non
     (tmp_path / "x").write_bytes(content[:-1] if damage == "length" else content[:at] + b"\xff" + content[at + 1 :])
     with pytest.raises(CheckpointError, match="x"):
         CheckpointReader(tmp_path, {"x": entry}).content("x")
+
+
+def test_an_error_of_a_file_names_it_as_text(tmp_path: Path) -> None:
+    with pytest.raises(IsADirectoryError) as caught:
+        safe_load.Opened(tmp_path)
+    assert str(caught.value).endswith(f"'{tmp_path}'") and "PosixPath" not in str(caught.value)
