@@ -96,6 +96,7 @@ _PLACES = {
     "accelerate.commands.tpu": "tpu_command_parser",
     "accelerate.config.environment": "_nvidia_smi",
     "accelerate.config.enums": "FP8BackendType",
+    "accelerate.commands.utils": "CustomArgumentParser",
     "accelerate.commands.config.config_utils": "DYNAMO_BACKENDS",
     "accelerate.constants": "SAGEMAKER_PARALLEL_EC2_INSTANCES TORCH_DYNAMO_MODES",
     "accelerate.data_loader": "DataLoaderDispatcher prepare_data_loader skip_first_batches",

@@ -308,7 +308,7 @@ def _restore_positions(accelerator: AcceleratorBase, loaded: Loaded) -> None:
 
 
 def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_states: dict[int, Any]) -> None:
-    loaders, changes = accelerator._dataloaders, []
+    loaders, changes, again = accelerator._dataloaders, [], False
     lost = [number for number, snapshot in enumerate(saved) if number >= len(loaders) and snapshot.inside]
     if lost and accelerator.is_main_process:
         logger.warning(
@@ -320,11 +320,18 @@ def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_st
         snapshot = saved[number] if number < len(saved) else None
         if snapshot is not None and (text := change(snapshot, loader)) is not None:
             changes.append(f"loader {number}: {text}")
+            again |= snapshot.inside and not any(loader.position.way(snapshot, loader, own_states.get(number)))
         loader.position.load(snapshot, loader, own_states.get(number))
     if changes and accelerator.is_main_process:
         logger.warning(
             "The checkpoint is from a run with a different number of processes or samples per step; "
             f"{'; '.join(changes)}."
+            + (
+                " Without `exact_resume`, loaders start this epoch again: leave out what was seen with "
+                "`skip_first_batches`, or pass `DataLoaderConfiguration(exact_resume=True)`."
+                if again
+                else ""
+            )
         )
 
 

@@ -239,6 +239,8 @@ def merge_fsdp_weights(
     several = PartialState._shared_state != {} and PartialState().num_processes > 1
     if not several or PartialState().is_main_process:
         source, target = _folder_of_shards(Path(checkpoint_dir)), Path(output_path)
+        if target.is_file():
+            raise WrongFolder(f"{target} is a file: give the folder in which the weights are to be.")
         disk.make_folder(target)
         with disk.replacing(target / layout.model(0, safe_serialization)) as draft:
             (_write_safetensors if safe_serialization else _write_torch)(FolderReader(source), draft)

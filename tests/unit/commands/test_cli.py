@@ -83,6 +83,11 @@ def test_every_command_has_a_parser_that_knows_what_to_call() -> None:
         (["test", "--config_file", "/nowhere.yaml"], "accelerate test: There is no config file /nowhere.yaml"),
         (["help", "lanch"], "there is no command 'lanch' (did you mean `launch`?);"),
         (["launch", "--nproc-per-node", "2", "x.py"], "--nproc-per-node (here it is `--num_processes`, of"),
+        (
+            ["launch", "--main_process_ip", "a:1", "x.py"],
+            "should be an address without spaces and without a port, which",
+        ),
+        (["launch", "--main_process_ip", "my host", "x.py"], "should be an address without spaces and without a port"),
         (["launch", "--nofile"], "unrecognized arguments: --nofile;"),
         (["launch", "--cpu=2", "x.py"], "--cpu: this flag takes no value;"),
         (["launch", "--config_file", "/", "x.py"], "The config file / is a folder: give a file, such as `/my.yaml`."),

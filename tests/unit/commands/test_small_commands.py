@@ -18,6 +18,7 @@ import accelerate
 from accelerate.commands.merge import merge_command, merge_command_parser
 from accelerate.commands.to_fsdp2 import convert_config_to_fsdp2, to_fsdp2_command, to_fsdp2_command_parser
 from accelerate.commands.tpu import tpu_command_launcher, tpu_command_parser
+from accelerate.errors import CheckpointError
 
 FSDP1 = {
     "mixed_precision": "bf16",
@@ -186,3 +187,6 @@ def test_merge_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     (tmp_path / "full" / "pytorch_model_fsdp.bin").touch()  # written with FULL_STATE_DICT
     with pytest.raises(ValueError, match=r"needs no merging: .* in pytorch_model_fsdp\.bin\."):
         merge_command(merge_command_parser().parse_args([str(tmp_path / "full"), str(tmp_path / "again")]))
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file is a file: give the folder in which the weights are to be"):
+        merge_command(merge_command_parser().parse_args([words[0], str(tmp_path / "file")]))

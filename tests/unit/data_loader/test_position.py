@@ -510,6 +510,21 @@ def test_steps_left_are_those_of_the_sampler(
     assert (said or "so 0 steps are left of epoch 0 instead of 1") in caplog.text
 
 
+@pytest.mark.parametrize("exact", [True, False])
+def test_it_is_said_where_an_epoch_starts_again(tmp_path: Path, exact: bool, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator, loader = of(range(8), exact_resume=exact)
+    for _ in loader:
+        accelerator.save_state(tmp_path)
+        break
+    accelerator, loader = of(range(8), size=1, exact_resume=exact)
+    accelerator.load_state(tmp_path)
+    assert "so 6 steps are left of epoch 0 instead of 3" in caplog.text
+    assert (
+        "Without `exact_resume`, loaders start this epoch again: leave out what was seen" in caplog.text
+    ) is not exact
+    assert len(list(loader)) == (6 if exact else 8)
+
+
 def test_another_kind_of_shuffle_is_refused_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     def shuffled(shuffle: str | None) -> tuple[Accelerator, Any]:
         config = DataLoaderConfiguration(shuffle=shuffle, exact_resume=True)

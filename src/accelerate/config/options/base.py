@@ -56,6 +56,13 @@ def _or_auto(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda value: value if value == "auto" else read(value)
 
 
+def _address(value: Any) -> str:
+    text = str(value)
+    if re.search(r"\s", text) or text.count(":") == 1:  # IPv6 has several
+        raise ValueError
+    return text
+
+
 def _streams(value: Any) -> str:
     if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", str(value)):
         raise ValueError
@@ -98,6 +105,7 @@ WHOLE = Kind("a whole number", _whole, placeholder="N")
 AT_LEAST_ONE = Kind("a whole number of at least 1", _within(_whole, 1), placeholder="N")
 NOT_NEGATIVE = Kind("a whole number of at least 0", _within(_whole, 0), placeholder="N")
 SECONDS = Kind("0 or more seconds", _within(float, 0), placeholder="X")
+ADDRESS = Kind("an address without spaces and without a port, which is a setting of its own", _address)
 PORT = Kind("a port from 0 to 65535", _within(_whole, 0, 65535), placeholder="N")
 STREAMS = Kind("0, 1, 2 or 3, or one of them per process such as `0:3,1:1`", _streams, placeholder="N")
 MACHINES = Kind("a number of machines, or a minimum and a maximum such as `1:2`", _machines, placeholder="N[:M]")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from accelerate.config.options.base import (
+    ADDRESS,
     AT_LEAST_ONE,
     FLAG,
     MACHINES,
@@ -159,6 +160,7 @@ DISTRIBUTED = Family(
         Option(
             "main_process_ip",
             "the address of the machine with rank 0",
+            ADDRESS,
             question="What is the address of the machine with rank 0?",
         ),
         Option(
