@@ -178,6 +178,9 @@ def test_a_pod_without_a_name_or_work_is_refused(pod: str) -> None:
 def test_merge_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     dcp.save({"model": {"a": torch.arange(3)}}, checkpoint_id=tmp_path / "shards")
     words = [str(tmp_path / "shards"), str(tmp_path / "out"), "--remove_checkpoint_dir"]
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file is a file: give the folder in which the weights are to be"):
+        merge_command(merge_command_parser().parse_args([words[0], str(tmp_path / "file")]))
     merge_command(merge_command_parser().parse_args(words))
     assert load_file(tmp_path / "out" / "model.safetensors")["a"].tolist() == [0, 1, 2]
     assert not (tmp_path / "shards").exists() and str(tmp_path / "out") in capsys.readouterr().out
@@ -187,6 +190,3 @@ def test_merge_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     (tmp_path / "full" / "pytorch_model_fsdp.bin").touch()  # written with FULL_STATE_DICT
     with pytest.raises(ValueError, match=r"needs no merging: .* in pytorch_model_fsdp\.bin\."):
         merge_command(merge_command_parser().parse_args([str(tmp_path / "full"), str(tmp_path / "again")]))
-    (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="file is a file: give the folder in which the weights are to be"):
-        merge_command(merge_command_parser().parse_args([words[0], str(tmp_path / "file")]))
