@@ -13,7 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import psutil
 
 from accelerate import __version__, environments
 from accelerate.commands.utils import command_parser, run_command
@@ -93,6 +92,8 @@ def _system() -> dict[str, str]:
         "accelerate command": shutil.which("accelerate") or "not on the PATH",
         "Cores": f"{machine.cores()} that this process may use, of {os.cpu_count()}",
     }
+    import psutil
+
     memory = psutil.virtual_memory()
     facts["Memory"] = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
     if os.path.isdir("/dev/shm"):
