@@ -74,10 +74,10 @@ MODULES: dict[str, tuple[str, ...]] = {
         "accelerate.commands.utils",
     ),
     "Tests of your own": (
-        "accelerate.test_utils",
         "accelerate.test_utils.testing",
         "accelerate.test_utils.training",
         "accelerate.test_utils.examples",
+        "accelerate.test_utils",
     ),
 }
 # Where most scripts import from: these have no page, and their names lead to the pages of the others.

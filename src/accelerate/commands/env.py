@@ -13,7 +13,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-
 from accelerate import __version__, environments
 from accelerate.commands.utils import command_parser, run_command
 from accelerate.config import file as config_file
