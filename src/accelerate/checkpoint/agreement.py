@@ -250,9 +250,10 @@ class SaveRendezvous:
         point: the progress of the training, equal on ranks that call the same save. "late" is returned to a rank that
         comes to a save which rank 0 has already done alone.
         """
+        if current().size == 1:
+            return "all"
         prefix = f"accelerate/save/{PartialState._attempt()}/{self._number}"
-        shared = default_store(prefix) if current().size > 1 else None
-        if shared is None:
+        if (shared := default_store(prefix)) is None:
             return "all"
         store = kept_connection(shared.timeout, prefix) or shared
         found: Callers = self._lead(store, point) if current().rank == 0 else self._follow(store, point)
