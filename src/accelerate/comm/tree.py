@@ -140,7 +140,7 @@ def recursively_apply(
     if error_on_other_type:
         wanted, remedy = "tensors", "pass a tensor, as in `torch.tensor(value)`"
         if not isinstance(data, (int, float, complex)) and not hasattr(data, "dtype"):
-            remedy = "other values have `gather_object` and `broadcast_object_list`; leave them out here"
+            remedy = "for other values use `gather_object` or `broadcast_object_list`"
         if test_type is not is_torch_tensor:
             wanted, remedy = f"objects that satisfy {getattr(test_type, '__name__', test_type)}", "convert or remove it"
         raise TypeError(
