@@ -143,6 +143,20 @@ def find_tensor(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return holder, attribute
 
 
+def shared_on(device: Any, placed: Mapping[Any, torch.Tensor] | None, source: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that a parameter shares on a device, if it is there already.
+
+    Args:
+        device: the device, as it was written there.
+        placed: by device, what has been made of the tensor at the address of the source.
+        source: the value of the parameter. A view of other elements may begin at the same address.
+    """
+    found = placed.get(device) if placed else None
+    if found is None or found.shape != source.shape or found.stride() != source.stride():
+        return None
+    return found
+
+
 def set_module_tensor_to_device(
     module: nn.Module,
     tensor_name: str,
@@ -176,10 +190,10 @@ def set_module_tensor_to_device(
     if old is None:
         raise ValueError(f"{tensor_name} of this {type(module).__name__} is None, so there is no tensor to place.")
 
-    tied = tied_params_map or {}
-    addresses = [known.data_ptr() for known in (value, old) if tied and known is not None]
-    for address in addresses:
-        shared: Any = tied.get(address, {}).get(device)
+    tied = {} if tied_params_map is None or name in buffers else tied_params_map
+    sources = [known for known in (value, old) if tied and known is not None]
+    for source in sources:
+        shared: Any = shared_on(device, tied.get(source.data_ptr()), source)
         if shared is not None:
             parameters[name] = shared
             return
@@ -208,10 +222,10 @@ def set_module_tensor_to_device(
 
     if clear_cache and target.type not in ("cpu", "meta"):
         clear_device_cache()
-    placed = None if name in buffers else parameters[name]
-    for address in reversed(addresses):
-        if placed is not None and address in tied:
-            tied[address].setdefault(device, placed)
+    for source in reversed(sources):
+        if source.data_ptr() in tied:
+            placed: Any = parameters[name]
+            tied[source.data_ptr()].setdefault(device, placed)
             return
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from accelerate.devices.base import DeviceLike
 from accelerate.io.stored_tensors import FileRange
+from accelerate.offload.module_tensors import shared_on
 from accelerate.offload.offloaded_weights import find_source, full_name
 from accelerate.offload.parameters import has_parts, is_packed, of_kind
 from accelerate.offload.placeholder import Offloaded, placeholder_for, traits_of
@@ -46,9 +47,9 @@ class Slot:
         self.given_device = given_device
         self.device = device
         self.home = device  # where the tensor was before it was offloaded
-        # By device: tensors of others that are this one. Found now, since later something else may have its address.
-        self.shared: Mapping[Any, torch.Tensor] = self._find_shared(tied)
         self.is_parameter: bool = attribute in parameters_of(holder)
+        # By device: tensors of others that are this one. Found now, since later something else may have its address.
+        self.shared: Mapping[Any, torch.Tensor] = self._find_shared(tied) if self.is_parameter else {}
         table: Any = parameters_of(holder) if self.is_parameter else buffers_of(holder)
         self.table: MutableMapping[str, Any] | _Scripted = (
             table if isinstance(table, MutableMapping) else _Scripted(table)
@@ -139,8 +140,9 @@ class Slot:
 
     def source(self) -> torch.Tensor | FileRange:
         """Where the value is: in memory, or in a file."""
-        shared = self.shared.get(self.given_device) if self.shared else None
-        return find_source(self.weights, self.name) if shared is None else shared
+        own = find_source(self.weights, self.name)
+        shared = shared_on(self.given_device, self.shared, own) if isinstance(own, torch.Tensor) else None
+        return own if shared is None else shared
 
     def _find_shared(self, tied: Mapping[int, Mapping[Any, torch.Tensor]] | None) -> Mapping[Any, torch.Tensor]:
         source = find_source(self.weights, self.name) if tied else None

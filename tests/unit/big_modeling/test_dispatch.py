@@ -55,6 +55,38 @@ def test_tied_weights_on_disk_and_not(tmp_path: Path) -> None:
     assert torch.equal(made(TOKENS), model()(TOKENS))
 
 
+class WithViews(nn.Module):
+    """Views of a tied weight that begin at its address: a part of it as a parameter, and all of it as a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.tied = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.tied.weight = self.embed.weight
+        self.part = nn.Linear(4, 2, bias=False)
+        self.part.weight = nn.Parameter(self.embed.weight.data[:2])
+        self.seen = nn.Module()
+        self.seen.register_buffer("all", self.embed.weight.data)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        return torch.cat([self.tied(x), self.part(x), x @ self.seen.all.T], -1)
+
+
+@pytest.mark.parametrize("place", ["cpu:0", "cpu"], ids=["in place", "offloaded"])
+def test_views_of_tied_weights_are_no_ties(place: str) -> None:
+    """`cpu:0` stands for a GPU."""
+    torch.manual_seed(0)
+    made, tokens = WithViews(), torch.arange(8)
+    expected = made(tokens)
+    places = {"embed": "cpu:0", "tied": "cpu:0", "part": place, "seen": place}
+    made = dispatch_model(made, places, main_device="cpu:0", force_hooks=True, offload_buffers=True)
+    assert torch.equal(made(tokens), expected)
+    assert made.tied.weight is made.embed.weight  # type: ignore[union-attr]
+    assert [name for name, _ in made.named_parameters()] == ["embed.weight", "part.weight"]
+    assert [name for name, _ in made.named_buffers()] == ["seen.all"]
+    assert made.part.weight.shape == (2, 4)  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("places", [{"": "disk"}, dict.fromkeys(ALL_CPU, "disk")], ids=["one entry", "several"])
 def test_a_whole_model_on_disk(places: dict[str, str], tmp_path: Path) -> None:
     made = dispatch_model(model(), places, offload_dir=tmp_path)

@@ -93,6 +93,30 @@ def test_shared_tensors_are_placed_once() -> None:
     assert two.weight is one.weight
 
 
+def test_a_view_at_the_address_of_a_shared_tensor_is_not_that_tensor() -> None:
+    weight = torch.arange(16.0).view(4, 4)
+    module = nn.Module()
+    module.whole = nn.Parameter(weight)
+    module.rows = nn.Parameter(weight[:2])
+    module.turned = nn.Parameter(weight.T)
+    placed: dict[int, dict[object, torch.Tensor]] = {weight.data_ptr(): {}}
+    for name in ("whole", "rows", "turned"):
+        set_module_tensor_to_device(module, name, "cpu:0", tied_params_map=placed)
+    assert placed[weight.data_ptr()]["cpu:0"] is module.whole
+    assert torch.equal(module.rows, weight[:2]) and torch.equal(module.turned, weight.T)
+
+
+def test_a_buffer_at_the_address_of_a_shared_parameter_stays_a_buffer() -> None:
+    module = nn.Module()
+    module.weight = nn.Parameter(torch.ones(2, 2))
+    module.register_buffer("seen", module.weight.data)
+    placed: dict[int, dict[object, torch.Tensor]] = {module.weight.data_ptr(): {}}
+    for name in ("weight", "seen"):
+        set_module_tensor_to_device(module, name, "cpu", tied_params_map=placed)
+    assert list(module._parameters) == ["weight"] and list(module._buffers) == ["seen"]
+    assert type(module.seen) is torch.Tensor and torch.equal(module.seen, module.weight)
+
+
 def test_same_devices() -> None:
     assert check_device_same(torch.device("cuda"), torch.device("cuda:0"))
     assert not check_device_same(torch.device("cuda:1"), torch.device("cuda"))
