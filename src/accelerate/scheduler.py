@@ -34,6 +34,16 @@ def horizon(scheduler: Any) -> int | None:
     return None
 
 
+def moves(each: int) -> str:
+    """Say how far a prepared scheduler goes when its optimizer has stepped.
+
+    Args:
+        each: how many steps those are.
+    """
+    per = "process" if each == PartialState().num_processes else "share of the data"
+    return f"a prepared scheduler moves {each} steps (one per {per}) each time"
+
+
 class AcceleratedScheduler:
     """A scheduler that steps only when its optimizers did.
 
@@ -66,10 +76,14 @@ class AcceleratedScheduler:
         self.split_batches = split_batches
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state: GradientState = GradientState()
-        self._steps_each_time = 1 if split_batches else PartialState().num_processes
         self._has_total_steps = hasattr(scheduler, "total_steps")
-        self._horizon = horizon(scheduler) if self._steps_each_time > 1 else None
         self._optimizer_steps = 0
+        self._move_by(1 if split_batches else PartialState().num_processes)
+
+    def _move_by(self, each: int) -> None:
+        """Set how many steps of the schedule one of the optimizers is. One that moves as written was not divided."""
+        self._steps_each_time = each
+        self._horizon = horizon(self.scheduler) if each > 1 else None
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule, if the optimizers have stepped.
@@ -111,7 +125,7 @@ class AcceleratedScheduler:
         if PartialState().is_main_process:
             warn(
                 f"The learning-rate schedule of {self._horizon} steps ended after {self._horizon // each} optimizer "
-                f"steps, but training continues: a prepared scheduler moves {each} steps (one per process) each time. "
+                f"steps, but training continues: {moves(each)}. "
                 "If it should last longer, give it the number of steps of a single process, or pass "
                 "`step_scheduler_with_optimizer=False` to the Accelerator."
             )

@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import GradientState, PartialState
-from accelerate.utils import DataLoaderConfiguration
+from accelerate.utils import DataLoaderConfiguration, TorchTensorParallelConfig
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net, loader
 
@@ -61,6 +61,7 @@ def run(
     scheduler = schedule(optimizer, total(plain, batches))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # torch's, of layers as small as these
         optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
         for _ in range(epochs):
             for _ in batches:
@@ -127,6 +128,48 @@ def with_evaluation(schedule: Any) -> list[str]:
         assert len(evaluation) == 4
         accelerator.prepare(schedule(optimizer, 3 * len(training)))
     return [str(warning.message) for warning in caught]
+
+
+def _tensor_parallel_alone() -> None:
+    """All ranks together take one batch at a time, as one process does: no schedule can have been divided."""
+    for schedule in SCHEDULES.values():
+        for total in (lambda _, after: 3 * len(after), lambda *_: 7):
+            found = run(schedule, total=total, samples=40, epochs=8, parallelism_config=tensor_parallel())
+            assert found == [], found
+
+
+def _mesh() -> None:
+    """Two ranks share each batch, so four take two of them at a time."""
+    first = int(PartialState().is_main_process)
+    mesh: dict[str, Any] = {"parallelism_config": tensor_parallel(dp_shard_size=2), "fsdp_plugin": fsdp2()}
+    schedule = SCHEDULES["cosine"]
+    found = run(schedule, total=lambda _, after: 3 * len(after), samples=40, epochs=1, **mesh)
+    assert len(found) == first, found
+    for text in found:
+        assert text.startswith("This schedule of 15 steps ends after 7 optimizer steps, or 1.5 epochs: ")
+        assert "moves 2 steps (one per share of the data) each time" in text
+    found = run(schedule, total=lambda _, after: 3 * len(after) + 1, samples=40, epochs=8, **mesh)
+    assert len(found) == first and all("moves 2 steps (one per share of the data) " in text for text in found), found
+    assert run(schedule, total=lambda before, _: 3 * len(before), samples=40, epochs=3, **mesh) == []
+
+
+def tensor_parallel(**sizes: int) -> ParallelismConfig:
+    handler = TorchTensorParallelConfig(plan={"first": "colwise", "last": "rowwise"})
+    return ParallelismConfig(tp_size=2, tp_handler=handler, **sizes)
+
+
+def fsdp2() -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Linear"]
+    )
+
+
+def test_under_tensor_parallelism_alone_a_schedule_is_that_of_one_process() -> None:
+    run_world(_tensor_parallel_alone, 2)
+
+
+def test_on_a_mesh_a_schedule_is_measured_in_shares_of_the_data() -> None:
+    run_world(_mesh, 4)
 
 
 def test_a_schedule_that_was_divided_already_is_said_once() -> None:

@@ -12,6 +12,7 @@ from accelerate.accelerator.prepare import mark
 from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader
 from accelerate.errors import warn
+from accelerate.scheduler import moves
 
 
 def prepare(
@@ -83,31 +84,30 @@ def _ends_unevenly(loader: Any) -> bool:
     return len(lengths) > 1
 
 
-def says_horizon(accelerator: AcceleratorBase, steps: int | None) -> bool:
+def says_horizon(accelerator: AcceleratorBase, steps: int, each: int) -> bool:
     """Says when a schedule ends, if that is after whole epochs of a sharded loader, but not of the loader itself: most
     likely it was divided already, though a script may mean it. Returns whether that is so.
 
     Only where the script has asked that loader how long it is, and no other loader explains the number.
+
+    each: how many steps of the schedule one of the optimizer is.
     """
-    if not steps:
-        return False
-    accumulated, processes, divided = accelerator.gradient_accumulation_steps, accelerator.num_processes, 0
+    accumulated, divided, shares = accelerator.gradient_accumulation_steps, 0, 1
     for loader in accelerator._dataloaders:
         shard = getattr(loader, "batch_sampler", None)
         if not isinstance(shard, BatchSamplerShard):
             continue
         rounds, batches = math.ceil(len(shard) / accumulated), shard.total_length
         # What an epoch comes to for scripts that count right: in steps, or in batches.
-        right = (batches, math.ceil(batches / accumulated), rounds * processes)
+        right = (batches, math.ceil(batches / accumulated), rounds * shard.num_processes)
         if any(epoch and steps % epoch == 0 for epoch in right):
             return False
         if getattr(loader, "length_asked", False) and rounds > 1 and steps % rounds == 0:
-            divided = rounds
+            divided, shares = rounds, shard.num_processes
     if divided and accelerator.is_main_process:
         warn(
-            f"This schedule of {steps} steps ends after {steps // processes} optimizer steps, or "
-            f"{round(steps / processes / divided, 2):g} epochs: a prepared scheduler moves {processes} steps (one per "
-            "process) each time. If it should last longer, compute its length from the loader as it was before "
-            "`prepare`, or do not prepare the scheduler."
+            f"This schedule of {steps} steps ends after {steps // each} optimizer steps, or "
+            f"{round(steps / shares / divided, 2):g} epochs: {moves(each)}. If it should last longer, compute its "
+            "length from the loader as it was before `prepare`, or do not prepare the scheduler."
         )
     return bool(divided)

@@ -19,7 +19,7 @@ from accelerate.devices import Device
 from accelerate.errors import a_kind_of, warn
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision.stepping import FiniteStepper, Stepper
-from accelerate.scheduler import AcceleratedScheduler, horizon
+from accelerate.scheduler import AcceleratedScheduler
 from accelerate.strategies import Strategy
 
 # The public method that prepares one object of a kind.
@@ -305,13 +305,13 @@ class Preparing(AcceleratorBase):
             step_with_optimizer=self.step_scheduler_with_optimizer,
             split_batches=self.split_batches,
         )
-        if not self.split_batches:
-            prepared._steps_each_time = self._strategy.batches_of_a_step()
+        each = 1 if self.split_batches else self._strategy.batches_of_a_step()
+        prepared._move_by(each)
         prepared.gradient_state = self.gradient_state
-        if self.num_processes > 1 and not self.split_batches and self.step_scheduler_with_optimizer:
+        if prepared._horizon and self.step_scheduler_with_optimizer:
             from accelerate.accelerator import loaders
 
-            if loaders.says_horizon(self, horizon(scheduler)):
+            if loaders.says_horizon(self, prepared._horizon, each):
                 prepared._horizon = None  # it is not said again when the schedule has ended
         return prepared
 
