@@ -133,6 +133,11 @@ def refuse_shapes(model: nn.Module, checkpoint: Any, shapes: Mapping[str, tuple[
         for name, (there, here) in shapes.items()
         if there != here
     ]
+    refuse_unfit(model, checkpoint, wrong)
+
+
+def refuse_unfit(model: nn.Module, checkpoint: Any, wrong: list[str]) -> None:
+    """Raise an error if anything in a checkpoint is not as the model has it. wrong: what, one by one."""
     if wrong:
         raise Unfit(
             f"{checkpoint} does not fit this {type(model).__name__} ({'; '.join(wrong)}): give the model that it was "

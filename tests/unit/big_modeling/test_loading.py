@@ -12,6 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from accelerate import (
     cpu_offload,
@@ -512,6 +514,61 @@ def test_all_ranks_are_told_what_the_first_cannot_read(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "gone.safetensors"}}')
     torch.save({"head.weight": torch.ones(3, 2), "head.bias": torch.ones(4)}, tmp_path / "w.bin")
     run_world(load_what_is_missing, 2, str(tmp_path))
+
+
+class Odd(nn.Module):
+    """Has what is no ordinary tensor in its state dict: extra states of two kinds, and a sparse buffer."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.inner, self.last = Renamed(), nn.Linear(4, 4)
+        self.inner.steps = int(value)
+        self.register_buffer("sparse", torch.eye(3).mul(value).to_sparse())
+        nn.init.constant_(self.last.weight, value)
+        self.scales = torch.tensor([value])
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.scales
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.scales = state.clone()
+
+
+def load_odd_entries(folder: str, shards: bool, broadcast: bool) -> None:
+    torch.distributed.init_process_group("gloo")
+    model, here = Odd(1.0), folder if not broadcast or torch.distributed.get_rank() == 0 else "/nowhere"
+    if shards:
+        fully_shard(model.last, mesh=init_device_mesh("cpu", (2,)))
+    load_checkpoint_in_model(model, f"{here}/model.bin.index.json", broadcast_from_rank0=broadcast, strict=True)
+    found = model.state_dict()
+    weight = found["last.weight"]
+    assert bool(((weight.full_tensor() if shards else weight) == 7).all())
+    assert model.inner.steps == model.scales == 7 and model.inner.head.weight is model.inner.linear.weight
+    assert torch.equal(found["sparse"].to_dense(), torch.eye(3) * 7)
+    for file, problem in (
+        ("sparse.bin", "last.weight is sparse in it and not in the model"),
+        ("none.bin", "last.weight is an int in it and a tensor in the model"),
+        ("size.bin", r"sparse has shape \(4, 4\) in it and \(3, 3\) in the model"),
+    ):
+        with pytest.raises(ValueError, match=rf"{file} does not fit this Odd \({problem}\): give the model"):
+            load_checkpoint_in_model(model, f"{here}/{file}", broadcast_from_rank0=broadcast)
+    load_checkpoint_in_model(model, f"{here}/few.bin", broadcast_from_rank0=broadcast)
+    assert model.inner.steps == model.scales == 7
+
+
+@pytest.mark.parametrize(("shards", "broadcast"), [(True, False), (True, True), (False, True)])
+def test_models_over_ranks_get_what_is_no_ordinary_tensor(shards: bool, broadcast: bool, tmp_path: Path) -> None:
+    state = Odd(7.0).state_dict()
+    first = {name: state.pop(name) for name in list(state) if "inner" not in name}
+    torch.save(first, tmp_path / "a.bin")
+    torch.save(state, tmp_path / "b.bin")
+    (tmp_path / "model.bin.index.json").write_text('{"a": "a.bin", "b": "b.bin"}')
+    state |= first
+    torch.save({**state, "last.weight": torch.eye(4).to_sparse()}, tmp_path / "sparse.bin")
+    torch.save({"last.weight": torch.eye(4)}, tmp_path / "few.bin")
+    torch.save({**state, "last.weight": 3}, tmp_path / "none.bin")
+    torch.save({**state, "sparse": torch.eye(4).to_sparse()}, tmp_path / "size.bin")
+    run_world(load_odd_entries, 2, str(tmp_path), shards, broadcast)
 
 
 @pytest.mark.parametrize("away", [False, True])
