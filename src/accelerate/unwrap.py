@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 from accelerate.torch_internals.compile import ORIGINAL, compiled_like, is_compiled, original_of
+
+Kind = TypeVar("Kind", bound=nn.Module)
+
+
+def find_wrapper(model: nn.Module, kind: type[Kind]) -> Kind | None:
+    """Return the wrapper of a model, also underneath torch.compile.
+
+    Args:
+        model: what `prepare` returned, or what is in it.
+        kind: the class of the wrapper.
+    """
+    # A wrapper with compiled regions is one itself, beside the original that it keeps.
+    found = model if isinstance(model, kind) else original_of(model)
+    return found if isinstance(found, kind) else None
 
 
 def extract_model_from_parallel(

@@ -219,9 +219,6 @@ class AlignDevicesHook(ModelHook):
 
     @outside_graphs
     def after_error(self, module: nn.Module) -> None:
-        self._let_go(module)
-
-    def _let_go(self, module: nn.Module) -> None:
         if self._block is not None and self._streamer is not None:
             self._streamer.leave(self._block)
             self._forget()
@@ -232,7 +229,7 @@ class AlignDevicesHook(ModelHook):
 
     @outside_graphs
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        self._let_go(module)
+        self.after_error(module)
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate.comm import current
 from accelerate.strategies.base import Strategy
-from accelerate.torch_internals.compile import original_of
 from accelerate.torch_internals.ddp import expect_backward, knows_its_graph, settle_buckets, was_called
+from accelerate.unwrap import find_wrapper
 
 
 class DDP(Strategy):
@@ -33,7 +33,7 @@ class DDP(Strategy):
         return wrapped
 
     def micro_batch(self, model: torch.nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
-        wrapped = None if sync else _find(model)
+        wrapped = None if sync else find_wrapper(model, DistributedDataParallel)
         # A static graph is learned in the first backward, which has to synchronize (and may: once more does no harm).
         if wrapped is None or (wrapped.static_graph and not knows_its_graph(wrapped)):
             return None
@@ -41,21 +41,21 @@ class DDP(Strategy):
 
     @classmethod
     def sync_in_backward(cls, model: torch.nn.Module) -> AbstractContextManager[None] | None:
-        wrapped = _find(model)
+        wrapped = find_wrapper(model, DistributedDataParallel)
         return None if wrapped is None else _sync(wrapped)
 
     def bypassed(self, models: list[torch.nn.Module]) -> set[int]:
         idle: set[int] = set()
         called: set[int] = set()
-        for wrapped in filter(None, map(_find, models)):
+        for wrapped in filter(None, (find_wrapper(model, DistributedDataParallel) for model in models)):
             (called if was_called(wrapped) else idle).update(map(id, wrapped.parameters()))
         return idle - called  # what two wrappers share may have come through either
 
     def joinable(self, model: torch.nn.Module) -> bool:
-        return _find(model) is not None
+        return find_wrapper(model, DistributedDataParallel) is not None
 
     def stand_in(self, model: torch.nn.Module) -> torch.Tensor | None:
-        wrapped = _find(model)
+        wrapped = find_wrapper(model, DistributedDataParallel)
         if wrapped is None:
             return None
         module = wrapped.module
@@ -102,11 +102,3 @@ def _sync(wrapped: DistributedDataParallel) -> Iterator[None]:
         yield
     finally:
         wrapped.require_backward_grad_sync, wrapped.require_forward_param_sync = before
-
-
-def _find(model: torch.nn.Module) -> DistributedDataParallel | None:
-    """The DDP wrapper, also underneath torch.compile."""
-    # A wrapper with compiled regions is one itself, beside the original that it keeps.
-    if not isinstance(model, DistributedDataParallel):
-        model = original_of(model)
-    return model if isinstance(model, DistributedDataParallel) else None

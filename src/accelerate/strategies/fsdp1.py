@@ -37,7 +37,7 @@ from accelerate.strategies.wrapping import average_gradients, compute_twice, ign
 from accelerate.torch_internals.compile import compiled_like, original_of
 from accelerate.torch_internals.fsdp1 import exchanges, exchanging, give_mesh, is_hybrid, name_before
 from accelerate.torch_internals.modules import parameters_of
-from accelerate.unwrap import unwrapped
+from accelerate.unwrap import find_wrapper, unwrapped
 
 
 class FSDP1(Sharded):
@@ -137,12 +137,12 @@ class FSDP1(Sharded):
     # --- stepping -----------------------------------------------------------------------------------------------
 
     def micro_batch(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:
-        wrapped = None if sync else _find(model)
+        wrapped = None if sync else find_wrapper(model, Wrapper)
         return None if wrapped is None else wrapped.no_sync()
 
     @classmethod
     def sync_in_backward(cls, model: nn.Module) -> AbstractContextManager[Any] | None:
-        wrapped = _find(model)
+        wrapped = find_wrapper(model, Wrapper)
         return None if wrapped is None else exchanging(wrapped)
 
     def clip_grad_norm_(self, parameters: list[torch.Tensor], max_norm: float, norm_type: float) -> torch.Tensor:
@@ -200,7 +200,7 @@ class FSDP1(Sharded):
 
     def state_dict(self, model: nn.Module, *, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict on the first process; nothing on the others."""
-        wrapped = _find(model)
+        wrapped = find_wrapper(model, Wrapper)
         if wrapped is None:
             return Strategy.state_dict(self, model, unwrap=unwrap)  # it is whole, on every process
         with self._type(wrapped, StateDictType.FULL_STATE_DICT):
@@ -230,7 +230,7 @@ class FSDP1(Sharded):
                 yield
 
     def sharded_state_dict(self, model: nn.Module) -> dict[str, Any]:
-        wrapped = _find(model)
+        wrapped = find_wrapper(model, Wrapper)
         if wrapped is None:
             return super().sharded_state_dict(model)
         with self._pieces(wrapped):
@@ -238,7 +238,7 @@ class FSDP1(Sharded):
         return state
 
     def load_sharded_state_dict(self, model: nn.Module, pieces: dict[str, Any]) -> None:
-        wrapped = _find(model)
+        wrapped = find_wrapper(model, Wrapper)
         if wrapped is None:
             super().load_sharded_state_dict(model, pieces)
             return
@@ -246,7 +246,7 @@ class FSDP1(Sharded):
             wrapped.load_state_dict({**wrapped.state_dict(), **pieces})
 
     def tied_names(self, model: nn.Module) -> list[set[str]]:
-        wrapped = _find(model)
+        wrapped = find_wrapper(model, Wrapper)
         return super().tied_names(model) if wrapped is None else wrapped._accelerate_same
 
     def names(self, models: list[nn.Module], optimizer: Any) -> Names:
@@ -256,7 +256,7 @@ class FSDP1(Sharded):
     def _flat_of(self, models: list[nn.Module], optimizer: Any) -> tuple[Any, Flat]:
         """The model whose parameters an optimizer has."""
         own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        wrapped = filter(None, map(_find, models))
+        wrapped = filter(None, (find_wrapper(model, Wrapper) for model in models))
         owners = [w for w in wrapped if any(w._accelerate_flat.counts(p) is not None for p in own)]
         if len(owners) == 1:
             known = {id(parameter) for parameter in owners[0].parameters()}
@@ -318,13 +318,6 @@ def _of(number: int, values: dict[str, Any]) -> dict[str, Any]:
     return {name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)}
 
 
-def _find(model: nn.Module) -> Any:
-    """The wrapper, also underneath torch.compile."""
-    if not isinstance(model, Wrapper):
-        model = original_of(model)
-    return model if isinstance(model, Wrapper) else None
-
-
 def _flat(model: nn.Module) -> Flat | None:
-    wrapped = _find(model)
+    wrapped = find_wrapper(model, Wrapper)
     return None if wrapped is None else wrapped._accelerate_flat
