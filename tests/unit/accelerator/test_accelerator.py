@@ -78,7 +78,10 @@ def test_wrong_handlers(handlers: list[Any], sentence: str) -> None:
 
 
 def test_it_ends_when_it_is_dropped() -> None:
-    """And its loaders with it: workers that wait for the garbage collection make that wait for them."""
+    """And its loaders with it: workers that wait for the garbage collection make that wait for them.
+
+    Nor do models and optimizers wait for it, whose memory the next ones need.
+    """
     torch.optim.SGD(Net().parameters())  # the first one of a process leaves frames behind
     gc.collect()
     gc.disable()
@@ -92,6 +95,9 @@ def test_it_ends_when_it_is_dropped() -> None:
             optimizer.zero_grad()
         ended = weakref.ref(accelerator), weakref.ref(batches)
         del accelerator, batches
+        assert [reference() for reference in ended] == [None, None]
+        ended = weakref.ref(model), weakref.ref(optimizer)
+        del model, optimizer
         assert [reference() for reference in ended] == [None, None]
     finally:
         gc.enable()
