@@ -24,9 +24,9 @@ from accelerate.big_modeling.dispatch import load_checkpoint_and_dispatch as loa
 from accelerate.big_modeling.loading import load_checkpoint_in_model as load_checkpoint_in_model
 from accelerate.big_modeling.meta import init_empty_weights as init_empty_weights
 from accelerate.big_modeling.meta import init_on_device as init_on_device
-from accelerate.big_modeling.offload import cpu_offload as cpu_offload
-from accelerate.big_modeling.offload import cpu_offload_with_hook as cpu_offload_with_hook
-from accelerate.big_modeling.offload import disk_offload as disk_offload
+from accelerate.big_modeling.offloaded_models import cpu_offload as cpu_offload
+from accelerate.big_modeling.offloaded_models import cpu_offload_with_hook as cpu_offload_with_hook
+from accelerate.big_modeling.offloaded_models import disk_offload as disk_offload
 from accelerate.config.data import DataLoaderConfiguration as DataLoaderConfiguration
 from accelerate.config.deepspeed import DeepSpeedPlugin as DeepSpeedPlugin
 from accelerate.config.enums import DDPCommunicationHookType as DDPCommunicationHookType

@@ -3,8 +3,8 @@ from accelerate.big_modeling.dispatch import dispatch_model as dispatch_model
 from accelerate.big_modeling.dispatch import load_checkpoint_and_dispatch as load_checkpoint_and_dispatch
 from accelerate.big_modeling.meta import init_empty_weights as init_empty_weights
 from accelerate.big_modeling.meta import init_on_device as init_on_device
-from accelerate.big_modeling.offload import cpu_offload as cpu_offload
-from accelerate.big_modeling.offload import cpu_offload_with_hook as cpu_offload_with_hook
-from accelerate.big_modeling.offload import disk_offload as disk_offload
+from accelerate.big_modeling.offloaded_models import cpu_offload as cpu_offload
+from accelerate.big_modeling.offloaded_models import cpu_offload_with_hook as cpu_offload_with_hook
+from accelerate.big_modeling.offloaded_models import disk_offload as disk_offload
 from accelerate.constants import SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING
 from accelerate.hooks.casting import attach_layerwise_casting_hooks as attach_layerwise_casting_hooks

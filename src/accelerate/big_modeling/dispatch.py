@@ -15,7 +15,13 @@ from accelerate import big_modeling
 from accelerate.big_modeling.device_map import infer_auto_device_map, refuse_disk
 from accelerate.big_modeling.device_map_checks import closest_entry, refuse_devices
 from accelerate.big_modeling.device_memory import get_balanced_memory
-from accelerate.big_modeling.offload import names_to_offload, refuse_missing, state_to_offload, tie_offloaded, to_host
+from accelerate.big_modeling.offloaded_models import (
+    names_to_offload,
+    refuse_missing,
+    state_to_offload,
+    tie_offloaded,
+    to_host,
+)
 from accelerate.big_modeling.ties import find_tied_parameters
 from accelerate.devices.base import DeviceLike
 from accelerate.errors import a_kind_of

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accelerate.big_modeling.device_map_checks import closest_entry, no_device_for, refuse_devices
-from accelerate.big_modeling.offload import quantize_and_offload_8bit
+from accelerate.big_modeling.offloaded_models import quantize_and_offload_8bit
 from accelerate.big_modeling.ties import (
     check_tied_parameters_in_config,
     check_tied_parameters_on_same_device,
@@ -44,7 +44,7 @@ from accelerate.offload.module_tensors import (
     tensor_places,
 )
 from accelerate.offload.offloaded_weights import offload_weight, save_offload_index
-from accelerate.offload.parameters import is_packed, is_quantized, like
+from accelerate.offload.parameter_kinds import is_packed, is_quantized, like
 from accelerate.text import some_of
 from accelerate.torch_internals.modules import buffers_of, parameters_of, set_metadata
 

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from accelerate.big_modeling.module_walk import without_collecting_garbage
 from accelerate.config.environment import parse_flag_from_env
-from accelerate.offload.parameters import like
+from accelerate.offload.parameter_kinds import like
 from accelerate.torch_internals.modules import (
     buffers_of,
     children_of,

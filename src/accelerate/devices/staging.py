@@ -30,7 +30,7 @@ PART = 4 * 1024 * 1024
 # many times, and so would the loop, which needs it for every single tensor.
 _PARTS_OF_A_PACK = 4
 # A few even where there are fewer cores: a reader may wait for the disk.
-READERS = max(4, min(16, os.cpu_count() or 1))
+STAGERS = max(4, min(16, os.cpu_count() or 1))
 _BUFFERS = 2  # of each reader
 # Seconds to wait for a thread at the end of the process: one may wait for a device that hangs.
 _LEAVING = 2.0
@@ -277,7 +277,7 @@ _Pair = tuple[torch.Tensor | Stored | Pack, torch.Tensor]
 class Stager:
     """Copies tensors through buffers. Its threads start with the first job, and end with `close` or the process."""
 
-    def __init__(self, lane: Lane, part: int = PART, readers: int = READERS, name: str = "offload-reader") -> None:
+    def __init__(self, lane: Lane, part: int = PART, readers: int = STAGERS, name: str = "offload-reader") -> None:
         self._lane = lane
         self._name = name
         self._size = part

@@ -22,9 +22,9 @@ from accelerate.offload.module_tensors import (
     table_of,
 )
 from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, full_name, without_prefixes
-from accelerate.offload.parameters import is_quantized
+from accelerate.offload.parameter_kinds import is_quantized
 from accelerate.offload.placeholder import casting
-from accelerate.offload.slot import Slot, refuse_shapes
+from accelerate.offload.slot import Slot, refuse_values
 from accelerate.offload.streaming import Block, Streamer, copier_for
 from accelerate.torch_internals.compile import outside_graphs
 from accelerate.torch_internals.modules import add_pre_load_hook, buffers_of, parameters_of, refresh_flat_weights
@@ -117,7 +117,7 @@ class AlignDevicesHook(ModelHook):
         if self.weights_map is None:
             self.weights_map = {name: tensors[name].detach().to("cpu") for name in offloaded}
         elif isinstance(without_prefixes(self.weights_map)[0], (dict, OffloadedWeightsLoader)):
-            refuse_shapes({name: tensors[name] for name in offloaded}, self.weights_map)
+            refuse_values({name: tensors[name] for name in offloaded}, self.weights_map)
         if self.execution_device is not None:
             for name in tensors:
                 if name in left_alone:

@@ -48,7 +48,7 @@ FILES = 3
 # No more threads than there are processors: more of them would only take turns. And no more than eight: between two
 # blocks each needs the interpreter, for which they then wait longer than they gain.
 WRITERS = min(6, -(-(os.cpu_count() or 1) // FILES))
-READERS = min(8, os.cpu_count() or 1)
+CHECKERS = min(8, os.cpu_count() or 1)  # which read, and take checksums
 
 
 class FileEntry(NamedTuple):
@@ -190,7 +190,7 @@ def summed_up(path: Path) -> FileEntry:
         return total
 
     try:
-        return FileEntry(size, _each_block(size, move, READERS))
+        return FileEntry(size, _each_block(size, move, CHECKERS))
     finally:
         os.close(descriptor)
 

@@ -118,7 +118,7 @@ def read_file(
         by_device.setdefault(tensor.device if _is_away(tensor) else first, []).append(_Place(offset, tensor))
     for device, own in by_device.items():
         reading = _Reading(source, own, sums if device == first else {}, content)
-        _read([reading], device, blocks.BLOCK, max(blocks.READERS // count, 1))
+        _read([reading], device, blocks.BLOCK, max(blocks.CHECKERS // count, 1))
 
 
 def _is_away(tensor: torch.Tensor) -> bool:

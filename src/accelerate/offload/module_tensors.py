@@ -11,11 +11,9 @@ from torch import nn
 from accelerate.available import is_xpu_available
 from accelerate.devices.base import DeviceLike
 from accelerate.memory import clear_device_cache
-from accelerate.offload.parameters import is_packed, is_quantized, like, place_quantized
+from accelerate.offload.parameter_kinds import PLAIN, is_packed, is_quantized, like, place_quantized
 from accelerate.offload.placeholder import OffloadedParameter, OffloadedTensor
 from accelerate.torch_internals.modules import EXTRA_STATE, buffers_of, non_persistent_buffers, parameters_of
-
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 # What stands in a module for a tensor that lies elsewhere.
 PLACEHOLDERS = (OffloadedParameter, OffloadedTensor)
@@ -65,7 +63,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor is just the bytes at its address. One made of other tensors has no address."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 
 def resolve_dtype(dtype: Any) -> Any:

@@ -19,7 +19,7 @@ from torch import nn
 from accelerate.comm.tree import recursively_apply
 from accelerate.devices import copies_behind
 from accelerate.offload.offloaded_weights import find_source, full_name
-from accelerate.offload.parameters import has_parts, of_kind
+from accelerate.offload.parameter_kinds import has_parts, of_kind
 from accelerate.torch_internals.compile import outside_graphs
 from accelerate.torch_internals.offloaded_tensors import BecomesParameter, describing_functions
 

@@ -14,12 +14,10 @@ from accelerate.devices.base import DeviceLike
 from accelerate.io.stored_tensors import FileRange
 from accelerate.offload.module_tensors import shared_on
 from accelerate.offload.offloaded_weights import find_source, full_name
-from accelerate.offload.parameters import has_parts, is_packed, of_kind
+from accelerate.offload.parameter_kinds import PLAIN, has_parts, is_packed, of_kind
 from accelerate.offload.placeholder import Offloaded, placeholder_for, traits_of
 from accelerate.torch_internals.modules import buffers_of, parameters_of
 from accelerate.torch_internals.offloaded_tensors import version_of
-
-_PLAIN = (torch.Tensor, nn.Parameter)
 
 
 class Slot:
@@ -92,7 +90,7 @@ class Slot:
         if isinstance(tensor, Offloaded) and tensor.slot not in (self, getattr(self.placeholder, "slot", self)):
             return False  # the module was offloaded again, with other weights: those count
         if tensor.shape != self.placeholder.shape:
-            refuse_shapes({self.name: tensor}, self.weights)
+            refuse_values({self.name: tensor}, self.weights)
         return True
 
     def fill(self, value: torch.Tensor, gradients: bool = True) -> torch.Tensor:
@@ -189,7 +187,7 @@ class _Scripted:
         return self._table[name]
 
 
-def refuse_shapes(tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> None:
+def refuse_values(tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any]) -> None:
     """Raise if the value for a tensor has another shape. Names without a value are ignored."""
     wrong = []
     for name, tensor in tensors.items():
@@ -207,7 +205,7 @@ def refuse_shapes(tensors: Mapping[str, torch.Tensor], weights: Mapping[str, Any
 def _kind_of(tensor: torch.Tensor) -> type[torch.Tensor] | None:
     if isinstance(tensor, Offloaded):
         return tensor.slot.kind
-    return None if type(tensor) in _PLAIN or not isinstance(tensor, nn.Parameter) else type(tensor)
+    return None if type(tensor) in PLAIN or not isinstance(tensor, nn.Parameter) else type(tensor)
 
 
 def _unusual_strides(tensor: torch.Tensor) -> tuple[int, ...] | None:

@@ -1,4 +1,4 @@
-from accelerate.big_modeling.offload import quantize_and_offload_8bit as quantize_and_offload_8bit
+from accelerate.big_modeling.offloaded_models import quantize_and_offload_8bit as quantize_and_offload_8bit
 from accelerate.quantization.bnb import get_keys_to_not_convert as get_keys_to_not_convert
 from accelerate.quantization.bnb import get_parameter_device as get_parameter_device
 from accelerate.quantization.bnb import get_quantized_model_device_map as get_quantized_model_device_map

@@ -72,7 +72,7 @@ def test_without_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: 
         left.pop()
         start(self)
 
-    monkeypatch.setattr(read_tensors.blocks, "READERS", 4)
+    monkeypatch.setattr(read_tensors.blocks, "CHECKERS", 4)
     monkeypatch.setattr(threading.Thread, "start", started)
     read_file(tmp_path / "x", [(0, found)], entry)
     assert torch.equal(found, content)

@@ -27,7 +27,7 @@ from accelerate.offload.module_tensors import (
 )
 from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, keep_on_disk, offload_weight
 from accelerate.offload.placeholder import OffloadedParameter
-from accelerate.offload.slot import refuse_shapes
+from accelerate.offload.slot import refuse_values
 from accelerate.state import PartialState
 from accelerate.text import some_of
 from accelerate.torch_internals.modules import parameters_of
@@ -175,7 +175,7 @@ def refuse_missing(
         )
     if isinstance(held, dict):
         places = {name: find_tensor(model, name) for name in names}
-        refuse_shapes({name: table_of(*place)[place[1]] for name, place in places.items()}, weights)
+        refuse_values({name: table_of(*place)[place[1]] for name, place in places.items()}, weights)
 
 
 def to_host(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:

@@ -14,6 +14,9 @@ from torch import nn
 
 from accelerate.torch_internals.modules import parameters_of
 
+# The classes of tensors that are just their values.
+PLAIN = (torch.Tensor, nn.Parameter)
+
 # By name, so that bitsandbytes need not be there.
 _EIGHT_BIT = "Int8Params"
 _FOUR_BIT = ("Params4bit", "FP4Params")
