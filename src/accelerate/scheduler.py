@@ -47,8 +47,8 @@ def moves(each: int) -> str:
 class AcceleratedScheduler:
     """A scheduler that steps only when its optimizers did.
 
-    Unless batches are split, each optimizer step consumes as many batches as there are ranks, so the schedule advances
-    by that many steps: write it for one process, and it fits any number.
+    Unless batches are split, each optimizer step consumes as many batches as there are ranks (those that work on the
+    same one count once), so the schedule advances by that many steps: write it for one process, and it fits any number.
 
     Args:
         scheduler: the scheduler.
