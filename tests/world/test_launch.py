@@ -393,6 +393,18 @@ def test_a_port_that_is_taken_after_it_was_chosen(tmp_path: Path, backend: str, 
         assert results(done.stdout) == [[0, "2"], [1, "2"]]
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs Python 3.11, which can leave the working folder out")
+def test_modules_in_the_working_folder_are_not_those_of_the_launcher(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    train = script(tmp_path / "there", "import queue\nprint('RESULT', json.dumps([rank, queue.Queue.__name__]))")
+    for name in ("queue", "types", "accelerate"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('not me')\n")
+    start = [str(Path(sys.executable).with_name("accelerate")), "launch", *TWO, train]
+    done = subprocess.run(start, capture_output=True, text=True, env=environment(tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert results(done.stdout) == [[0, "Queue"], [1, "Queue"]]
+
+
 ABOUT = """
 main = sys.modules["__main__"]
 import multiprocessing

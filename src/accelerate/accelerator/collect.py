@@ -78,7 +78,7 @@ class Collecting(AcceleratorBase):
         Args:
             tensor: a tensor, or nested lists, tuples and dicts of tensors. Call it on all ranks.
             reduction: "sum", "mean", "max", or "none" to leave the tensors as they are.
-            scale: multiply the result by this number.
+            scale: a factor for devices whose reduction takes one (XLA); it has no effect elsewhere.
 
         Returns:
             The same structure with the reduced tensors, the same on every rank.

@@ -132,6 +132,7 @@ class _StepsInBetween(_Check):
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator, _LOOKS + 2 * accelerator.gradient_accumulation_steps)
         self._seen = False
+        self._prepared = bool(accelerator._models)
         self._hook = register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -143,8 +144,8 @@ class _StepsInBetween(_Check):
             return  # it does wait
         trained = {id(parameter) for model in accelerator._models for parameter in model.parameters()}
         mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if trained and trained.isdisjoint(map(id, mine)):
-            return  # something else that the script trains
+        if self._prepared and trained.isdisjoint(map(id, mine)):
+            return  # something else that the script trains; all of it, once `free_memory` was called
         self._seen = True
         known = any(optimizer is prepared.optimizer for prepared in accelerator._optimizers)
         remedy = "step the one that it returned" if known else "pass it to `accelerator.prepare()`, with the model"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.commands.utils import command_parser, run_command
+from accelerate.launch.plan import OWN_PYTHON
 
 DESCRIPTION = """Launch a script that checks this machine, set up as the config file says: processes, collectives, data,
 training with accumulation, random states, checkpoints, mixed precision. Include the last line in a bug report."""
@@ -34,7 +35,7 @@ def test_command(args: argparse.Namespace) -> None:
     Args:
         args: the arguments, as the parser of `accelerate test` returns them.
     """
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command = [*OWN_PYTHON, "-m", "accelerate.commands.accelerate_cli", "launch"]
     if args.config_file is not None:
         if not Path(args.config_file).expanduser().is_file():
             sys.exit(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -126,7 +125,9 @@ class EngineStepper(Stepper):
         if self.scaling is None:
             self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
             return
-        with _scaled(loss, self.scaling.cur_scale):
+        # The backward begins with the scale, whether or not whoever calls it has multiplied with that.
+        scale = self.scaling.cur_scale
+        with loss.register_hook(lambda gradient: torch.full_like(gradient, scale)):
             self.engine.backward(loss, scale_wrt_gas=False, **kwargs)
 
     def expect(self, last: bool) -> None:
@@ -254,16 +255,6 @@ class EngineStepper(Stepper):
 
         found = map(safe_get_full_grad, self.engine.module.parameters())
         return torch.nn.utils.get_total_norm([gradient for gradient in found if gradient is not None])
-
-
-@contextmanager
-def _scaled(loss: torch.Tensor, scale: float) -> Iterator[None]:
-    """Have the backward of a loss begin with a scale, whether or not whoever calls it has multiplied with that."""
-    handle = loss.register_hook(lambda gradient: torch.full_like(gradient, scale))
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def undo_first_step(engine: Any, *, had_state: bool) -> None:

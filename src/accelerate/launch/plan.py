@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from accelerate.launch.settings import Settings
+
+# Runs modules of this package: one of the working folder, such as a `queue.py`, is not meant. Python 3.10 looks there.
+OWN_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
 
 
 @dataclass(frozen=True)

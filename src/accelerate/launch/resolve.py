@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from accelerate import environments
-from accelerate.config.options import FAMILIES
+from accelerate.config.options import FAMILIES, variable
+from accelerate.config.options.launching import RENDEZVOUS
 from accelerate.environments.base import DEFAULT_PORT
 from accelerate.launch import machine
 from accelerate.launch.settings import Settings, read_file, read_flags
@@ -69,10 +71,16 @@ def _tpu(settings: Settings, environ: Mapping[str, str]) -> None:
 
 
 def _precision(settings: Settings, environ: Mapping[str, str]) -> None:
-    if settings.mixed_precision is None:
-        settings.put("mixed_precision", "no", "default")
-    if settings.dynamo_backend is None:
-        settings.put("dynamo_backend", "no", "default")
+    for name in ("mixed_precision", "dynamo_backend"):
+        if getattr(settings, name) is not None:
+            continue
+        settings.put(name, "no", "default")
+        said = environ.get(variable(name), "no")
+        if said.lower() != "no":
+            settings.notes.append(
+                f"{variable(name)} is {said!r} here, and a launch replaces it by its default 'no': give "
+                f"`--{name} {said}`."
+            )
 
 
 def _cluster(settings: Settings, environ: Mapping[str, str]) -> None:
@@ -151,6 +159,13 @@ def _deepspeed(settings: Settings, environ: Mapping[str, str]) -> None:
 def _machines(settings: Settings, environ: Mapping[str, str]) -> None:
     if settings.num_machines is None:
         settings.put("num_machines", 1, "default")
+    if settings.num_machines == 1 and settings.world is None and settings.mpirun_hostfile is None:
+        idle = [f"`--{name}`" for name in ("machine_rank", "main_process_ip") if _speaks_of_others(settings, name)]
+        if idle:
+            verb = "have" if len(idle) > 1 else "has"
+            settings.notes.append(
+                f"{' and '.join(idle)} {verb} no effect without `--num_machines`: all processes start on this machine."
+            )
     if settings.num_machines == 1 or settings.world is not None:
         if settings.machine_rank is None:
             settings.put("machine_rank", 0, "default")
@@ -173,6 +188,12 @@ def _machines(settings: Settings, environ: Mapping[str, str]) -> None:
             f"`--machine_rank` is {settings.machine_rank}, but {settings.num_machines} machines count from 0 to "
             f"{settings.num_machines - 1}."
         )
+
+
+def _speaks_of_others(settings: Settings, flag: str) -> bool:
+    """Whether a flag was given that says something only where there are several machines."""
+    here = (None, 0, "127.0.0.1", "localhost")
+    return settings.of[flag].source == "flag" and settings.of[flag].value not in here
 
 
 def _processes(settings: Settings, environ: Mapping[str, str]) -> None:
@@ -216,8 +237,25 @@ def _gpus_asked_for(settings: Settings) -> str:
     return ""
 
 
+def _backend(settings: Settings, environ: Mapping[str, str]) -> None:
+    """How machines find each other may be something that another package has told torchrun."""
+    if settings.rdzv_backend in RENDEZVOUS:
+        return
+    from importlib.metadata import entry_points
+
+    known = [*RENDEZVOUS, "etcd", "etcd-v2", *(entry.name for entry in entry_points(group="torchrun.handlers"))]
+    if settings.rdzv_backend not in known:
+        raise ValueError(f"`--rdzv_backend` is {settings.rdzv_backend!r}: choose one of {', '.join(known)}.")
+
+
 def _files(settings: Settings, environ: Mapping[str, str]) -> None:
     """Says of files that were asked for where they are, or why there are none."""
+    if settings.tee != "0" and settings.log_dir is not None:
+        folder = Path(settings.log_dir).absolute()
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            why = "not writable" if there.is_dir() else "not a folder"
+            raise ValueError(f"`--log_dir {settings.log_dir}` cannot be made: {there} is {why}.")
     if settings.tee == "0" and settings.log_dir is not None:
         settings.notes.append("`--log_dir` is where `--tee` writes, which was not given: add `--tee 3` to write files.")
     if settings.tee != "0" and settings.log_dir is None:
@@ -287,5 +325,6 @@ _DETECTED = (
     _processes,
     _missing_gpus,
     _threads,
+    _backend,
     _files,
 )

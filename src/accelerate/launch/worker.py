@@ -9,13 +9,12 @@ Run as a file and imports nothing of the package, so that it costs next to nothi
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
@@ -166,17 +165,6 @@ def _first_to_say(text: str) -> str:
         pass
     _said.add(digest)
     return _rank()
-
-
-@contextmanager
-def _captured() -> Iterator[io.StringIO]:
-    """What would be written to the screen."""
-    screen = sys.stderr
-    sys.stderr = said = io.StringIO()
-    try:
-        yield said
-    finally:
-        sys.stderr = screen
 
 
 def warn_once() -> None:
@@ -362,7 +350,7 @@ def run(kind: str, target: str) -> None:
         error = _or_of_a_child(raised)
         traceback = _inside(error.__traceback__)
         # First on the screen: whoever shows an error may add to it, as which machine was lost.
-        with _captured() as said:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
             sys.excepthook(type(error), error.with_traceback(traceback), traceback)
         said_by = _first_to_say(_what_is_alike(error, traceback))
         if said_by == _rank():

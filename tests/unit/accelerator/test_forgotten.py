@@ -268,3 +268,26 @@ def test_an_optimizer_that_steps_at_every_micro_batch_of_one_process(script: Scr
 def test_right_scripts_on_one_process_are_silent(script: Script) -> None:
     assert sentences(script, 2) == []
     assert sentences(script) == []
+
+
+def test_a_second_training_after_one_that_was_freed_in_the_middle_of_a_window() -> None:
+    """The first Accelerator is still there, and looks at optimizers; it has nothing left that they could train."""
+
+    def one(stop: int | None) -> Accelerator:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+        net = Net()
+        model, optimizer, batches = accelerator.prepare(net, sgd(net), loader())
+        for number, (x, _y) in enumerate(batches, 1):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if number == stop:
+                break
+        accelerator.free_memory()
+        return accelerator
+
+    with heard() as said:
+        kept = [one(stop=1), one(stop=None)]
+    assert len(kept) == 2
+    assert said == []

@@ -41,6 +41,7 @@ def outcome(case: dict[str, Any]) -> dict[str, Any]:
     if settings.of["num_cpu_threads_per_process"].source != "flag":
         env.pop("OMP_NUM_THREADS", None)  # depends on the machine
     command = [word.replace(sys.executable, "python").replace(folder, "FOLDER") for word in planned.argv]
+    command = [word for word in command if word != "-P"]  # which Python 3.10 does not have
     ours = ("/worker.py", "/program.py", "/function.py", "/pod.py")
     command = [Path(word).name if word.endswith(ours) else word for word in command]
     if "--main_process_port" in case["argv"] and "0" in case["argv"]:

@@ -349,3 +349,56 @@ def test_values_that_there_are_not(words: list[str], capsys: pytest.CaptureFixtu
     with pytest.raises(SystemExit):
         settings("--use_deepspeed", *words)
     assert "should be " in capsys.readouterr().err
+
+
+def test_variables_that_a_launch_replaces_by_defaults_are_mentioned(tmp_path: Path) -> None:
+    told = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
+    assert [note for note in settings(**told).notes if "replaces" in note] == [
+        "ACCELERATE_MIXED_PRECISION is 'bf16' here, and a launch replaces it by its default 'no': give "
+        "`--mixed_precision bf16`.",
+        "ACCELERATE_DYNAMO_BACKEND is 'INDUCTOR' here, and a launch replaces it by its default 'no': give "
+        "`--dynamo_backend INDUCTOR`.",
+    ]
+    assert not any("replaces" in note for note in settings("--mixed_precision", "no", **told).notes[:-1])
+    assert settings(ACCELERATE_MIXED_PRECISION="no", ACCELERATE_DYNAMO_BACKEND="NO").notes == settings().notes
+
+
+def test_flags_about_other_machines_on_one_machine_are_mentioned() -> None:
+    alone = "has no effect without `--num_machines`: all processes start on this machine."
+    assert f"`--machine_rank` {alone}" in settings("--machine_rank", "1", "--num_processes", "2").notes
+    both = settings("--machine_rank", "1", "--main_process_ip", "10.0.0.1", "--num_processes", "2").notes
+    assert any(note.startswith("`--machine_rank` and `--main_process_ip` have no effect") for note in both)
+    here = ["--num_machines", "1", "--machine_rank", "0", "--main_process_ip", "127.0.0.1", "--num_processes", "2"]
+    assert not any("num_machines" in note for note in settings(*here).notes)
+
+
+def test_a_rendezvous_that_nobody_knows() -> None:
+    with pytest.raises(ValueError, match=r"`--rdzv_backend` is 'foo': choose one of static, c10d, etcd"):
+        settings("--num_processes", "2", "--rdzv_backend", "foo")
+    assert settings("--num_processes", "2", "--rdzv_backend", "etcd-v2").rdzv_backend == "etcd-v2"
+
+
+@pytest.mark.parametrize(
+    ("flag", "wrong", "right"),
+    [
+        ("--rdzv_conf", "a", "timeout=900,is_host=1"),
+        ("--fsdp_sharding_strategy", "FULLSHARD", "hybrid_shard"),
+        ("--fsdp_sharding_strategy", "6", "2"),
+    ],
+)
+def test_words_that_torch_would_refuse_in_every_process(
+    flag: str, wrong: str, right: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings("--use_fsdp", flag, right)
+    with pytest.raises(SystemExit):
+        settings("--use_fsdp", flag, wrong)
+    assert f"should be {'names and values' if 'conf' in flag else 'one of FULL_SHARD'}" in capsys.readouterr().err
+
+
+def test_logs_in_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "logs"):
+        with pytest.raises(ValueError, match=r"cannot be made: .*file is not a folder"):
+            settings("--num_processes", "2", "--tee", "3", "--log_dir", str(folder))
+    settings("--num_processes", "2", "--tee", "3", "--log_dir", str(tmp_path / "new" / "logs"))
+    assert not (tmp_path / "new").exists()

@@ -76,6 +76,12 @@ def _machines(value: Any) -> str:
     return str(value)
 
 
+def _pairs(value: Any) -> str:
+    if not all(re.fullmatch(r"\s*[^\s=]+=.+", pair) for pair in str(value).split(",") if value):
+        raise ValueError
+    return str(value)
+
+
 def _yes_no(value: Any) -> bool:
     return value if isinstance(value, bool) else bool(str_to_bool(str(value) or "no"))
 
@@ -109,6 +115,7 @@ ADDRESS = Kind("an address without spaces and without a port, which is a setting
 PORT = Kind("a port from 0 to 65535", _within(_whole, 0, 65535), placeholder="N")
 STREAMS = Kind("0, 1, 2 or 3, or one of them per process such as `0:3,1:1`", _streams, placeholder="N")
 MACHINES = Kind("a number of machines, or a minimum and a maximum such as `1:2`", _machines, placeholder="N[:M]")
+PAIRS = Kind("names and values such as `timeout=900,is_host=1`", _pairs)
 NUMBER = Kind("a number", float, placeholder="X")
 STAGE = Kind("a stage from 0 to 3", _within(_whole, 0, 3), placeholder="0|1|2|3")
 WHOLE_OR_AUTO = Kind("a whole number or `auto`", _or_auto(_whole), placeholder="N")

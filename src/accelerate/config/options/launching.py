@@ -8,6 +8,7 @@ from accelerate.config.options.base import (
     FLAG,
     MACHINES,
     NOT_NEGATIVE,
+    PAIRS,
     PORT,
     SECONDS,
     STREAMS,
@@ -185,7 +186,7 @@ DISTRIBUTED = Family(
             default="static",
             question="How do the machines find each other?",
         ),
-        Option("rdzv_conf", "settings of that, such as `timeout=900,is_host=1`", default="", key=""),
+        Option("rdzv_conf", "settings of that, such as `timeout=900,is_host=1`", PAIRS, default="", key=""),
         Option("max_restarts", "start all processes again when one fails, at most N times", NOT_NEGATIVE, 0, key=""),
         Option(
             "hang_timeout",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from accelerate.config.options.base import JSON, LOWER, WHOLE, YES_NO, YES_NO_WORD, Family, Option
+from typing import Any
+
+from accelerate.config.options.base import JSON, LOWER, WHOLE, YES_NO, YES_NO_WORD, Family, Kind, Option
 
 STRATEGIES = {
     "FULL_SHARD": "parameters, gradients and optimizer states: least memory",
@@ -26,6 +28,16 @@ STATE_DICTS = {
     "FULL_STATE_DICT": "one process gathers and writes the full state dict",
     "LOCAL_STATE_DICT": "each process writes its flat shard",
 }
+
+
+def _strategy(value: Any) -> str:
+    if str(value).upper().removeprefix("_") not in {*STRATEGIES, *"12345"}:
+        raise ValueError
+    return str(value)
+
+
+# Numbers are what files of 0.11 have here.
+_STRATEGY = Kind(f"one of {', '.join(STRATEGIES)}, or its number from 1 to {len(STRATEGIES)}", _strategy)
 
 FSDP = Family(
     "FSDP",
@@ -52,11 +64,11 @@ FSDP = Family(
             100_000_000,
             question="How many parameters should a unit have?",
         ),
-        # Numbers 1 to 5 are what files of 0.11 have here.
         Option(
             "fsdp_sharding_strategy",
             f"what is sharded (version 1): {', '.join(STRATEGIES)}",
-            default="FULL_SHARD",
+            _STRATEGY,
+            "FULL_SHARD",
             question="What should be sharded?",
         ),
         Option(

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-
 from accelerate.config.environment import check_cuda_p2p_ib_support
 from accelerate.config.options import variable
 from accelerate.launch.engines import single
-from accelerate.launch.plan import LaunchEngine, LaunchPlan
+from accelerate.launch.plan import OWN_PYTHON, LaunchEngine, LaunchPlan
 from accelerate.launch.settings import Settings
 from accelerate.launch.variables import variables
 
@@ -67,7 +65,7 @@ def _own_arguments(settings: Settings) -> list[str]:
 
 def _plan(settings: Settings) -> LaunchPlan:
     told = [*_own_arguments(settings), *torchrun_arguments(settings)]
-    argv = [sys.executable, "-m", MODULE, *told, settings.script, *settings.script_args]
+    argv = [*OWN_PYTHON, "-m", MODULE, *told, settings.script, *settings.script_args]
     words = _in_words(settings)
     # Said aloud, because a run on the CPU is easily taken for one on a GPU.
     notes = [f"starting {words}"] if settings.on_cpu else []
