@@ -8,8 +8,10 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -95,6 +97,25 @@ def test_inside_of_ddp(tmp_path: Path) -> None:
     text = "model = accelerator.prepare(torch.nn.Linear(2, 1))\nif rank:\n    load_batch()\n"
     told = roll_of(run(tmp_path, text + "model(torch.ones(1, 2)).sum().backward()\n"))
     assert "rank 0 waits in " in told and "(train.py:16) since S; rank 1 runs train.py:11" in told
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_buffers_that_ddp_exchanges_before_a_forward(tmp_path: Path, mode: str) -> None:
+    text = f"model = accelerator.prepare(torch.nn.BatchNorm1d(2).{mode}())\nif rank:\n    load_batch()\n"
+    told = roll_of(run(tmp_path, text + "model(torch.ones(2, 2))\n"))
+    assert "rank 0 waits in forward (train.py:16) since S; rank 1 runs train.py:11" in told
+
+
+def test_ranks_that_go_on_in_a_group_of_their_own(tmp_path: Path) -> None:
+    text = (
+        "groups = [torch.distributed.new_group([0, 1]), torch.distributed.new_group([2])]\n"
+        "while rank == 2:\n    torch.distributed.all_reduce(torch.ones(1), group=groups[1])\n    time.sleep(0.01)\n"
+        "if rank == 1:\n    load_batch()\ntorch.distributed.all_reduce(torch.ones(1), group=groups[0])\n"
+    )
+    words = ["--cpu", "--num_processes", "3", "--main_process_port", "0", *SHORT]
+    told = roll_of(launch(tmp_path, *words, script(tmp_path, START + text)))
+    assert "rank 1 runs train.py:11 (load_batch); rank 2 continues with other collectives" in told
+    assert "The others wait for rank 1, which has not got there yet." in told
 
 
 def test_work_that_is_waited_for(tmp_path: Path) -> None:
@@ -232,7 +253,7 @@ class Written(Notes):
     """Notes that stay here."""
 
     def __init__(self) -> None:
-        self.size, self.notes = 2, list[Note]()
+        self.size, self.notes, self.shown = 2, list[Note](), 0
 
     def write(self, rank: int, note: Note) -> None:
         self.notes.append(note)
@@ -241,7 +262,7 @@ class Written(Notes):
 def test_a_wait_is_counted_from_the_last_collective_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first look at where a rank is comes some seconds after its collective began."""
     notes = Written()
-    watching = watch.HangWatch(notes, 0, limit=60.0, abort=False)
+    watching = watch.HangWatch(notes, 0, limit=60.0, abort=False, device_works=lambda: False)
     monkeypatch.setattr(watch, "collectives_begun", lambda: 7)
     monkeypatch.setattr(watch.place, "signature", lambda thread: (1,))
     monkeypatch.setattr(watch.place, "place_of", lambda thread, stack=False: Place("gather", "train.py:7", True))
@@ -250,6 +271,46 @@ def test_a_wait_is_counted_from_the_last_collective_on(monkeypatch: pytest.Monke
         watching._look(now)
     watching._pipe.close()
     assert [(note.kind, note.since) for note in notes.notes] == [("waits", 995.0)]
+
+
+def looks(
+    monkeypatch: pytest.MonkeyPatch, collectives: Callable[[float], int], seconds: range, **options: Any
+) -> Written:
+    """What a rank notes that is looked at once a second, on line 9 in a call that does not look like a wait."""
+    notes, shown = Written(), list[list[Note]]()
+    watching = watch.HangWatch(notes, 0, limit=60.0, abort=False, **options)
+    clock = 0.0
+    monkeypatch.setattr(watch, "collectives_begun", lambda: collectives(clock))
+    monkeypatch.setattr(watch.place, "signature", lambda thread: (1,))
+    monkeypatch.setattr(watch.place, "place_of", lambda thread, stack=False: Place("main", "train.py:9", False))
+    monkeypatch.setattr(watch.time, "time", lambda: 1000.0 + clock)
+    monkeypatch.setattr(watching, "_show", shown.append)
+    for second in seconds:
+        clock = float(second)
+        watching._look(clock)
+    watching._pipe.close()
+    notes.shown = len(shown)
+    return notes
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_rank_whose_device_still_works_waits_for_it(monkeypatch: pytest.MonkeyPatch, works: bool) -> None:
+    """As in `if loss:` after a collective that NCCL has only begun: the line does not say that it waits."""
+    notes = looks(monkeypatch, lambda clock: 7, range(100, 170), device_works=lambda: works)
+    assert [note.kind for note in notes.notes] == ["runs", "waits"][: 1 + works]
+    assert notes.shown == works
+    assert not works or (notes.notes[1].call, notes.notes[1].since) == ("main", 1100.0)
+
+
+def test_a_rank_that_goes_on_with_others_is_no_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = looks(monkeypatch, lambda clock: int(clock), range(100, 200), device_works=lambda: False)
+    assert [note.kind for note in notes.notes] == ["moves"] * 6
+    assert [note.until - 1000.0 for note in notes.notes][:2] == [115 + 23.5, 130 + 23.5]
+    store = torch.distributed.HashStore()
+    roll.Notes(store, "1", 2).write(1, notes.notes[0])
+    for now, kind in ((1130.0, "moves"), (1140.0, "silent")):
+        monkeypatch.setattr(roll.time, "time", lambda now=now: now)
+        assert [note.kind for note in roll.Notes(store, "1", 2).read()] == ["silent", kind]
 
 
 def by_hand(folder: Path, text: str, *worker: str, **environ: str) -> tuple[list[int], list[str]]:

@@ -133,6 +133,10 @@ class Device:
     def synchronize(self) -> None:
         self.module.synchronize()
 
+    def works(self, device: torch.device) -> bool:
+        """Whether `device` still has something to do; asked by another thread than the one that gives it work."""
+        return False
+
     @property
     def close_step(self) -> Callable[[], Any]:
         """Runs what a step has collected, without waiting for it; most devices run everything at once."""

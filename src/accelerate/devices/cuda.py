@@ -39,6 +39,9 @@ class CUDA(Device):
         major, minor = torch.cuda.get_device_capability()
         return f"it needs {needed}, but this {torch.cuda.get_device_name()} has {major}.{minor}"
 
+    def works(self, device: torch.device) -> bool:
+        return not torch.cuda.current_stream(device).query()
+
     def reserve(self, nbytes: int, device: torch.device) -> None:
         with contextlib.suppress(torch.OutOfMemoryError):
             torch.empty(nbytes, dtype=torch.uint8, device=device)  # torch keeps it, for others

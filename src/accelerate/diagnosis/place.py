@@ -26,6 +26,8 @@ _TALKING = (
     _ACCELERATE + "comm" + os.sep,
     os.path.join(_ACCELERATE, "state", "attempts.py"),
 )
+# DDP exchanges buffers from here, in code that is not Python's. It also calls the model, which may only be slow.
+_DDP = os.path.join(_TORCH, "nn", "parallel", "distributed.py")
 # In here DDP and FSDP exchange gradients, in code that is not Python's.
 _BACKWARD = "_engine_run_backward"
 # Calls that go straight from a line of the script into code that is not Python's, and wait for a collective there.
@@ -65,7 +67,10 @@ def place_of(thread: int, *, stack: bool = False) -> Place | None:
     own = next((index for index, each in enumerate(frames) if _is_of_script(each)), len(frames) - 1)
     line = f"{os.path.basename(frames[own].f_code.co_filename)}:{frames[own].f_lineno}"
     called = frames[:own]
-    waits = any(_talks(each) for each in called) or (not called and _waiting_call(frames[own]) is not None)
+    if called:
+        waits = called[0].f_code.co_filename == _DDP or any(map(_talks, called))
+    else:
+        waits = _waiting_call(frames[own]) is not None
     text = "".join(traceback.format_stack(frame)) if stack else ""
     return Place(_name(called, frames[own]), line, waits, text)
 
@@ -118,5 +123,5 @@ def _name(called: list[Any], script: FrameType) -> str:
         if frame.f_code.co_filename.startswith(_ACCELERATE + "data_loader" + os.sep):
             return "the next batch of a loader"
         if name not in _WRAPPERS and not frame.f_code.co_filename.startswith(_STDLIB):
-            return _PLAIN_NAMES.get(name, name)
+            return _PLAIN_NAMES.get(name, name.lstrip("_"))
     return (None if called else _waiting_call(script)) or script.f_code.co_name

@@ -26,7 +26,7 @@ class Note:
     kind: "waits", "runs", "moves" (it goes on with collectives), "ended", "failed", "left" (the group); "silent" if it
     says nothing.
     call, line: where it is, or where it failed or ended. since: the time at which it came there. text: the error, or
-    the code, if it is known.
+    the code, if it is known. until: the time at which this is too old to be true, if it ever is.
     """
 
     kind: str
@@ -36,6 +36,7 @@ class Note:
     text: str = ""
     host: str = ""
     stack: str = ""
+    until: float = float("inf")
 
 
 SILENT = Note("silent")
@@ -67,12 +68,13 @@ class Notes:
         self._store.set(f"{self.prefix}/{rank}", json.dumps(asdict(note)))
 
     def read(self) -> list[Note]:
-        """Of every rank; those that have said nothing are silent."""
+        """Of every rank; those that have said nothing, or nothing new for too long, are silent."""
         self._knock()
         found = []
         for rank in range(self.size):
             key = f"{self.prefix}/{rank}"
-            found.append(Note(**json.loads(self._store.get(key))) if self._store.check([key]) else SILENT)
+            note = Note(**json.loads(self._store.get(key))) if self._store.check([key]) else SILENT
+            found.append(note if time.time() < note.until else SILENT)
         return found
 
     def _knock(self) -> None:
@@ -210,7 +212,7 @@ def likely_reason(notes: Sequence[Note]) -> str:
             f"The others wait for {_named(silent)}, which {'show' if len(silent) > 1 else 'shows'} no sign of life: "
             "check whether a process was killed or stopped, or a machine or the network is down."
         )
-    if busy := sorted(by_kind.get("runs", []) + by_kind.get("moves", [])):
+    if busy := by_kind.get("runs") or by_kind.get("moves"):
         return f"The others wait for {_named(busy)}, which {'have' if len(busy) > 1 else 'has'} not got there yet."
     return "All wait in the same call: check the network between them, and that all ranks pass the same shapes."
 

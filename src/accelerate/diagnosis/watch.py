@@ -1,9 +1,9 @@
 """A thread in each rank that looks, once a second, whether it gets on; when one has waited too long, all are shown.
 
 The training does nothing for it: the thread reads its stack, and how many collectives torch has counted. A rank that
-has begun no collective for some seconds notes in the store where it is. One that has waited in a collective for the
-limit reads the notes of all and shows them, on the screen and with their stacks in a file; again after twice the time,
-and so on. Nobody is ended, unless that was asked for.
+has begun no collective for some seconds notes in the store where it is; the others note now and then that they go on.
+One that has waited in a collective for the limit reads the notes of all and shows them, on the screen and with their
+stacks in a file; again after twice the time, and so on. Nobody is ended, unless that was asked for.
 
 All notes go to one process, that with the store. So the more ranks there are, the more seldom each of them notes
 something; and where that is more seldom than twice in the limit, the limit is longer.
@@ -19,7 +19,9 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -43,14 +45,16 @@ _ENDS_WITHIN = 10.0
 class HangWatch:
     """The watch of this rank."""
 
-    def __init__(self, notes: Notes, rank: int, limit: float, abort: bool) -> None:
+    def __init__(self, notes: Notes, rank: int, limit: float, abort: bool, device_works: Callable[[], bool]) -> None:
         self._notes = notes
         self._rank = rank
         self._pause = notes.size / _NOTES_PER_SECOND  # between two notes of this rank
         self._limit = max(limit, 2 * self._pause)
+        self._renewal = max(self._limit / 4, self._pause)  # of the note of a rank that goes on
         # Without a collective until the first note: not the same on all ranks, or all would write at once.
         self._quiet = max(min(_NOTE_AFTER, limit / 2), self._pause * (1 + rank / notes.size) / 2)
         self._abort = abort
+        self._device_works = device_works
         self._host = socket.gethostname()
         self._watched = threading.get_ident()
         self._process = os.getpid()
@@ -108,8 +112,7 @@ class HangWatch:
         self.stop(self._failure or self._end)
 
     def _run(self) -> None:
-        pause = min(_LOOK, self._limit / 4)
-        while (signals := self._pipe.wait(pause)) is not None:
+        while (signals := self._pipe.wait(min(_LOOK, self._limit / 4))) is not None:
             if signal.SIGINT in signals:
                 self._show_at_interrupt()
             if not self._ends():
@@ -121,11 +124,14 @@ class HangWatch:
 
     def _look(self, now: float) -> None:
         moves = (count := collectives_begun()) != self._begun
+        if self._begun < 0:  # the first look: not all ranks are to write at once
+            self._written_at = now - self._renewal * self._rank / self._notes.size
         if moves:
             self._begun, self._moved, self._came, self._seen, self._shown = count, now, now, (), 0
-            self._outdated = self._written is not None
+            self._outdated = self._written is not None or now - self._written_at >= self._renewal
         if self._outdated and self._may_note(now):
-            self._write(Note("moves", host=self._host), now)
+            until = time.time() + 1.5 * self._renewal + _LOOK
+            self._write(Note("moves", host=self._host, until=until), now)
             self._written, self._outdated = None, False
         if moves or now - self._moved < self._quiet:
             return
@@ -136,6 +142,9 @@ class HangWatch:
         where = place.place_of(self._watched)
         if where is None:
             return
+        if not where.waits and now - self._came >= self._limit and self._device_works():
+            # In one place for so long while the device works: it waits for that, and that for the other ranks.
+            where = replace(where, waits=True)
         self._tell(where, now)
         if self._abort and now - self._asked_at >= self._pause:
             self._end_with_others(now)
@@ -257,8 +266,11 @@ def show(notes: list[Note], file: Path | None = None) -> None:
 _watch: HangWatch | None = None
 
 
-def start(world: World, attempt: str, environ: Any) -> None:
-    """Begin to watch this rank. Called by all of them, in the thread that trains."""
+def start(world: World, attempt: str, environ: Any, device_works: Callable[[], bool]) -> None:
+    """Begin to watch this rank. Called by all of them, in the thread that trains.
+
+    device_works: whether its device has work that is not done.
+    """
     global _watch
     limit, abort = limits.limit_from(environ), limits.aborts(environ)
     stop()
@@ -273,7 +285,7 @@ def start(world: World, attempt: str, environ: Any) -> None:
     notes = Notes(store, attempt, world.size)
     if world.rank == 0:
         notes.announce()
-    _watch = HangWatch(notes, world.rank, limit, abort)
+    _watch = HangWatch(notes, world.rank, limit, abort, device_works)
     _watch.start()
 
 

@@ -189,7 +189,8 @@ class PartialState(ProcessControl):
             from accelerate.state import lost
 
             lost.watch(world, communicator)
-            watch.start(replace(world, rank=communicator.rank, size=communicator.size), self._attempt(), os.environ)
+            watched = replace(world, rank=communicator.rank, size=communicator.size)
+            watch.start(watched, self._attempt(), os.environ, lambda: choice.device.works(device))
 
         self._cpu = cpu or choice.device.name == "cpu"
         self.debug = debug

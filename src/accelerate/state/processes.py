@@ -59,14 +59,14 @@ class ProcessControl:
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Run the block on the main process first, then on the others."""
-        return self._first(self.is_main_process)
+        return self._main_process_first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
         """Run the block on the first rank of each machine first, then on the others."""
-        return self._first(self.is_local_main_process)
+        return self._main_process_first(self.is_local_main_process)
 
     @contextmanager
-    def _first(self, first: bool) -> Iterator[None]:
+    def _main_process_first(self, first: bool) -> Iterator[None]:
         if not first:
             self.wait_for_everyone()
         try:
