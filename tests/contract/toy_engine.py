@@ -137,7 +137,6 @@ class Toy(Strategy):
     divides_loss = True
     saves_alone = False
     can_snapshot = False
-    can_roll_back = False
     wrappers = (ToyModule,)
 
     def __init__(self, *args: Any) -> None:

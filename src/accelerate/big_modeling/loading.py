@@ -155,8 +155,9 @@ def load_checkpoint_in_model(
         offload_8bit=offload_8bit_bnb,
     )
     sparse = loader.places.keys() & contents.others.keys()
+    names_fit = not loader.missing and not loader.unexpected
     if device_map is None and (
-        sparse or loads_by_own_code(model, not loader.missing and not loader.unexpected, except_for=take_over)
+        sparse or loads_by_own_code(model, names_fit, except_for=lambda hook: hook is take_over)
     ):
         loader.load_by_torch(checkpoint, strict)
         return

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Callable, Iterable, MutableMapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -23,6 +23,7 @@ from accelerate.io.host_memory import HostMemory, is_plain
 from accelerate.io.safe_load import read_torch
 from accelerate.random import global_states, set_global_states
 from accelerate.torch_internals.modules import (
+    FindHook,
     buffers_of,
     has_post_load_hooks,
     has_pre_load_hooks,
@@ -89,8 +90,6 @@ def named_parameters(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
 class StateIO(Protocol):
     """How models and optimizers are saved and loaded: what a checkpoint needs of a `Strategy`."""
 
-    can_roll_back: bool
-
     def save(self, run: Any, weights: list[dict[str, Any]], *, safe: bool, main: bool, **kwargs: Any) -> Iterable[Part]:
         """The parts of models, optimizers and gradients that this rank writes."""
 
@@ -111,6 +110,18 @@ class StagedLoad:
 
     apply_in_place: Callable[[], None]
     apply_fallible: Callable[[ExitStack], None] = _nothing
+
+
+@contextmanager
+def past_undoing(folder: Path) -> Iterator[None]:
+    """A context in which a run is changed for good: what fails here leaves it partly loaded."""
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder} was partly loaded before it failed ({in_words(error)}), and this engine cannot roll back: "
+            "load another checkpoint before you continue training, or start again."
+        ) from error
 
 
 @dataclass
@@ -180,8 +191,15 @@ def apply_objects(loaded: Loaded, run: Run, undo: ExitStack) -> None:
 
 def load_into(item: Any, state: Any, name: str) -> None:
     """Load a state into an object. name: the file it is from."""
-    try:
+    with fitting(item, name):
         item.load_state_dict(state)
+
+
+@contextmanager
+def fitting(item: Any, name: str) -> Iterator[None]:
+    """A context in which an object loads its state: an error becomes one of the checkpoint."""
+    try:
+        yield
     except Exception as error:
         raise CheckpointError(
             f"{name} does not fit the {type(item).__name__} that it is loaded into ({in_words(error)}): pass the same "
@@ -252,15 +270,15 @@ def overrides_load(model: nn.Module) -> bool:
     return type(model).load_state_dict is not nn.Module.load_state_dict or "load_state_dict" in vars(model)
 
 
-def loads_by_own_code(model: nn.Module, names_fit: bool = True, except_for: Callable[..., Any] | None = None) -> bool:
+def loads_by_own_code(model: nn.Module, names_fit: bool = True, except_for: FindHook | None = None) -> bool:
     """Whether a model runs code of its own when it loads, which may change the state or fail.
 
-    Hooks (but `except_for`), extra state and overridden methods are such code. names_fit: if the names in a checkpoint
-    are those of the model, the code of torch's own modules does not count: it only translates older names.
+    Hooks (but those `except_for`), extra state and overridden methods are such code. names_fit: if the names in a
+    checkpoint are those of the model, the code of torch's own modules does not count: it only translates older names.
     """
     own = nn.Module.set_extra_state
     return overrides_load(model) or any(
-        has_post_load_hooks(part)
+        has_post_load_hooks(part, except_for)
         or has_pre_load_hooks(part, except_for)
         or type(part).set_extra_state is not own
         or not _loads_as_torch(loads_by_code_of(part), names_fit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +16,11 @@ from torch.distributed.tensor import DTensor
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.full_state import (
     Names,
+    accepting,
     added,
     check_fit,
+    check_names,
+    loads_as_torch,
     parameter_names,
     read_gradients,
     to_indices,
@@ -24,7 +28,16 @@ from accelerate.checkpoint.full_state import (
 )
 from accelerate.checkpoint.model_weights import Fetch
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.run_state import Run, StagedLoad, named_parameters
+from accelerate.checkpoint.run_state import (
+    Run,
+    StagedLoad,
+    fitting,
+    loads_by_own_code,
+    named_parameters,
+    past_undoing,
+    snapshot_model,
+    snapshot_optimizer,
+)
 from accelerate.checkpoint.save import File, Part
 from accelerate.checkpoint.sharded_state import Shards, read
 from accelerate.comm import current
@@ -80,6 +93,8 @@ class Sharded(Strategy):
     scaler_kind = ShardedScaler
     # Whether a process can take back gradients that it alone has accumulated; else all get their mean.
     restores_unreduced = True
+    # Whether a model can be put back when code of its own has failed in the middle of a load.
+    takes_models_back = True
     plugin: FullyShardedDataParallelPlugin
 
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
@@ -294,14 +309,37 @@ class Sharded(Strategy):
         ]
         unreduced, reduced = read_gradients(run, reader, alike=not self.restores_unreduced)
 
-        def apply() -> None:
+        def put() -> None:
             for model, pieces in zip(run.models_to_load, models, strict=True):
-                self.load_sharded_state_dict(model, pieces)
-            self.put_gradients(run.models, unreduced, reduced)
-            for optimizer, content in zip(run.optimizers_to_load, optimizers, strict=True):
-                self.load_sharded_optimizer_state_dict(run.models, optimizer, content)
+                with accepting(unwrapped(model), reader.folder):
+                    self.load_sharded_state_dict(model, pieces)
+            for number, (optimizer, content) in enumerate(zip(run.optimizers_to_load, optimizers, strict=True)):
+                with fitting(optimizer, layout.optimizer(number)):
+                    self.load_sharded_optimizer_state_dict(run.models, optimizer, content)
 
-        return StagedLoad(apply)
+        # Found out now, for a hook may remove itself.
+        model_fails = any(loads_by_own_code(unwrapped(one), except_for=_is_of_torch) for one in run.models_to_load)
+        may_fail = model_fails or not all(map(loads_as_torch, run.optimizers_to_load))
+
+        def apply_fallible(undo: ExitStack) -> None:
+            if not may_fail:
+                return
+            if model_fails and not self.takes_models_back:
+                with past_undoing(reader.folder):
+                    put()
+                return
+            for model in run.models_to_load:
+                snapshot_model(unwrapped(model), undo)
+            for optimizer in run.optimizers_to_load:
+                snapshot_optimizer(optimizer, undo)
+            put()
+
+        def apply_in_place() -> None:
+            if not may_fail:
+                put()
+            self.put_gradients(run.models, unreduced, reduced)  # together, so not where one process has failed
+
+        return StagedLoad(apply_in_place, apply_fallible)
 
     def read_model(
         self,
@@ -327,8 +365,7 @@ class Sharded(Strategy):
             stored_as = next((name for name in twins if name in found), None)
             if stored_as is not None:
                 found |= {name: found[stored_as] for name in twins if name not in found}
-        if strict:
-            check_fit(model, own, found, reader.folder)
+        check_fit(model, own, found, reader.folder, strict)
         return {(names or {}).get(name, name): value for name, value in found.items() if name in own}
 
     def read_optimizer(
@@ -347,16 +384,23 @@ class Sharded(Strategy):
         def like(keys: tuple[Any, ...]) -> Any:
             return likes.get(keys[1]) if keys[0] == "state" else None
 
-        folder = layout.optimizer_shards(number)
+        folder, names = layout.optimizer_shards(number), self.names(models, optimizer)
         if reader.has(folder):
             content = read(reader.folder / folder, lambda keys, size, dtype: _place(like(keys), size, dtype))
+            check_names(content["param_groups"], names)
             return {"state": {}, **content}
-        content = to_names(reader.content(layout.optimizer(number)), self.names(models, optimizer))
+        content = to_names(reader.content(layout.optimizer(number)), names)
+        check_names(content["param_groups"], names)
         state = {
             name: {key: _cut(value, likes.get(name)) for key, value in values.items()}
             for name, values in content["state"].items()
         }
         return {**content, "state": state}
+
+
+def _is_of_torch(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one that torch's own engines have put on a module."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.")
 
 
 def rebind(optimizer: torch.optim.Optimizer, new_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
