@@ -26,7 +26,7 @@ from tests.harness import run_world, world_outcomes
 from tests.harness.memory import needs_peak, peak
 from tests.unit.accelerator.toys import ALONE
 from tests.world.crashing import kill_at
-from tests.world.towers import Tower, micro_batches
+from tests.world.towers import Tower, loss_of, micro_batches, tokens_of
 
 STEPS = 2
 
@@ -463,6 +463,34 @@ def test_in_the_middle_of_a_window(tmp_path: Path) -> None:
         (found, *_) = run_world(_load_inside, processes, ways, env=_env(processes), timeout=120)
         for way, losses in zip(ways, found, strict=True):
             assert losses == pytest.approx(expected[Path(way[0]).name], abs=1e-5), way
+
+
+def _counted_by_hand(folder: str) -> None:
+    """A window that only the script knows of, whose gradients are not exchanged before its end."""
+
+    def backward(step: int) -> None:
+        accelerator.backward(loss_of(model, tokens_of(step, accelerator.process_index, accelerator.num_processes)))
+
+    def rest() -> list[float]:
+        backward(1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return _train(accelerator, model, optimizer, range(2, 4))
+
+    for name in ("ddp", "fsdp2", "flat"):
+        path = f"{folder}/{name}"
+        accelerator, model, optimizer = _prepared(name, flat=True)
+        with accelerator.no_sync(model):
+            backward(0)
+        accelerator.save_state(path)
+        expected = rest()
+        accelerator, model, optimizer = _prepared(name, seed=7, flat=True)
+        accelerator.load_state(path)
+        assert rest() == expected, name
+
+
+def test_in_the_middle_of_a_window_that_a_script_counts(tmp_path: Path) -> None:
+    run_world(_counted_by_hand, 2, str(tmp_path))
 
 
 def _inside_in_low_precision(folder: str, precision: str) -> None:

@@ -175,7 +175,8 @@ def _has_pending_gradients(accelerator: AcceleratorBase) -> bool:
     """Whether there are gradients that wait for a step: inside a window, or in a script that counts by itself."""
     state = accelerator._accumulation.state
     return not state.sync_gradients or any(
-        optimizer._backwards_seen != state.backwards and optimizer._has_gradients()
+        optimizer._backwards_seen != state.backwards
+        and accelerator._strategy.has_gradients([p for group in optimizer.param_groups for p in group["params"]])
         for optimizer in accelerator._optimizers
     )
 
