@@ -48,7 +48,20 @@ def save_state(
     callers = rendezvous().callers(accelerator.gradient_state.backwards) if accelerator._strategy.saves_alone else "all"
     if callers != "late":
         with _only_main() if callers == "alone" else nullcontext():
-            target = _save(accelerator, output_dir, safe_serialization, async_save, save_model_func_kwargs)
+            target, mid_window = _agreed_target(accelerator, output_dir)
+            save_checkpoint(
+                _run(accelerator),
+                target,
+                accelerator._strategy,
+                capture=lambda run: _capture(accelerator, run, mid_window),
+                hooks=accelerator._save_model_state_pre_hook.values(),
+                safe=safe_serialization,
+                distributed_type=str(accelerator.state.distributed_type.value),
+                everywhere=config.save_on_each_node,
+                keep=config.total_limit if config.automatic_checkpoint_naming else None,
+                background=accelerator._background if async_save else None,
+                **save_model_func_kwargs,
+            )
     else:
         target = _target(config, output_dir)
         logger.warning(
@@ -59,31 +72,6 @@ def save_state(
     if config.automatic_checkpoint_naming:
         config.iteration += 1
         accelerator._saves_in = target.parent
-    return target
-
-
-def _save(
-    accelerator: AcceleratorBase, output_dir: Any, safe_serialization: bool, async_save: bool, kwargs: dict[str, Any]
-) -> Path:
-    config = accelerator.project_configuration
-    target, mid_window = _agreed_target(accelerator, output_dir)
-    if accelerator.scaler is not None:
-        accelerator.scaler.state_dict()  # on every process: an update that is due changes the gradients, too
-    progress, gradients = _captured_window(accelerator, mid_window)
-    progress["loaders"] = [_captured_position(accelerator, number) for number in range(len(accelerator._dataloaders))]
-    save_checkpoint(
-        _run(accelerator, progress, gradients),
-        target,
-        accelerator._strategy,
-        accelerator._strategy.weights(accelerator._models),
-        hooks=accelerator._save_model_state_pre_hook.values(),
-        safe=safe_serialization,
-        distributed_type=str(accelerator.state.distributed_type.value),
-        everywhere=config.save_on_each_node,
-        keep=config.total_limit if config.automatic_checkpoint_naming else None,
-        background=accelerator._background if async_save else None,
-        **kwargs,
-    )
     return target
 
 
@@ -148,11 +136,7 @@ def _local(accelerator: AcceleratorBase) -> LocalRank:
     return LocalRank(accelerator.local_process_index, accelerator.state.world.local_size)
 
 
-def _run(
-    accelerator: AcceleratorBase,
-    progress: dict[str, Any] | None = None,
-    gradients: dict[str, torch.Tensor] | None = None,
-) -> Run:
+def _run(accelerator: AcceleratorBase) -> Run:
     communicator = current()
     return Run(
         communicator.rank,
@@ -164,9 +148,7 @@ def _run(
         loaders=accelerator._dataloaders,
         custom=accelerator._custom_objects,
         scaler=accelerator.scaler,
-        progress=progress,
         local=LocalRank() if communicator.size == 1 else _local(accelerator),
-        gradients=gradients,
         looked_at=accelerator._files_looked_at,
     )
 
@@ -179,6 +161,15 @@ def _has_pending_gradients(accelerator: AcceleratorBase) -> bool:
         and accelerator._strategy.has_gradients([p for group in optimizer.param_groups for p in group["params"]])
         for optimizer in accelerator._optimizers
     )
+
+
+def _capture(accelerator: AcceleratorBase, run: Run, mid_window: bool) -> None:
+    """Complete a run with how far it has come."""
+    if accelerator.scaler is not None:
+        accelerator.scaler.state_dict()  # on every process: an update that is due changes the gradients, too
+    progress, run.gradients = _captured_window(accelerator, mid_window)
+    loaders = [_captured_position(accelerator, number) for number in range(len(accelerator._dataloaders))]
+    run.progress = {**progress, "loaders": loaders}
 
 
 def _captured_window(

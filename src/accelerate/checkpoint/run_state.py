@@ -90,6 +90,9 @@ def named_parameters(models: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
 class StateIO(Protocol):
     """How models and optimizers are saved and loaded: what a checkpoint needs of a `Strategy`."""
 
+    def weights(self, models: list[torch.nn.Module]) -> list[dict[str, Any]]:
+        """The weights of models, for hooks and for `save`."""
+
     def save(self, run: Any, weights: list[dict[str, Any]], *, safe: bool, main: bool, **kwargs: Any) -> Iterable[Part]:
         """The parts of models, optimizers and gradients that this rank writes."""
 

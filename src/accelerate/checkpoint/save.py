@@ -36,8 +36,8 @@ def save(
     run: Run,
     target: Path,
     strategy: StateIO,
-    weights: list[dict[str, Any]],
     *,
+    capture: Callable[[Run], None] = lambda run: None,
     hooks: Iterable[Hook] = (),
     safe: bool = True,
     distributed_type: str = "NO",
@@ -49,6 +49,7 @@ def save(
     """Write a checkpoint to `target`. If any rank fails, all ranks raise, and what was there stays unchanged.
 
     strategy: writes models and optimizers. kwargs: for it. distributed_type: its name in the manifest.
+    capture: completes the run with its progress and gradients, if it has any.
     hooks: called with the models, their weights, and the folder that becomes the checkpoint.
     everywhere: whether each machine writes all files.
     keep: delete older automatically named checkpoints afterwards, down to this number.
@@ -66,6 +67,8 @@ def save(
 
     def prepare() -> None:
         try:
+            capture(run)
+            weights = strategy.weights(run.models)
             for hook in hooks:
                 hook(list(run.models), weights, str(staging))
             main = run.rank == 0 or (leads and everywhere)
