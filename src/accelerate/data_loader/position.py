@@ -244,9 +244,11 @@ class Position:
             loader.load_state_dict(own_state)
         else:
             loader.forget_state()
+        running = self._running
+        self._reset()  # also what an earlier checkpoint has said
         if saved is None:
+            self._running = running  # nothing is known of another place: who reads goes on
             return
-        self._reset()
         if loader.persistent_workers:
             loader.forget_workers()  # new ones start with the states that are loaded
         if other_order(saved, loader) is not None:
