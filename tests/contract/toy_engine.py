@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate.bundle import Bundle
+from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Run, StagedLoad
-from accelerate.checkpoint.save import File, Part
 from accelerate.comm import current
 from accelerate.comm.tree import convert_to_fp32
 from accelerate.io.safe_load import read_torch

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout
+from accelerate.checkpoint.parts import File
 from accelerate.checkpoint.reader import CPU, CheckpointReader, Destination, FindDestination
 from accelerate.checkpoint.run_state import (
     Run,
@@ -26,7 +27,6 @@ from accelerate.checkpoint.run_state import (
     snapshot_model,
     snapshot_optimizer,
 )
-from accelerate.checkpoint.save import File
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
 from accelerate.io.safe_load import read_torch

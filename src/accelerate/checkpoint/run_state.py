@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accelerate.checkpoint import layout
+from accelerate.checkpoint.parts import Part
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
@@ -31,9 +32,6 @@ from accelerate.torch_internals.modules import (
     parameters_of,
 )
 from accelerate.unwrap import unwrapped
-
-if TYPE_CHECKING:
-    from accelerate.checkpoint.save import Part
 
 # Beside the random states of a process, in a file that the 1.x releases know: they take from it what they know.
 PROGRESS = "progress"

@@ -6,10 +6,9 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,14 +16,12 @@ import torch
 from accelerate.checkpoint import commit, layout
 from accelerate.checkpoint.agreement import Background, Gather, one_at_a_time, settle, together
 from accelerate.checkpoint.layout import Manifest
+from accelerate.checkpoint.parts import File, Part, copied, write_parts
 from accelerate.checkpoint.run_state import PROGRESS, LocalRank, Run, StateIO, capture_random_states
 from accelerate.comm import current
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
-from accelerate.io.disk import threads
-from accelerate.io.host_memory import HostMemory
-from accelerate.io.stored_tensors import write_safetensors
-from accelerate.io.torch_format import naming, refused, write_torch
+from accelerate.io.torch_format import refused
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +73,7 @@ def save(
             parts.append(strategy.save(run, weights, safe=safe, main=main, **kwargs))
             parts.extend([shared_parts(run, main), own_parts(run, (run.progress or {}).get("step", 0))])
             if background is not None:
-                parts[:] = [snapshot(chain(*parts), background.memory)]
+                parts[:] = [copied(chain(*parts), background.memory)]
         except OSError as error:
             if error.strerror:  # where a hook has written, to a file that it alone knows
                 error.filename = error.filename or str(target)
@@ -163,64 +160,7 @@ def _all_files(folder: Path, known: dict[str, FileEntry]) -> dict[str, FileEntry
     return found
 
 
-# --- parts ------------------------------------------------------------------------------------------------------
-
-
-class Part(Protocol):
-    """One rank's file, or its share of a folder that all ranks write together."""
-
-    def copied(self, memory: HostMemory) -> Part:
-        """A copy in host memory that training does not touch, for a save in the background."""
-
-    def write(self, folder: Path, group: Any) -> dict[str, FileEntry]:
-        """Write it into the folder and flush it. Returns an entry for each file that this rank has written.
-
-        group: the process group for communication between ranks; None for that of the training.
-        """
-
-
-@dataclass
-class File:
-    """One file, written by one rank. name: its path in the checkpoint."""
-
-    name: str
-    content: Any
-    safe: bool = False
-    # Of an optimizer: many small tensors (see `write_torch`, `together`).
-    pools_small_tensors: bool = False
-
-    def copied(self, memory: HostMemory) -> File:
-        with naming(self.name):
-            return replace(self, content=memory.copy(self.content))
-
-    def write(self, folder: Path, group: Any = None) -> dict[str, FileEntry]:
-        path = folder / self.name
-        if "/" in self.name:
-            disk.make_folder(path.parent)
-        if self.safe:
-            return {self.name: write_safetensors(self.content, path)}
-        return {self.name: write_torch(self.content, path, together=self.pools_small_tensors)}
-
-
-def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, FileEntry]:
-    """Write parts: files in parallel, since a file system allows one writer per file; other parts in order."""
-    entries: dict[str, FileEntry] = {}
-    with threads(blocks.FILES) as pool:
-        files = []
-        for part in parts:
-            if isinstance(part, File):
-                files.append(pool.submit(part.write, folder))
-            else:
-                entries |= part.write(folder, group)
-        for file in files:
-            entries |= file.result()
-    return entries
-
-
-def snapshot(parts: Iterable[Part], memory: HostMemory) -> list[Part]:
-    """Copies of the parts in host memory that training does not touch."""
-    with memory.one_save():
-        return [part.copied(memory) for part in parts]
+# --- the parts of a run that no engine writes -------------------------------------------------------------------------
 
 
 def shared_parts(run: Run, main: bool) -> Iterator[File]:

@@ -24,9 +24,9 @@ from accelerate.unwrap import extract_model_from_parallel
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.model_weights import Fetch
+    from accelerate.checkpoint.parts import Part
     from accelerate.checkpoint.reader import CheckpointReader
     from accelerate.checkpoint.run_state import Run, StagedLoad
-    from accelerate.checkpoint.save import Part
 
 
 class Outputs(NamedTuple):

@@ -20,9 +20,9 @@ from torch import nn
 from accelerate.bundle import Bundle, Entry
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.model_weights import Fetch, clean_state_dict_for_safetensors
+from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Run, StagedLoad
-from accelerate.checkpoint.save import File, Part
 from accelerate.compilation import compile_regions_deepspeed
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.deepspeed import DeepSpeedPlugin

@@ -19,8 +19,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from accelerate.checkpoint import layout
+from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.save import File, Part
 from accelerate.errors import CheckpointError
 from accelerate.io import blocks
 from accelerate.io.blocks import FileEntry

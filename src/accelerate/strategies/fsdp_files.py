@@ -12,8 +12,8 @@ import torch
 
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.agreement import together
+from accelerate.checkpoint.parts import Part, write_parts
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.save import Part, write_parts
 from accelerate.comm.tree import recursively_apply
 from accelerate.errors import CheckpointError
 from accelerate.modules import is_peft_model

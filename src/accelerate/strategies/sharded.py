@@ -27,6 +27,7 @@ from accelerate.checkpoint.full_state import (
     to_names,
 )
 from accelerate.checkpoint.model_weights import Fetch
+from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import (
     Run,
@@ -38,7 +39,6 @@ from accelerate.checkpoint.run_state import (
     snapshot_model,
     snapshot_optimizer,
 )
-from accelerate.checkpoint.save import File, Part
 from accelerate.checkpoint.sharded_state import Shards, read
 from accelerate.comm import current
 from accelerate.comm.tree import recursively_apply
