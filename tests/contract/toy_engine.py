@@ -136,7 +136,7 @@ class Toy(Strategy):
     owns_accumulation = True
     divides_loss = True
     saves_alone = False
-    can_snapshot = False
+    can_copy_aside = False
     wrappers = (ToyModule,)
 
     def __init__(self, *args: Any) -> None:

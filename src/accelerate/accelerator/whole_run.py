@@ -39,7 +39,7 @@ def save_state(
 ) -> Path:
     """See `Accelerator.save_state`."""
     config = accelerator.project_configuration
-    if async_save and not accelerator._strategy.can_snapshot:
+    if async_save and not accelerator._strategy.can_copy_aside:
         _warn_once(
             "save_state(async_save=True) returns only when the checkpoint is on disk: the state of "
             f"{type(accelerator._strategy).__name__} cannot be copied while training continues."

@@ -16,17 +16,14 @@ import torch
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.parts import File
 from accelerate.checkpoint.reader import CPU, CheckpointReader, Destination, FindDestination
-from accelerate.checkpoint.run_state import (
-    Run,
-    StagedLoad,
+from accelerate.checkpoint.rollback import (
     dense_view,
-    load_into,
     loads_by_own_code,
-    named_parameters,
     overrides_load,
-    snapshot_model,
-    snapshot_optimizer,
+    restore_model,
+    restore_optimizer,
 )
+from accelerate.checkpoint.run_state import Run, StagedLoad, load_into, named_parameters
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
 from accelerate.io.safe_load import read_torch
@@ -64,14 +61,14 @@ def load(run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kw
     def apply_fallible(undo: ExitStack) -> None:
         reader.bring_in()
         for target in targets:
-            if target.snapshot is not None:
-                target.snapshot(undo)
+            if target.restore is not None:
+                target.restore(undo)
                 target.apply()
 
     def apply_in_place() -> None:
         reader.fill()
         for target in targets:
-            if target.snapshot is None:
+            if target.restore is None:
                 target.apply()
         for name, parameter in named_parameters(run.models).items():
             parameter.grad = added(gradients.get(name), everyone.get(name), parameter)
@@ -83,11 +80,11 @@ def load(run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kw
 class _Target:
     """A model or an optimizer, with the state that was read for it.
 
-    snapshot: if loading may fail halfway, registers with `undo` what restores its present state.
+    restore: if loading may fail halfway, has `undo` restore its present state.
     """
 
     apply: Callable[[], None]
-    snapshot: Callable[[ExitStack], None] | None
+    restore: Callable[[ExitStack], None] | None
 
 
 def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Iterator[_Target]:
@@ -103,7 +100,7 @@ def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Itera
         into = model.load_state_dict if own_code else partial(load_state, model)
         yield _Target(
             partial(_load_model, model, into, weights, expanded, reader.folder, kwargs),
-            partial(snapshot_model, model) if own_code or fallible else None,
+            partial(restore_model, model) if own_code or fallible else None,
         )
 
 
@@ -123,7 +120,7 @@ def _optimizers(run: Run, reader: CheckpointReader, torch_load: dict[str, Any]) 
             state = _quick_to_search(state)
         yield _Target(
             partial(load_into, optimizer, state, name),
-            None if as_torch else partial(snapshot_optimizer, optimizer),
+            None if as_torch else partial(restore_optimizer, optimizer),
         )
 
 

@@ -17,11 +17,12 @@ from accelerate.checkpoint import commit, layout
 from accelerate.checkpoint.agreement import Background, Gather, one_at_a_time, settle, together
 from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.parts import File, Part, copied, write_parts
-from accelerate.checkpoint.run_state import PROGRESS, LocalRank, Run, StateIO, capture_random_states
+from accelerate.checkpoint.run_state import PROGRESS, LocalRank, Run, StateIO
 from accelerate.comm import current
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
 from accelerate.io.torch_format import refused
+from accelerate.random import capture_random_states
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def _all_files(folder: Path, known: dict[str, FileEntry]) -> dict[str, FileEntry
     return found
 
 
-# --- the parts of a run that no engine writes -------------------------------------------------------------------------
+# --- the parts of a run that no engine writes -------------------------------------------------------------------
 
 
 def shared_parts(run: Run, main: bool) -> Iterator[File]:

@@ -60,7 +60,7 @@ class Strategy:
     # Whether the main process has all models and optimizers, and can save them when the others do not take part.
     saves_alone = True
     # Whether models and optimizers can be copied aside, to be written while training goes on.
-    can_snapshot = True
+    can_copy_aside = True
     # Whether optimizers have the parameters of the prepared models, and not others that the engine puts in their place.
     keeps_parameters = True
     # Whether the gradients of a step can be looked at before it, and the step left out.

@@ -78,7 +78,7 @@ class _Lying:
     folder: TemporaryDirectory[str] | None = None
 
     def copied(self, memory: HostMemory) -> _Lying:
-        return self  # nobody changes it meanwhile: where an engine would, `can_snapshot` is False
+        return self  # nobody changes it meanwhile: where an engine would, `can_copy_aside` is False
 
     def write(self, folder: Path, group: Any) -> dict[str, FileEntry]:
         path = folder / self.name

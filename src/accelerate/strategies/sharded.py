@@ -29,15 +29,13 @@ from accelerate.checkpoint.full_state import (
 from accelerate.checkpoint.model_weights import Fetch
 from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reader import CheckpointReader
+from accelerate.checkpoint.rollback import loads_by_own_code, restore_model, restore_optimizer
 from accelerate.checkpoint.run_state import (
     Run,
     StagedLoad,
     fitting,
-    loads_by_own_code,
     named_parameters,
     past_undoing,
-    snapshot_model,
-    snapshot_optimizer,
 )
 from accelerate.checkpoint.sharded_state import Shards, read
 from accelerate.comm import current
@@ -329,9 +327,9 @@ class Sharded(Strategy):
                     put()
                 return
             for model in run.models_to_load:
-                snapshot_model(unwrapped(model), undo)
+                restore_model(unwrapped(model), undo)
             for optimizer in run.optimizers_to_load:
-                snapshot_optimizer(optimizer, undo)
+                restore_optimizer(optimizer, undo)
             put()
 
         def apply_in_place() -> None:
