@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from accelerate.checkpoint import commit, layout
-from accelerate.checkpoint.agreement import Background, Gather, one_at_a_time, settle, together
+from accelerate.checkpoint.agreement import Background, Gather, agreed, one_at_a_time, settle, together
 from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.parts import File, Part, copied, write_parts
 from accelerate.checkpoint.run_state import PROGRESS, LocalRank, Run, StateIO
@@ -56,14 +56,13 @@ def save(
     target = target.absolute()  # a script may go to another folder while this is written behind it
     staging, leads, save_id, save_time = _stage(target, run.local)
     alive = commit.Alive(staging) if leads else None
-    parts: list[Iterable[Part]] = []
 
     def clean_up() -> None:
         if alive is not None:
             alive.stop()
             disk.remove_tree(staging)
 
-    def prepare() -> None:
+    def prepare() -> Iterable[Part]:
         try:
             capture(run)
             weights = strategy.weights(run.models)
@@ -71,17 +70,16 @@ def save(
                 hook(list(run.models), weights, str(staging))
             main = run.rank == 0 or (leads and everywhere)
             # The strategy first: what all processes write together must not wait for one that has failed before.
-            parts.append(strategy.save(run, weights, safe=safe, main=main, **kwargs))
-            parts.extend([shared_parts(run, main), own_parts(run, (run.progress or {}).get("step", 0))])
-            if background is not None:
-                parts[:] = [copied(chain(*parts), background.memory)]
+            engine = strategy.save(run, weights, safe=safe, main=main, **kwargs)
+            every = chain(engine, shared_parts(run, main), own_parts(run, (run.progress or {}).get("step", 0)))
+            return every if background is None else copied(every, background.memory)
         except OSError as error:
             if error.strerror:  # where a hook has written, to a file that it alone knows
                 error.filename = error.filename or str(target)
             raise
 
     try:
-        together(prepare)
+        parts = agreed(prepare)
     except BaseException:
         clean_up()
         raise
@@ -91,7 +89,7 @@ def save(
             own: dict[str, FileEntry] = {}
 
             def write() -> dict[str, FileEntry]:
-                own.update(write_parts(chain(*parts), staging, group))
+                own.update(write_parts(parts, staging, group))
                 # Only who leads needs them, and its own are the longest: a checksum for each block of a whole model,
                 # which all would get, and as much again for each of the others.
                 return {} if leads else own
