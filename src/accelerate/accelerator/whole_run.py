@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from accelerate.accumulation import ItemWindow
 from accelerate.checkpoint import layout, load
 from accelerate.checkpoint.agreement import PATIENCE, rendezvous, together
 from accelerate.checkpoint.full_state import packed
-from accelerate.checkpoint.run_state import Loaded, LocalRank, Run, load_into, named_parameters
+from accelerate.checkpoint.run_state import Loaded, LocalRank, Run, fitting, named_parameters
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.comm import Communicator, current, set_current
 from accelerate.data_loader.epoch import Snapshot, change, other_order
-from accelerate.data_loader.position import dataset_to_move
 from accelerate.errors import CheckpointError, WrongFolder, warn
 from accelerate.io.torch_format import refused
 
@@ -246,8 +244,7 @@ def _check_positions(accelerator: AcceleratorBase, folder: Path, loaded: Loaded)
     """Raise if a loader cannot start where a checkpoint says, before anything is loaded.
 
     It may have another order now, in which samples would be repeated or lost; which does not matter if no loader
-    resumes there, as in a script that only evaluates. Or its dataset may refuse the state that its next iteration
-    begins with. Datasets of worker processes are not asked: that would take workers.
+    resumes there, as in a script that only evaluates. Or its dataset may refuse the state that it is going to get.
     """
     positions = (loaded.progress or {}).get("loaders", [])
     for number, (loader, position) in enumerate(zip(accelerator._dataloaders, positions, strict=False)):
@@ -260,29 +257,8 @@ def _check_positions(accelerator: AcceleratorBase, folder: Path, loaded: Loaded)
                 "`shuffle`, and the same `shuffle` and `use_seedable_sampler` in the DataLoaderConfiguration, as when "
                 "it was saved."
             )
-        if loader.num_workers or not snapshot.inside:
-            continue
-        by_itself, skips = loader.position.way(snapshot, loader, loaded.loaders.get(number))
-        if by_itself:
-            dataset, state = loader.dataset, loaded.loaders[number].get("dataset_state")  # as torchdata calls it
-        else:
-            dataset, state = dataset_to_move(loader), snapshot.dataset if skips else None
-        if state is not None and (twin := _twin(dataset)) is not None:
-            load_into(twin, copy.deepcopy(state), f"The state of the dataset of loader {number}")
-
-
-def _twin(dataset: Any) -> Any:
-    """Another dataset with all that this one has, to be tried in its place; None of one that has no such state.
-
-    To give a dataset back what it has told of itself would not do: some begin their next epoch there.
-    """
-    if not hasattr(dataset, "load_state_dict"):
-        return None
-    with suppress(TypeError):  # one that Python alone cannot make
-        twin = object.__new__(type(dataset))
-        twin.__dict__.update(vars(dataset))
-        return twin
-    return None
+        with fitting(loader.part.dataset, f"The state of the dataset of loader {number}"):
+            loader.position.check(snapshot, loader, loaded.loaders.get(number))
 
 
 def _restore_positions(accelerator: AcceleratorBase, loaded: Loaded) -> None:
@@ -310,10 +286,11 @@ def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_st
         )
     for number, loader in enumerate(loaders):
         snapshot = saved[number] if number < len(saved) else None
-        if snapshot is not None and (text := change(snapshot, loader)) is not None:
+        text = None if snapshot is None else change(snapshot, loader)
+        if text is not None:
             changes.append(f"loader {number}: {text}")
-            again |= snapshot.inside and not any(loader.position.way(snapshot, loader, own_states.get(number)))
-        loader.position.load(snapshot, loader, own_states.get(number))
+        way = loader.position.load(snapshot, loader, own_states.get(number))
+        again |= snapshot is not None and text is not None and snapshot.inside and not any(way)
     if changes and accelerator.is_main_process:
         logger.warning(
             "The checkpoint is from a run with a different number of processes or samples per step; "

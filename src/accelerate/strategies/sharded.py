@@ -156,9 +156,8 @@ class Sharded(Strategy):
             norm.parameters -= wanted  # for one step each
             return norm.total.isfinite().logical_not().float()
         own = super().nonfinite(parameters)
-        # The value may lie in the piece of one process, and another may have no piece at all. Without a clipping, no
-        # other collective of a step can tell: gradients go to the owners of their pieces. Where pieces lie elsewhere,
-        # all have to talk through one backend.
+        # Each process sees its own pieces only, and may have none, so all have to ask each other. (A clipping has done
+        # so, see above.) On the device of the engine, since pieces may lie on the host, which has another backend.
         flag = torch.zeros((), device=self.device) if own is None else own.to(self.device)
         return current().all_reduce(flag, "max")
 
