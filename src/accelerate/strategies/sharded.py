@@ -311,7 +311,8 @@ class Sharded(Strategy):
                 with accepting(unwrapped(model), reader.folder):
                     self.load_sharded_state_dict(model, pieces)
             for number, (optimizer, content) in enumerate(zip(run.optimizers_to_load, optimizers, strict=True)):
-                with fitting(optimizer, layout.optimizer(number)):
+                shards = layout.optimizer_shards(number)
+                with fitting(optimizer, shards if reader.has(shards) else layout.optimizer(number)):
                     self.load_sharded_optimizer_state_dict(run.models, optimizer, content)
 
         # Found out now, for a hook may remove itself.
