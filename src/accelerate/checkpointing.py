@@ -20,6 +20,7 @@ from accelerate.io.safe_load import read_torch
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
+from accelerate.unwrap import unwrapped
 
 __all__ = [
     "load_accelerator_state",
@@ -112,7 +113,7 @@ def load_accelerator_state(
     run = Run(process_index, state.num_processes, state.device_kind, saved_ranks=state.num_processes)
     run.optimizers, run.schedulers = list(map(_inner, optimizers)), list(map(_inner, schedulers))
     run.models, run.loaders, run.scaler = models, dataloaders, scaler
-    run.models_to_load, run.optimizers_to_load = models, run.optimizers
+    run.models_to_load, run.optimizers_to_load = list(map(unwrapped, models)), run.optimizers
     kwargs = dict(load_kwargs or {})
     if map_location is not None:
         kwargs["map_location"] = state.device if map_location == "on_device" else "cpu"

@@ -50,7 +50,7 @@ def save(run: Run, weights: list[dict[str, Any]], *, safe: bool, main: bool) -> 
 def load(run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kwargs: Any) -> StagedLoad:
     """Read the files and check that they fit. Returns what applies them to the run.
 
-    torch_load: arguments for `torch.load`, which then reads the files.
+    run: its `models_to_load` are unwrapped. torch_load: arguments for `torch.load`, which then reads the files.
     kwargs: for the models' `load_state_dict`.
     """
     if kwargs.keys() - {"strict", "assign"}:
@@ -91,7 +91,7 @@ def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Itera
     assign, strict = kwargs.get("assign", False), kwargs.get("strict", True)
     # An optimizer comes after the weights, which go back if it objects.
     fallible = not all(map(loads_as_torch, run.optimizers))
-    for number, model in enumerate(map(unwrapped, run.models_to_load)):  # the files have the names inside
+    for number, model in enumerate(run.models_to_load):
         own_code = loads_by_own_code(model)
         in_place = not (assign or own_code or fallible)
         weights = _read_model(model, run.device, reader, number, in_place)

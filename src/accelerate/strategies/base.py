@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -284,7 +285,9 @@ class Strategy:
         """
         from accelerate.checkpoint import full_state
 
-        return full_state.load(run, reader, torch_load=torch_load, **kwargs)
+        # The files have the names of the models inside, as `state_dict` gave them.
+        inside = [self.unwrap(model, keep_torch_compile=False) for model in run.models_to_load]
+        return full_state.load(replace(run, models_to_load=inside), reader, torch_load=torch_load, **kwargs)
 
 
 class WholeStepStrategy(Strategy):
