@@ -19,7 +19,7 @@ class Accumulation:
     """The window of micro-batches of one accelerator.
 
     Micro-batches are counted per set of models, so that two models trained in turns each have their own window.
-    step: all of them, since a loader has last come to its end.
+    step: how many there were, for all models together, since a loader last came to its end.
     """
 
     def __init__(self, state: GradientState, strategy: Strategy) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 from accelerate.checkpoint import full_state, layout
 from accelerate.checkpoint.load import check_map_location, verify_checkpoint
 from accelerate.checkpoint.model_weights import save, tell_manifest
+from accelerate.checkpoint.parts import write_parts
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Run, apply_objects, apply_random_states, read
-from accelerate.checkpoint.save import own_parts, shared_parts, write_parts
+from accelerate.checkpoint.save import own_parts, shared_parts
 from accelerate.io import disk
 from accelerate.io.blocks import summed_up
 from accelerate.io.safe_load import read_torch

@@ -13,7 +13,7 @@ import torch
 
 from accelerate.comm import current
 from accelerate.config.enums import RNGType
-from accelerate.devices import by_name
+from accelerate.devices import Device, by_name
 from accelerate.state import PartialState
 
 
@@ -111,3 +111,51 @@ def drawn_since(before: dict[str, Any]) -> set[str]:
 
 def _plain(state: Any) -> bytes:
     return pickle.dumps(state.numpy() if isinstance(state, torch.Tensor) else state)
+
+
+# --- as a checkpoint has them -----------------------------------------------------------------------------------
+
+# Their keys in the file, as 1.x releases have them, by the name of the generator.
+_KEYS = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
+
+
+def capture_random_states(device: Device | None = None) -> dict[str, Any]:
+    """The random states of Python, NumPy, torch and the device."""
+    states = {_KEYS[name]: state for name, state in global_states().items()}
+    if device is not None and device.name != "cpu":
+        states[device.rng_key] = device.stored_rng()
+    return states
+
+
+def restore_random_states(states: dict[str, Any], device: Device | None = None) -> None:
+    """Set what `capture_random_states` has returned."""
+    set_global_states(states_by_name(states))
+    if device is not None and device.name != "cpu" and device.rng_key in states:
+        device.restore_rng(states[device.rng_key])
+
+
+def states_by_name(states: dict[str, Any]) -> dict[str, Any]:
+    """Those of the global generators, for `set_global_states`."""
+    return {name: states[key] for name, key in _KEYS.items() if key in states}
+
+
+def derive_random_states(states: dict[str, Any], last: dict[str, Any], rank: int, device: Device | None = None) -> None:
+    """Set random states for a rank that has none: derived from those of rank 0, and different on each rank.
+
+    last: the states of the last rank that has some. If Python's or NumPy's state is the same there, it is the same on
+    all ranks, as after `set_seed`, and is set here, too: samplers may shuffle with it, and all ranks need one order.
+    """
+    own, others = states_by_name(states), states_by_name(last)
+    first = int(own["torch"].cpu().to(torch.int64).mul(torch.arange(1, own["torch"].numel() + 1)).sum())
+    seed = int(np.random.SeedSequence([abs(first), rank]).generate_state(1)[0])
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    if device is not None:
+        device.seed(seed)
+    alike = [name for name in ("python", "numpy") if name in own and _same(own[name], others.get(name))]
+    set_global_states({name: own[name] for name in alike})
+
+
+def _same(state: Any, other: Any) -> bool:
+    return pickle.dumps(state) == pickle.dumps(other)

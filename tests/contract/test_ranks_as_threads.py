@@ -162,5 +162,5 @@ def _saves_and_loads(folder: str, behind: bool) -> bool:
 
 @pytest.mark.parametrize("behind", [False, True])
 def test_they_save_together(behind: bool, threads: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Toy, "can_snapshot", True)
+    monkeypatch.setattr(Toy, "can_copy_aside", True)
     assert on_every_rank(_saves_and_loads, str(tmp_path / "checkpoint"), behind) == [True, True]

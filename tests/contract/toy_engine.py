@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate.bundle import Bundle
+from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Run, StagedLoad
-from accelerate.checkpoint.save import File, Part
 from accelerate.comm import current
 from accelerate.comm.tree import convert_to_fp32
 from accelerate.io.safe_load import read_torch
@@ -136,8 +136,7 @@ class Toy(Strategy):
     owns_accumulation = True
     divides_loss = True
     saves_alone = False
-    can_snapshot = False
-    can_roll_back = False
+    can_copy_aside = False
     wrappers = (ToyModule,)
 
     def __init__(self, *args: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerate.checkpoint.load import verify_checkpoint
-from accelerate.checkpoint.save import File
+from accelerate.checkpoint.parts import File
 from accelerate.errors import CheckpointError
 from accelerate.utils import MegatronLMDummyScheduler
 from tests.harness import run_world, world_outcomes

@@ -216,6 +216,30 @@ def test_a_model_that_refuses_on_one_rank_is_as_it_was_on_all(tmp_path: Path) ->
     assert run_world(_refusing_model, 2, str(tmp_path)) == [{1.0}, {1.0}]
 
 
+def _cannot_give_its_state(folder: str) -> tuple[str, int]:
+    run = Version(folder, automatic=False)
+    run.save()
+    run.set(1)
+
+    def check(*args: Any) -> None:
+        if run.accelerator.process_index == 1:
+            raise ValueError("not today")
+
+    handle = run.accelerator.unwrap_model(run.model).register_state_dict_post_hook(check)
+    with pytest.raises((CheckpointError, ValueError)) as caught:
+        run.save()
+    handle.remove()
+    run.accelerator.wait_for_everyone()
+    assert os.listdir(os.path.join(folder, "same", "own")) == ["value"]
+    assert not [name for name in os.listdir(os.path.join(folder, "same")) if name.startswith(".")]
+    return str(caught.value), run.loaded()
+
+
+def test_a_model_that_cannot_give_its_state_on_one_rank_is_an_error_of_all(tmp_path: Path) -> None:
+    for sentence, value in run_world(_cannot_give_its_state, 2, str(tmp_path)):
+        assert "not today" in sentence and value == 0
+
+
 def test_damage_in_a_file_of_a_rank_that_is_no_more(tmp_path: Path) -> None:
     run_world(_accumulating, 2, str(tmp_path))
     path = tmp_path / "same" / "gradients_1.safetensors"

@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from accelerate.checkpoint.run_state import capture_random_states, restore_random_states
 from accelerate.comm import current
 from accelerate.comm.tree import leaves
 from accelerate.precision.stepping import SkippingStepper, Stepper
+from accelerate.random import capture_random_states, restore_random_states
 from accelerate.torch_internals.modules import name_without_wrappers
 
 if TYPE_CHECKING:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,10 @@ from accelerate.accumulation import ItemWindow
 from accelerate.checkpoint import layout, load
 from accelerate.checkpoint.agreement import PATIENCE, rendezvous, together
 from accelerate.checkpoint.full_state import packed
-from accelerate.checkpoint.run_state import Loaded, LocalRank, Run, load_into, named_parameters
+from accelerate.checkpoint.run_state import Loaded, LocalRank, Run, fitting, named_parameters
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.comm import Communicator, current, set_current
 from accelerate.data_loader.epoch import Snapshot, change, other_order
-from accelerate.data_loader.position import dataset_to_move
 from accelerate.errors import CheckpointError, WrongFolder, warn
 from accelerate.io.torch_format import refused
 
@@ -39,7 +37,7 @@ def save_state(
 ) -> Path:
     """See `Accelerator.save_state`."""
     config = accelerator.project_configuration
-    if async_save and not accelerator._strategy.can_snapshot:
+    if async_save and not accelerator._strategy.can_copy_aside:
         _warn_once(
             "save_state(async_save=True) returns only when the checkpoint is on disk: the state of "
             f"{type(accelerator._strategy).__name__} cannot be copied while training continues."
@@ -48,7 +46,20 @@ def save_state(
     callers = rendezvous().callers(accelerator.gradient_state.backwards) if accelerator._strategy.saves_alone else "all"
     if callers != "late":
         with _only_main() if callers == "alone" else nullcontext():
-            target = _save(accelerator, output_dir, safe_serialization, async_save, save_model_func_kwargs)
+            target, mid_window = _agreed_target(accelerator, output_dir)
+            save_checkpoint(
+                _run(accelerator),
+                target,
+                accelerator._strategy,
+                capture=lambda run: _capture(accelerator, run, mid_window),
+                hooks=accelerator._save_model_state_pre_hook.values(),
+                safe=safe_serialization,
+                distributed_type=str(accelerator.state.distributed_type.value),
+                everywhere=config.save_on_each_node,
+                keep=config.total_limit if config.automatic_checkpoint_naming else None,
+                background=accelerator._background if async_save else None,
+                **save_model_func_kwargs,
+            )
     else:
         target = _target(config, output_dir)
         logger.warning(
@@ -59,31 +70,6 @@ def save_state(
     if config.automatic_checkpoint_naming:
         config.iteration += 1
         accelerator._saves_in = target.parent
-    return target
-
-
-def _save(
-    accelerator: AcceleratorBase, output_dir: Any, safe_serialization: bool, async_save: bool, kwargs: dict[str, Any]
-) -> Path:
-    config = accelerator.project_configuration
-    target, mid_window = _agreed_target(accelerator, output_dir)
-    if accelerator.scaler is not None:
-        accelerator.scaler.state_dict()  # on every process: an update that is due changes the gradients, too
-    progress, gradients = _captured_window(accelerator, mid_window)
-    progress["loaders"] = [_captured_position(accelerator, number) for number in range(len(accelerator._dataloaders))]
-    save_checkpoint(
-        _run(accelerator, progress, gradients),
-        target,
-        accelerator._strategy,
-        accelerator._strategy.weights(accelerator._models),
-        hooks=accelerator._save_model_state_pre_hook.values(),
-        safe=safe_serialization,
-        distributed_type=str(accelerator.state.distributed_type.value),
-        everywhere=config.save_on_each_node,
-        keep=config.total_limit if config.automatic_checkpoint_naming else None,
-        background=accelerator._background if async_save else None,
-        **kwargs,
-    )
     return target
 
 
@@ -148,11 +134,7 @@ def _local(accelerator: AcceleratorBase) -> LocalRank:
     return LocalRank(accelerator.local_process_index, accelerator.state.world.local_size)
 
 
-def _run(
-    accelerator: AcceleratorBase,
-    progress: dict[str, Any] | None = None,
-    gradients: dict[str, torch.Tensor] | None = None,
-) -> Run:
+def _run(accelerator: AcceleratorBase) -> Run:
     communicator = current()
     return Run(
         communicator.rank,
@@ -164,9 +146,7 @@ def _run(
         loaders=accelerator._dataloaders,
         custom=accelerator._custom_objects,
         scaler=accelerator.scaler,
-        progress=progress,
         local=LocalRank() if communicator.size == 1 else _local(accelerator),
-        gradients=gradients,
         looked_at=accelerator._files_looked_at,
     )
 
@@ -175,9 +155,19 @@ def _has_pending_gradients(accelerator: AcceleratorBase) -> bool:
     """Whether there are gradients that wait for a step: inside a window, or in a script that counts by itself."""
     state = accelerator._accumulation.state
     return not state.sync_gradients or any(
-        optimizer._backwards_seen != state.backwards and optimizer._has_gradients()
+        optimizer._backwards_seen != state.backwards
+        and accelerator._strategy.has_gradients([p for group in optimizer.param_groups for p in group["params"]])
         for optimizer in accelerator._optimizers
     )
+
+
+def _capture(accelerator: AcceleratorBase, run: Run, mid_window: bool) -> None:
+    """Complete a run with how far it has come."""
+    if accelerator.scaler is not None:
+        accelerator.scaler.state_dict()  # on every process: an update that is due changes the gradients, too
+    progress, run.gradients = _captured_window(accelerator, mid_window)
+    loaders = [_captured_position(accelerator, number) for number in range(len(accelerator._dataloaders))]
+    run.progress = {**progress, "loaders": loaders}
 
 
 def _captured_window(
@@ -254,8 +244,7 @@ def _check_positions(accelerator: AcceleratorBase, folder: Path, loaded: Loaded)
     """Raise if a loader cannot start where a checkpoint says, before anything is loaded.
 
     It may have another order now, in which samples would be repeated or lost; which does not matter if no loader
-    resumes there, as in a script that only evaluates. Or its dataset may refuse the state that its next iteration
-    begins with. Datasets of worker processes are not asked: that would take workers.
+    resumes there, as in a script that only evaluates. Or its dataset may refuse the state that it is going to get.
     """
     positions = (loaded.progress or {}).get("loaders", [])
     for number, (loader, position) in enumerate(zip(accelerator._dataloaders, positions, strict=False)):
@@ -268,29 +257,8 @@ def _check_positions(accelerator: AcceleratorBase, folder: Path, loaded: Loaded)
                 "`shuffle`, and the same `shuffle` and `use_seedable_sampler` in the DataLoaderConfiguration, as when "
                 "it was saved."
             )
-        if loader.num_workers or not snapshot.inside:
-            continue
-        by_itself, skips = loader.position.way(snapshot, loader, loaded.loaders.get(number))
-        if by_itself:
-            dataset, state = loader.dataset, loaded.loaders[number].get("dataset_state")  # as torchdata calls it
-        else:
-            dataset, state = dataset_to_move(loader), snapshot.dataset if skips else None
-        if state is not None and (twin := _twin(dataset)) is not None:
-            load_into(twin, copy.deepcopy(state), f"The state of the dataset of loader {number}")
-
-
-def _twin(dataset: Any) -> Any:
-    """Another dataset with all that this one has, to be tried in its place; None of one that has no such state.
-
-    To give a dataset back what it has told of itself would not do: some begin their next epoch there.
-    """
-    if not hasattr(dataset, "load_state_dict"):
-        return None
-    with suppress(TypeError):  # one that Python alone cannot make
-        twin = object.__new__(type(dataset))
-        twin.__dict__.update(vars(dataset))
-        return twin
-    return None
+        with fitting(loader.part.dataset, f"The state of the dataset of loader {number}"):
+            loader.position.check(snapshot, loader, loaded.loaders.get(number))
 
 
 def _restore_positions(accelerator: AcceleratorBase, loaded: Loaded) -> None:
@@ -318,10 +286,11 @@ def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_st
         )
     for number, loader in enumerate(loaders):
         snapshot = saved[number] if number < len(saved) else None
-        if snapshot is not None and (text := change(snapshot, loader)) is not None:
+        text = None if snapshot is None else change(snapshot, loader)
+        if text is not None:
             changes.append(f"loader {number}: {text}")
-            again |= snapshot.inside and not any(loader.position.way(snapshot, loader, own_states.get(number)))
-        loader.position.load(snapshot, loader, own_states.get(number))
+        way = loader.position.load(snapshot, loader, own_states.get(number))
+        again |= snapshot is not None and text is not None and snapshot.inside and not any(way)
     if changes and accelerator.is_main_process:
         logger.warning(
             "The checkpoint is from a run with a different number of processes or samples per step; "

@@ -26,7 +26,7 @@ from accelerate.big_modeling.ties import (
     find_tied_parameters,
 )
 from accelerate.big_modeling.weight_files import Contents, open_weights, refuse_shapes, report_names, weight_files
-from accelerate.checkpoint.run_state import loads_by_own_code, snapshot_model
+from accelerate.checkpoint.rollback import loads_by_own_code, restore_model
 from accelerate.devices.base import DeviceLike
 from accelerate.devices.staging import HostTensor
 from accelerate.errors import CheckpointError, Unfit
@@ -155,8 +155,9 @@ def load_checkpoint_in_model(
         offload_8bit=offload_8bit_bnb,
     )
     sparse = loader.places.keys() & contents.others.keys()
+    names_fit = not loader.missing and not loader.unexpected
     if device_map is None and (
-        sparse or loads_by_own_code(model, not loader.missing and not loader.unexpected, except_for=take_over)
+        sparse or loads_by_own_code(model, names_fit, except_for=lambda hook: hook is take_over)
     ):
         loader.load_by_torch(checkpoint, strict)
         return
@@ -374,7 +375,7 @@ class _WeightLoader:
         if self.contents.metadata:
             set_metadata(state, OrderedDict(self.contents.metadata))
         with ExitStack() as undo:
-            snapshot_model(self.model, undo)  # hooks may change anything
+            restore_model(self.model, undo)  # hooks may change anything
             empty = self._make_room()
             try:
                 found: Any = self.model.load_state_dict(state, strict=False)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from accelerate.checkpoint import commit
 from accelerate.comm import current
@@ -23,6 +23,8 @@ from accelerate.torch_internals.process_groups import default_store, kept_connec
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.run_state import LocalRank
+
+T = TypeVar("T")
 
 # How the processes exchange something: the value of each, by rank.
 Gather = Callable[[Any], list[Any]]
@@ -182,6 +184,13 @@ def together(
     return agree(failure, value, gather, undo)
 
 
+def agreed(work: Callable[[], T]) -> T:
+    """The result of something that all processes do; raises on all of them where one fails."""
+    result: list[T] = []  # which stays here: the others are only told that there is one
+    together(lambda: result.append(work()))
+    return result[0]
+
+
 def attempted(work: Callable[[], Any]) -> tuple[Exception | None, Any]:
     """Call `work` on this rank alone. Returns what it has failed with, and what it has returned."""
     try:
@@ -204,7 +213,7 @@ def settle(target: Path, local: LocalRank) -> None:
     looks = local_main or first
     if all(waiting is None for waiting in together(lambda: commit.pending(target), gather, here=looks)):
         return
-    states = together(lambda: (commit.current(target), commit.pending(target)), gather, here=looks)
+    states = together(lambda: (commit.save_in(target), commit.pending(target)), gather, here=looks)
     seen = [state for state in states if state is not None]
     everywhere = {save for save in seen[0] if save is not None and all(save in state for state in seen)}
 

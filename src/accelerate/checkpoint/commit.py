@@ -119,17 +119,17 @@ def withdraw(target: Path, save: str) -> None:
     with _alone_in(target):
         if pending(target) == save:
             _discard(target / layout.COMMITTED)
-        elif current(target) == save:
+        elif save_in(target) == save:
             _discard(target)
 
 
-def current(target: Path) -> str | None:
+def save_in(target: Path) -> str | None:
     """The id of the save that wrote the checkpoint in a folder; None if it has none."""
-    manifest = _to_be_replaced(target)
+    manifest = _manifest_if_readable(target)
     return None if manifest is None else manifest.save
 
 
-def _to_be_replaced(target: Path) -> Manifest | None:
+def _manifest_if_readable(target: Path) -> Manifest | None:
     """The manifest of the checkpoint in a folder, if it can be read. A damaged one may be replaced, too."""
     try:
         return Manifest.read(target)
@@ -162,7 +162,7 @@ def roll_back(target: Path) -> None:
 
 def _move_in(target: Path) -> None:
     committed = target / layout.COMMITTED
-    new, old = Manifest.read(committed), _to_be_replaced(target)
+    new, old = Manifest.read(committed), _manifest_if_readable(target)
     assert new is not None
     for parent in {(target / name).parent for name in (*new.files, *(old.files if old is not None else ()))}:
         if not parent.resolve().is_relative_to(target.resolve()):
@@ -247,7 +247,7 @@ def time_of_saving(target: Path) -> float:
 def _with_times(project_dir: Path) -> list[tuple[float, Path]]:
     found, last = [], 0.0
     for folder in layout.automatic_folders(project_dir):
-        manifest = _to_be_replaced(folder)
+        manifest = _manifest_if_readable(folder)
         # Of a 1.x release, or damaged: then its number says which one it came after.
         last = manifest.saved if manifest is not None and manifest.saved else last
         found.append((last, folder))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
@@ -14,19 +14,16 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout
+from accelerate.checkpoint.parts import File
 from accelerate.checkpoint.reader import CPU, CheckpointReader, Destination, FindDestination
-from accelerate.checkpoint.run_state import (
-    Run,
-    StagedLoad,
+from accelerate.checkpoint.rollback import (
     dense_view,
-    load_into,
     loads_by_own_code,
-    named_parameters,
     overrides_load,
-    snapshot_model,
-    snapshot_optimizer,
+    restore_model,
+    restore_optimizer,
 )
-from accelerate.checkpoint.save import File
+from accelerate.checkpoint.run_state import Run, StagedLoad, load_into, named_parameters
 from accelerate.devices import Device
 from accelerate.errors import CheckpointError, in_words
 from accelerate.io.safe_load import read_torch
@@ -64,14 +61,14 @@ def load(run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kw
     def apply_fallible(undo: ExitStack) -> None:
         reader.bring_in()
         for target in targets:
-            if target.snapshot is not None:
-                target.snapshot(undo)
+            if target.restore is not None:
+                target.restore(undo)
                 target.apply()
 
     def apply_in_place() -> None:
         reader.fill()
         for target in targets:
-            if target.snapshot is None:
+            if target.restore is None:
                 target.apply()
         for name, parameter in named_parameters(run.models).items():
             parameter.grad = added(gradients.get(name), everyone.get(name), parameter)
@@ -83,17 +80,17 @@ def load(run: Run, reader: CheckpointReader, *, torch_load: dict[str, Any], **kw
 class _Target:
     """A model or an optimizer, with the state that was read for it.
 
-    snapshot: if loading may fail halfway, registers with `undo` what restores its present state.
+    restore: if loading may fail halfway, has `undo` restore its present state.
     """
 
     apply: Callable[[], None]
-    snapshot: Callable[[ExitStack], None] | None
+    restore: Callable[[ExitStack], None] | None
 
 
 def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Iterator[_Target]:
     assign, strict = kwargs.get("assign", False), kwargs.get("strict", True)
     # An optimizer comes after the weights, which go back if it objects.
-    fallible = not all(map(_loads_as_torch, run.optimizers))
+    fallible = not all(map(loads_as_torch, run.optimizers))
     for number, model in enumerate(run.models_to_load):
         own_code = loads_by_own_code(model)
         in_place = not (assign or own_code or fallible)
@@ -103,14 +100,14 @@ def _models(run: Run, reader: CheckpointReader, kwargs: dict[str, Any]) -> Itera
         into = model.load_state_dict if own_code else partial(load_state, model)
         yield _Target(
             partial(_load_model, model, into, weights, expanded, reader.folder, kwargs),
-            partial(snapshot_model, model) if own_code or fallible else None,
+            partial(restore_model, model) if own_code or fallible else None,
         )
 
 
 def _optimizers(run: Run, reader: CheckpointReader, torch_load: dict[str, Any]) -> Iterator[_Target]:
     for number, optimizer in enumerate(run.optimizers_to_load):
         name = layout.optimizer(number)
-        as_torch = _loads_as_torch(optimizer)  # found out now, for a hook may remove itself
+        as_torch = loads_as_torch(optimizer)  # found out now, for a hook may remove itself
         if reader.has(layout.optimizer_shards(number)):
             state = {"state": {}, **read_full(reader.folder / layout.optimizer_shards(number))}
         elif torch_load:
@@ -123,7 +120,7 @@ def _optimizers(run: Run, reader: CheckpointReader, torch_load: dict[str, Any]) 
             state = _quick_to_search(state)
         yield _Target(
             partial(load_into, optimizer, state, name),
-            None if as_torch else partial(snapshot_optimizer, optimizer),
+            None if as_torch else partial(restore_optimizer, optimizer),
         )
 
 
@@ -159,7 +156,7 @@ def _read_model(
 def _places_in(optimizer: Any, device: Device) -> FindDestination:
     """The destination of each tensor in the state of an optimizer."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    keeps = _loads_as_torch(optimizer)
+    keeps = loads_as_torch(optimizer)
 
     def place(keys: tuple[Any, ...]) -> Destination:
         # Counts of steps may stay on the host: torch knows.
@@ -253,8 +250,15 @@ def _load_model(
     with torch.no_grad():
         for memory, value in expanded:
             memory.copy_(value)
-    try:
+    with accepting(model, folder):
         into(weights, **kwargs)
+
+
+@contextmanager
+def accepting(model: torch.nn.Module, folder: Path) -> Iterator[None]:
+    """A context in which a model loads the weights in a folder: an error becomes one of the checkpoint."""
+    try:
+        yield
     except Exception as error:
         raise CheckpointError(
             f"This {type(model).__name__} did not accept the weights in {folder} ({in_words(error)}): create it as it "
@@ -262,7 +266,7 @@ def _load_model(
         ) from error
 
 
-def _loads_as_torch(optimizer: Any) -> bool:
+def loads_as_torch(optimizer: Any) -> bool:
     """Whether an optimizer loads a state as torch's own do. Others run code of their own, which may need the present
     state, and may fail."""
     return (
@@ -280,7 +284,7 @@ def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
             f"{path} belongs to an optimizer with groups of {found} parameters, but this one has {expected}: "
             "create it as it was when the checkpoint was saved."
         )
-    lacking = _lacking(optimizer, state["param_groups"]) if _loads_as_torch(optimizer) else []
+    lacking = _lacking(optimizer, state["param_groups"]) if loads_as_torch(optimizer) else []
     if lacking:
         raise CheckpointError(
             f"{path} belongs to another kind of optimizer than {type(optimizer).__name__}: it lacks "
@@ -410,8 +414,7 @@ def to_indices(state: dict[str, Any], names: Names) -> dict[str, Any]:
     groups = state["param_groups"]
     if not any(isinstance(parameter, str) for group in groups for parameter in group["params"]):
         return state
-    if [sorted(group["params"]) for group in groups] != [sorted(group) for group in names]:
-        raise _another(groups, names)
+    check_names(groups, names)
     numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
     return {
         **state,
@@ -420,6 +423,12 @@ def to_indices(state: dict[str, Any], names: Names) -> dict[str, Any]:
             {**group, "params": [numbers[name] for name in own]} for group, own in zip(groups, names, strict=True)
         ],
     }
+
+
+def check_names(groups: list[dict[str, Any]], names: Names) -> None:
+    """Raise if the groups of a state dict are not those of an optimizer."""
+    if [sorted(group["params"]) for group in groups] != [sorted(group) for group in names]:
+        raise _another(groups, names)
 
 
 def _another(groups: list[dict[str, Any]], names: Names) -> CheckpointError:

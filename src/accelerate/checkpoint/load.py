@@ -24,11 +24,12 @@ from accelerate.checkpoint.run_state import (
     StateIO,
     apply_objects,
     apply_random_states,
+    past_undoing,
     read,
 )
 from accelerate.comm import current
 from accelerate.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from accelerate.errors import CheckpointError, MissingFile, in_words
+from accelerate.errors import CheckpointError, MissingFile
 
 logger = logging.getLogger(__name__)
 
@@ -175,17 +176,10 @@ def load(
             staged.apply_fallible(undo)
 
     def apply_in_place() -> None:
-        try:
+        with past_undoing(folder):
             for staged in loads:
                 staged.apply_in_place()
             apply_random_states(loaded, run)
-        except Exception as error:
-            if strategy.can_roll_back:
-                raise
-            raise CheckpointError(
-                f"{folder} was partly loaded before it failed ({in_words(error)}), and this engine cannot roll back: "
-                "load another checkpoint before you continue training, or start again."
-            ) from error
 
     # Where one process refuses, all keep what they have.
     together(lambda: apply_objects(loaded, run, undo), undo=undo.close)

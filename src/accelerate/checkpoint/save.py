@@ -6,25 +6,23 @@ import logging
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
 from accelerate.checkpoint import commit, layout
-from accelerate.checkpoint.agreement import Background, Gather, one_at_a_time, settle, together
+from accelerate.checkpoint.agreement import Background, Gather, agreed, one_at_a_time, settle, together
 from accelerate.checkpoint.layout import Manifest
-from accelerate.checkpoint.run_state import PROGRESS, LocalRank, Run, StateIO, capture_random_states
+from accelerate.checkpoint.parts import File, Part, copied, write_parts
+from accelerate.checkpoint.run_state import PROGRESS, LocalRank, Run, StateIO
 from accelerate.comm import current
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
-from accelerate.io.disk import threads
-from accelerate.io.host_memory import HostMemory
-from accelerate.io.stored_tensors import write_safetensors
-from accelerate.io.torch_format import naming, refused, write_torch
+from accelerate.io.torch_format import refused
+from accelerate.random import capture_random_states
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +34,8 @@ def save(
     run: Run,
     target: Path,
     strategy: StateIO,
-    weights: list[dict[str, Any]],
     *,
+    capture: Callable[[Run], None] = lambda run: None,
     hooks: Iterable[Hook] = (),
     safe: bool = True,
     distributed_type: str = "NO",
@@ -49,6 +47,7 @@ def save(
     """Write a checkpoint to `target`. If any rank fails, all ranks raise, and what was there stays unchanged.
 
     strategy: writes models and optimizers. kwargs: for it. distributed_type: its name in the manifest.
+    capture: completes the run with its progress and gradients, if it has any.
     hooks: called with the models, their weights, and the folder that becomes the checkpoint.
     everywhere: whether each machine writes all files.
     keep: delete older automatically named checkpoints afterwards, down to this number.
@@ -57,30 +56,30 @@ def save(
     target = target.absolute()  # a script may go to another folder while this is written behind it
     staging, leads, save_id, save_time = _stage(target, run.local)
     alive = commit.Alive(staging) if leads else None
-    parts: list[Iterable[Part]] = []
 
     def clean_up() -> None:
         if alive is not None:
             alive.stop()
             disk.remove_tree(staging)
 
-    def prepare() -> None:
+    def prepare() -> Iterable[Part]:
         try:
+            capture(run)
+            weights = strategy.weights(run.models)
             for hook in hooks:
                 hook(list(run.models), weights, str(staging))
             main = run.rank == 0 or (leads and everywhere)
             # The strategy first: what all processes write together must not wait for one that has failed before.
-            parts.append(strategy.save(run, weights, safe=safe, main=main, **kwargs))
-            parts.extend([shared_parts(run, main), own_parts(run, (run.progress or {}).get("step", 0))])
-            if background is not None:
-                parts[:] = [snapshot(chain(*parts), background.memory)]
+            engine = strategy.save(run, weights, safe=safe, main=main, **kwargs)
+            every = chain(engine, shared_parts(run, main), own_parts(run, (run.progress or {}).get("step", 0)))
+            return every if background is None else copied(every, background.memory)
         except OSError as error:
             if error.strerror:  # where a hook has written, to a file that it alone knows
                 error.filename = error.filename or str(target)
             raise
 
     try:
-        together(prepare)
+        parts = agreed(prepare)
     except BaseException:
         clean_up()
         raise
@@ -90,7 +89,7 @@ def save(
             own: dict[str, FileEntry] = {}
 
             def write() -> dict[str, FileEntry]:
-                own.update(write_parts(chain(*parts), staging, group))
+                own.update(write_parts(parts, staging, group))
                 # Only who leads needs them, and its own are the longest: a checksum for each block of a whole model,
                 # which all would get, and as much again for each of the others.
                 return {} if leads else own
@@ -160,64 +159,7 @@ def _all_files(folder: Path, known: dict[str, FileEntry]) -> dict[str, FileEntry
     return found
 
 
-# --- parts ------------------------------------------------------------------------------------------------------
-
-
-class Part(Protocol):
-    """One rank's file, or its share of a folder that all ranks write together."""
-
-    def copied(self, memory: HostMemory) -> Part:
-        """A copy in host memory that training does not touch, for a save in the background."""
-
-    def write(self, folder: Path, group: Any) -> dict[str, FileEntry]:
-        """Write it into the folder and flush it. Returns an entry for each file that this rank has written.
-
-        group: the process group for communication between ranks; None for that of the training.
-        """
-
-
-@dataclass
-class File:
-    """One file, written by one rank. name: its path in the checkpoint."""
-
-    name: str
-    content: Any
-    safe: bool = False
-    # Of an optimizer: many small tensors (see `write_torch`, `together`).
-    pools_small_tensors: bool = False
-
-    def copied(self, memory: HostMemory) -> File:
-        with naming(self.name):
-            return replace(self, content=memory.copy(self.content))
-
-    def write(self, folder: Path, group: Any = None) -> dict[str, FileEntry]:
-        path = folder / self.name
-        if "/" in self.name:
-            disk.make_folder(path.parent)
-        if self.safe:
-            return {self.name: write_safetensors(self.content, path)}
-        return {self.name: write_torch(self.content, path, together=self.pools_small_tensors)}
-
-
-def write_parts(parts: Iterable[Part], folder: Path, group: Any = None) -> dict[str, FileEntry]:
-    """Write parts: files in parallel, since a file system allows one writer per file; other parts in order."""
-    entries: dict[str, FileEntry] = {}
-    with threads(blocks.FILES) as pool:
-        files = []
-        for part in parts:
-            if isinstance(part, File):
-                files.append(pool.submit(part.write, folder))
-            else:
-                entries |= part.write(folder, group)
-        for file in files:
-            entries |= file.result()
-    return entries
-
-
-def snapshot(parts: Iterable[Part], memory: HostMemory) -> list[Part]:
-    """Copies of the parts in host memory that training does not touch."""
-    with memory.one_save():
-        return [part.copied(memory) for part in parts]
+# --- the parts of a run that no engine writes -------------------------------------------------------------------
 
 
 def shared_parts(run: Run, main: bool) -> Iterator[File]:

@@ -37,7 +37,7 @@ def merge_command(args: argparse.Namespace) -> None:
     Args:
         args: the arguments, as the parser of `accelerate merge-weights` returns them.
     """
-    from accelerate.checkpoint.sharded_state import merge_fsdp_weights
+    from accelerate.checkpoint.merge import merge_fsdp_weights
 
     merge_fsdp_weights(
         args.checkpoint_directory, args.output_path, not args.unsafe_serialization, args.remove_checkpoint_dir

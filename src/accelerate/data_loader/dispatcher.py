@@ -111,7 +111,7 @@ class DataLoaderDispatcher(PreparedLoader):
             left_out = innermost_skip(loop.part.indices)
             if left_out is not None:
                 left_out.keeps = self.batches_per_step
-            reader = self.position.open_reader(self, loop)
+            reader = self.position.start_reading(self, loop)
             transfer.reads(reader.batches)
             first = self._skip(loop.part.skip_batches, reader.batches, handout)
             steps = self._steps(reader)

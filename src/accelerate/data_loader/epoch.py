@@ -179,16 +179,19 @@ class EpochPart:
 class EpochLoop:
     """One loop over a part of an epoch.
 
-    resume: how it starts after a checkpoint was loaded, until its first batch is there.
-    start: the random states that the order of the epoch came from, `draws`: whether torch's loader draws a seed then,
-    and `workers`: the states of workers that stay for the next epoch, where they do (workers_stay).
-    batches: how many were handed out, after `samples` in batches of other sizes. earlier: in how many steps those were.
+    resume: how it starts after a checkpoint was loaded; None as soon as its first batch is there.
+    start: where the order of the epoch came from: the random states by their names; under `draws` whether torch's
+    loader drew the seed of its workers then; under `workers` the random states of workers that stay.
+    workers_stay: whether they stay for the next epoch.
+    samples: how many were done before in batches of another size. earlier: in how many steps.
+    batches: how many were handed out after those, in this loop or in the one that it continues.
     partial: whether it began in the middle of the epoch. finished: whether its last batch was handed out.
     moved_dataset: a dataset that can be moved to its place. dataset: its state when the batch at hand was fetched.
 
     Of a dataset that draws from global generators:
-    first_rng: the random states to read the first batch with. before: those that the batches ahead of the loop were
-    read with. workers: by worker, those after its last batch that was handed out.
+    first_rng: the random states to read the first batch with.
+    before: the random states with which the batches were read that are fetched and not handed out.
+    workers: by worker, its random states after its last batch that was handed out.
     turn: how many batches of a resumed epoch were dealt out to workers before.
     """
 

@@ -85,11 +85,12 @@ class Position:
         self._left: dict[str, Any] | None = None
         # LOADED
         self._resume: Resume | None = None
-        # Of one epoch for the next: which generators the dataset draws from in this process, the states of workers that
-        # stay and the reader that is to ask for them, and whether torch's loader draws a seed, as in the saved run.
+        # What one epoch leaves for the next. From which global generators the dataset draws in this process:
         self._drawn_from: set[str] = set()
+        # The random states of workers that stay; and the reader of their last epoch, until it was asked for them.
         self._workers: dict[int, RngStates] = {}
         self._reader: Reader | None = None
+        # Whether torch's loader draws a seed for the next epoch, where a checkpoint says so.
         self._next_draws_base_seed: bool | None = None
 
     @property
@@ -150,7 +151,7 @@ class Position:
             loop.first_rng, loop.workers = drawn["before"], dict(drawn["workers"])
             loop.turn = loop.part.batches * loader.batches_per_step
 
-    def open_reader(self, loader: PreparedLoader, loop: EpochLoop) -> Reader:
+    def start_reading(self, loader: PreparedLoader, loop: EpochLoop) -> Reader:
         """Have torch's loader begin the iteration."""
         resume, known = loop.resume, self._drawn_from
         if loader.num_workers and rng.makes_iterator(loader, loop.part):
@@ -228,30 +229,46 @@ class Position:
             order=order_of(loader),
         )
 
-    def way(self, saved: Snapshot | None, loader: PreparedLoader, own_state: Any) -> Way:
-        """How a loader comes to its place."""
+    def check(self, saved: Snapshot, loader: PreparedLoader, own_state: Any = None) -> None:
+        """Raise what the dataset raises that is given the state with which the next iteration begins, after `load`.
+
+        Only a twin of it is. Datasets of worker processes are not asked: that would take workers.
+        """
+        if loader.num_workers or not saved.inside:
+            return
+        by_itself, skips = self._way(saved, loader, own_state)
+        if by_itself:
+            dataset, state = loader.dataset, own_state.get("dataset_state")  # as torchdata calls it
+        else:
+            dataset, state = dataset_to_move(loader), saved.dataset if skips else None
+        if state is not None and (twin := _twin(dataset)) is not None:
+            twin.load_state_dict(copy.deepcopy(state))
+
+    def _way(self, saved: Snapshot | None, loader: PreparedLoader, own_state: Any) -> Way:
         has_own = own_state is not None and loader.use_stateful_dataloader
         by_itself = has_own and (saved is None or _can_go_on_by_itself(saved, loader))
         return Way(by_itself, skips=not by_itself and (has_own or self.exact_resume))
 
-    def load(self, saved: Snapshot | None, loader: PreparedLoader, own_state: Any = None) -> None:
-        """Have the next iteration follow the interrupted one.
+    def load(self, saved: Snapshot | None, loader: PreparedLoader, own_state: Any = None) -> Way:
+        """Have the next iteration follow the interrupted one. Returns how it comes to its place there.
 
         saved: None where a checkpoint has none. own_state: what a stateful loader said of itself, in a file of its own.
         """
-        by_itself, skips = self.way(saved, loader, own_state)
+        way = by_itself, skips = self._way(saved, loader, own_state)
         if by_itself:
             loader.load_state_dict(own_state)
         else:
             loader.forget_state()
+        running = self._running
+        self._reset()  # also what an earlier checkpoint has said
         if saved is None:
-            return
-        self._reset()
+            self._running = running  # nothing is known of another place: who reads goes on
+            return way
         if loader.persistent_workers:
             loader.forget_workers()  # new ones start with the states that are loaded
         if other_order(saved, loader) is not None:
             loader.iteration = saved.epoch  # which begins anew: its middle is no place in this order
-            return
+            return way
         if not saved.inside:
             loader.forget_state()  # a stateful loader would go on with an epoch that is over
         self._next_draws_base_seed = saved.draws_next
@@ -260,6 +277,7 @@ class Position:
         if dataset is not None:
             iterable = isinstance(loader.dataset, IterableDataset)
             resume.ended = EndedDataset.restored(dataset, saved.after, iterable=iterable)
+        return way
 
     def _follow(self, resume: Resume) -> Resume:
         self._resume = resume
@@ -410,6 +428,20 @@ def stateful_dataset(loader: PreparedLoader) -> Any:
     dataset = loader.part.dataset
     has_state = hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
     return dataset if has_state and not loader.num_workers else None
+
+
+def _twin(dataset: Any) -> Any:
+    """Another dataset with all that this one has, to be tried in its place; None of one that has no such state.
+
+    To give a dataset back what it has told of itself would not do: some begin their next epoch there.
+    """
+    if not hasattr(dataset, "load_state_dict"):
+        return None
+    with suppress(TypeError):  # one that Python alone cannot make
+        twin = object.__new__(type(dataset))
+        twin.__dict__.update(vars(dataset))
+        return twin
+    return None
 
 
 def state_of(dataset: Any) -> Any:

@@ -94,7 +94,7 @@ class DataLoaderShard(PreparedLoader):
                 batch, counts = batch.batch, batch.counts
             return transfer.start(batch), counts
 
-        reader = self.position.open_reader(self, loop)
+        reader = self.position.start_reading(self, loop)
         transfer.reads(reader.batches)
         for _ in range(part.skip_batches):
             if next(reader.batches, _END) is _END:

@@ -24,9 +24,9 @@ from accelerate.unwrap import extract_model_from_parallel
 
 if TYPE_CHECKING:
     from accelerate.checkpoint.model_weights import Fetch
+    from accelerate.checkpoint.parts import Part
     from accelerate.checkpoint.reader import CheckpointReader
     from accelerate.checkpoint.run_state import Run, StagedLoad
-    from accelerate.checkpoint.save import Part
 
 
 class Outputs(NamedTuple):
@@ -60,9 +60,7 @@ class Strategy:
     # Whether the main process has all models and optimizers, and can save them when the others do not take part.
     saves_alone = True
     # Whether models and optimizers can be copied aside, to be written while training goes on.
-    can_snapshot = True
-    # Whether a load that fails half-way leaves models and optimizers as they were.
-    can_roll_back = True
+    can_copy_aside = True
     # Whether optimizers have the parameters of the prepared models, and not others that the engine puts in their place.
     keeps_parameters = True
     # Whether the gradients of a step can be looked at before it, and the step left out.
@@ -301,7 +299,6 @@ class WholeStepStrategy(Strategy):
     divides_loss = True
     needs_even_batches = True
     saves_alone = False
-    can_roll_back = False
     keeps_parameters = False
     can_leave_steps_out = False
 

@@ -20,9 +20,9 @@ from torch import nn
 from accelerate.bundle import Bundle, Entry
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.model_weights import Fetch, clean_state_dict_for_safetensors
+from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Run, StagedLoad
-from accelerate.checkpoint.save import File, Part
 from accelerate.compilation import compile_regions_deepspeed
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.deepspeed import DeepSpeedPlugin
@@ -218,7 +218,7 @@ class DeepSpeed(WholeStepStrategy):
     def _take_over(self, stepper: EngineStepper) -> None:
         self.steppers.append(stepper)
         if stepper.engine.zero_nvme_offload_optimizer():
-            self.can_snapshot = False  # its states are on a disk since memory has no room for them
+            self.can_copy_aside = False  # its states are on a disk since memory has no room for them
         inside = [p for group in stepper.optimizer.param_groups for p in group["params"]]
         for parameter in (*stepper.engine.module.parameters(), *inside):
             self.owners[id(parameter)] = stepper
@@ -257,7 +257,7 @@ class DeepSpeed(WholeStepStrategy):
         self.owners.clear()
         self.replaced.clear()
         self.last_engine = None
-        self.can_snapshot = True
+        self.can_copy_aside = True
         if self.sharing is not None:
             self.sharing.end()
             self.sharing = None

@@ -19,8 +19,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from accelerate.checkpoint import layout
+from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.save import File, Part
 from accelerate.errors import CheckpointError
 from accelerate.io import blocks
 from accelerate.io.blocks import FileEntry
@@ -78,7 +78,7 @@ class _Lying:
     folder: TemporaryDirectory[str] | None = None
 
     def copied(self, memory: HostMemory) -> _Lying:
-        return self  # nobody changes it meanwhile: where an engine would, `can_snapshot` is False
+        return self  # nobody changes it meanwhile: where an engine would, `can_copy_aside` is False
 
     def write(self, folder: Path, group: Any) -> dict[str, FileEntry]:
         path = folder / self.name

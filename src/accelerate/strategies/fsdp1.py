@@ -41,6 +41,8 @@ from accelerate.unwrap import find_wrapper, unwrapped
 
 
 class FSDP1(Sharded):
+    takes_models_back = False  # torch leaves them unsharded
+
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
         super().__init__(state, ddp)
         self.plugin = state.fsdp_plugin

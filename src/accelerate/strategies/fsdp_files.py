@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.agreement import together
+from accelerate.checkpoint.agreement import agreed
+from accelerate.checkpoint.parts import Part, write_parts
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.save import Part, write_parts
 from accelerate.comm.tree import recursively_apply
 from accelerate.errors import CheckpointError
 from accelerate.modules import is_peft_model
@@ -93,7 +93,7 @@ def load_fsdp_model(
             return {stored[name]: value for name, value in found.items()}
         return engine.read_model(model, CheckpointReader(Path(input_dir)), model_index, names=names)
 
-    engine.load_sharded_state_dict(model, _agreed(read))
+    engine.load_sharded_state_dict(model, agreed(read))
 
 
 def save_fsdp_optimizer(
@@ -152,10 +152,10 @@ def load_fsdp_optimizer(
     optimizer = unwrapped_optimizer(optimizer)
     if not use_dcp and not gathers(fsdp_plugin):
         own_file = Path(input_dir) / layout.own_optimizer(optimizer_index, accelerator.process_index)
-        content = _agreed(lambda: _load_own(own_file, optimizer.state_dict()))
+        content = agreed(lambda: _load_own(own_file, optimizer.state_dict()))
         optimizer.load_state_dict(content)
         return
-    content = _agreed(
+    content = agreed(
         lambda: engine.read_optimizer([model], optimizer, CheckpointReader(Path(input_dir)), optimizer_index),
     )
     engine.load_sharded_optimizer_state_dict([model], optimizer, content)
@@ -176,14 +176,7 @@ def _write(parts: Iterable[Part], folder: Folder) -> None:
         os.makedirs(folder, exist_ok=True)
         write_parts(parts, Path(folder))
 
-    _agreed(write)
-
-
-def _agreed(work: Callable[[], Any]) -> Any:
-    """The result of something that all processes do; raises on all of them where one fails."""
-    result: list[Any] = []  # which stays here: the others are only told that there is one
-    together(lambda: result.append(work()))
-    return result[0]
+    agreed(write)
 
 
 # --- one file per process ---------------------------------------------------------------------------------------
@@ -194,7 +187,7 @@ def _save_own(content: dict[str, Any], name: str, folder: Folder) -> None:
         os.makedirs(folder, exist_ok=True)
         torch.save(recursively_apply(lambda tensor: local(tensor.detach()), content), Path(folder) / name)
 
-    _agreed(write)
+    agreed(write)
 
 
 def _load_own(path: Path, like: dict[str, Any]) -> dict[str, Any]:

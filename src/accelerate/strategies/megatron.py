@@ -11,9 +11,9 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from torch import nn
 
 from accelerate.bundle import Bundle, Entry
+from accelerate.checkpoint.parts import Part
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import Run, StagedLoad
-from accelerate.checkpoint.save import Part
 from accelerate.comm import current
 from accelerate.config.accumulation import GradientAccumulationPlugin
 from accelerate.config.enums import DynamoBackend

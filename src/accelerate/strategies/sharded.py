@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,27 @@ from torch.distributed.tensor import DTensor
 from accelerate.checkpoint import layout
 from accelerate.checkpoint.full_state import (
     Names,
+    accepting,
     added,
     check_fit,
+    check_names,
+    loads_as_torch,
     parameter_names,
     read_gradients,
     to_indices,
     to_names,
 )
 from accelerate.checkpoint.model_weights import Fetch
+from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.run_state import Run, StagedLoad, named_parameters
-from accelerate.checkpoint.save import File, Part
+from accelerate.checkpoint.rollback import loads_by_own_code, restore_model, restore_optimizer
+from accelerate.checkpoint.run_state import (
+    Run,
+    StagedLoad,
+    fitting,
+    named_parameters,
+    past_undoing,
+)
 from accelerate.checkpoint.sharded_state import Shards, read
 from accelerate.comm import current
 from accelerate.comm.tree import recursively_apply
@@ -80,6 +91,8 @@ class Sharded(Strategy):
     scaler_kind = ShardedScaler
     # Whether a process can take back gradients that it alone has accumulated; else all get their mean.
     restores_unreduced = True
+    # Whether a model can be put back when code of its own has failed in the middle of a load.
+    takes_models_back = True
     plugin: FullyShardedDataParallelPlugin
 
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
@@ -143,9 +156,8 @@ class Sharded(Strategy):
             norm.parameters -= wanted  # for one step each
             return norm.total.isfinite().logical_not().float()
         own = super().nonfinite(parameters)
-        # The value may lie in the piece of one process, and another may have no piece at all. Without a clipping, no
-        # other collective of a step can tell: gradients go to the owners of their pieces. Where pieces lie elsewhere,
-        # all have to talk through one backend.
+        # Each process sees its own pieces only, and may have none, so all have to ask each other. (A clipping has done
+        # so, see above.) On the device of the engine, since pieces may lie on the host, which has another backend.
         flag = torch.zeros((), device=self.device) if own is None else own.to(self.device)
         return current().all_reduce(flag, "max")
 
@@ -294,14 +306,38 @@ class Sharded(Strategy):
         ]
         unreduced, reduced = read_gradients(run, reader, alike=not self.restores_unreduced)
 
-        def apply() -> None:
+        def put() -> None:
             for model, pieces in zip(run.models_to_load, models, strict=True):
-                self.load_sharded_state_dict(model, pieces)
-            self.put_gradients(run.models, unreduced, reduced)
-            for optimizer, content in zip(run.optimizers_to_load, optimizers, strict=True):
-                self.load_sharded_optimizer_state_dict(run.models, optimizer, content)
+                with accepting(unwrapped(model), reader.folder):
+                    self.load_sharded_state_dict(model, pieces)
+            for number, (optimizer, content) in enumerate(zip(run.optimizers_to_load, optimizers, strict=True)):
+                shards = layout.optimizer_shards(number)
+                with fitting(optimizer, shards if reader.has(shards) else layout.optimizer(number)):
+                    self.load_sharded_optimizer_state_dict(run.models, optimizer, content)
 
-        return StagedLoad(apply)
+        # Found out now, for a hook may remove itself.
+        model_fails = any(loads_by_own_code(unwrapped(one), except_for=_is_of_torch) for one in run.models_to_load)
+        may_fail = model_fails or not all(map(loads_as_torch, run.optimizers_to_load))
+
+        def apply_fallible(undo: ExitStack) -> None:
+            if not may_fail:
+                return
+            if model_fails and not self.takes_models_back:
+                with past_undoing(reader.folder):
+                    put()
+                return
+            for model in run.models_to_load:
+                restore_model(unwrapped(model), undo)
+            for optimizer in run.optimizers_to_load:
+                restore_optimizer(optimizer, undo)
+            put()
+
+        def apply_in_place() -> None:
+            if not may_fail:
+                put()
+            self.put_gradients(run.models, unreduced, reduced)  # together, so not where one process has failed
+
+        return StagedLoad(apply_in_place, apply_fallible)
 
     def read_model(
         self,
@@ -327,8 +363,7 @@ class Sharded(Strategy):
             stored_as = next((name for name in twins if name in found), None)
             if stored_as is not None:
                 found |= {name: found[stored_as] for name in twins if name not in found}
-        if strict:
-            check_fit(model, own, found, reader.folder)
+        check_fit(model, own, found, reader.folder, strict)
         return {(names or {}).get(name, name): value for name, value in found.items() if name in own}
 
     def read_optimizer(
@@ -347,16 +382,23 @@ class Sharded(Strategy):
         def like(keys: tuple[Any, ...]) -> Any:
             return likes.get(keys[1]) if keys[0] == "state" else None
 
-        folder = layout.optimizer_shards(number)
+        folder, names = layout.optimizer_shards(number), self.names(models, optimizer)
         if reader.has(folder):
             content = read(reader.folder / folder, lambda keys, size, dtype: _place(like(keys), size, dtype))
+            check_names(content["param_groups"], names)
             return {"state": {}, **content}
-        content = to_names(reader.content(layout.optimizer(number)), self.names(models, optimizer))
+        content = to_names(reader.content(layout.optimizer(number)), names)
+        check_names(content["param_groups"], names)
         state = {
             name: {key: _cut(value, likes.get(name)) for key, value in values.items()}
             for name, values in content["state"].items()
         }
         return {**content, "state": state}
+
+
+def _is_of_torch(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is one that torch's own engines have put on a module."""
+    return str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith("torch.distributed.")
 
 
 def rebind(optimizer: torch.optim.Optimizer, new_of: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -127,22 +127,26 @@ def apply_to_tensors(module: nn.Module, function: Callable[[torch.Tensor], torch
 EXTRA_STATE = "_extra_state"
 
 
-def has_pre_load_hooks(module: nn.Module, except_for: Callable[..., Any] | None = None) -> bool:
-    """Whether hooks of a module change what `load_state_dict` is given. except_for: one that does not count.
+# Tells the hooks that do not count.
+FindHook = Callable[[Callable[..., Any]], bool]
+
+
+def has_pre_load_hooks(module: nn.Module, except_for: FindHook | None = None) -> bool:
+    """Whether hooks of a module change what `load_state_dict` is given. except_for: tells those that do not count.
 
     Without torch's table of them every module counts as one with hooks: what it loads is not checked before.
     """
     try:
         hooks: list[Any] = list(module._load_state_dict_pre_hooks.values())
-        return any(except_for is None or hook.hook is not except_for for hook in hooks)
+        return any(except_for is None or not except_for(hook.hook) for hook in hooks)
     except AttributeError:
         return True
 
 
-def has_post_load_hooks(module: nn.Module) -> bool:
+def has_post_load_hooks(module: nn.Module, except_for: FindHook | None = None) -> bool:
     """Whether hooks of a module run after `load_state_dict`; every module counts as one with, without torch's table."""
     try:
-        return bool(module._load_state_dict_post_hooks)
+        return any(except_for is None or not except_for(hook) for hook in module._load_state_dict_post_hooks.values())
     except AttributeError:
         return True
 

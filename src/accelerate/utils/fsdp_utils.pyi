@@ -1,4 +1,4 @@
-from accelerate.checkpoint.sharded_state import merge_fsdp_weights as merge_fsdp_weights
+from accelerate.checkpoint.merge import merge_fsdp_weights as merge_fsdp_weights
 from accelerate.config.fsdp import disable_fsdp_ram_efficient_loading as disable_fsdp_ram_efficient_loading
 from accelerate.config.fsdp import enable_fsdp_ram_efficient_loading as enable_fsdp_ram_efficient_loading
 from accelerate.constants import FSDP_MODEL_NAME as FSDP_MODEL_NAME

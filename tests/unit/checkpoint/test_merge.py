@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from accelerate.checkpoint import sharded_state
-from accelerate.checkpoint.sharded_state import merge_fsdp_weights
+from accelerate.checkpoint import merge
+from accelerate.checkpoint.merge import merge_fsdp_weights
 from accelerate.errors import CheckpointError
 from accelerate.state import PartialState
 from tests.harness import run_world
@@ -52,7 +52,7 @@ def same(found: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("group", [1, 1 << 28])
 def test_safetensors(sharded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int) -> None:
-    monkeypatch.setattr(sharded_state, "GROUP_BYTES", group)
+    monkeypatch.setattr(merge, "GROUP_BYTES", group)
     merge_fsdp_weights(str(sharded.parent), str(tmp_path / "out"))
     assert same(load_file(tmp_path / "out" / "model.safetensors"))
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:

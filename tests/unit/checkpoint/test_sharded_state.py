@@ -15,7 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from accelerate.checkpoint import sharded_state
-from accelerate.checkpoint.sharded_state import merge_fsdp_weights
+from accelerate.checkpoint.merge import merge_fsdp_weights
 from accelerate.errors import CheckpointError
 
 WEIGHTS = {"weight": torch.arange(6.0).reshape(2, 3), "step": 3}

@@ -149,3 +149,20 @@ def test_a_snapshot_is_a_dict_of_its_names_and_older_ones_lack_some() -> None:
     assert (older.drawn, older.order, older.broken, older.after, older.dataset) == (None,) * 5
     loader.position.load(older, loader)
     assert len(list(loader)) == SAMPLES // 2
+
+
+def test_a_checkpoint_without_a_position_leaves_none_of_an_earlier_one(tmp_path: Path) -> None:
+    whole = saved_inside(tmp_path / "inside")
+    Accelerator(cpu=True).save_state(tmp_path / "none")
+    accelerator, loader = prepared(seed=2)
+    accelerator.load_state(tmp_path / "inside")
+    assert loader.position.phase is Phase.LOADED
+    accelerator.load_state(tmp_path / "none")
+    assert loader.position.phase is Phase.BETWEEN
+    assert len(list(loader)) == len(whole)
+    batches = iter(loader)
+    next(batches)
+    accelerator.load_state(tmp_path / "none")  # a loop that is being served goes on, and counts as an epoch
+    assert loader.position.phase is Phase.READING
+    epoch = loader.iteration
+    assert len(list(batches)) == len(whole) - 1 and loader.iteration == epoch + 1

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from megatron.core import parallel_state, tensor_parallel
 
+from accelerate.checkpoint.parts import File, Part
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.save import File, Part
 from accelerate.engines.megatron.engine import MegatronEngine
 from accelerate.errors import CheckpointError, NotYetSupported
 from accelerate.io import blocks

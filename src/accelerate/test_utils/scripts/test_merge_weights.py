@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
 from accelerate.accelerator import Accelerator
-from accelerate.checkpoint.sharded_state import merge_fsdp_weights
+from accelerate.checkpoint.merge import merge_fsdp_weights
 from accelerate.comm import ops
 from accelerate.commands.merge import merge_command, merge_command_parser
 from accelerate.config.environment import patch_environment
