@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def _optimizers(run: Run, reader: CheckpointReader, torch_load: dict[str, Any]) 
             state = read_torch(reader.path(name), **torch_load)
         else:
             state = reader.content(name, _places_in(optimizer, run.device))
+        _check_form(state, as_torch, reader.folder / name)
         state = to_indices(state, parameter_names(run.models, optimizer))  # as engines save that hold shards
         _check_groups(optimizer, state, reader.folder / name)
         if as_torch:
@@ -274,6 +276,29 @@ def loads_as_torch(optimizer: Any) -> bool:
         and type(optimizer).__setstate__.__module__.startswith("torch.optim.")
         and not has_load_hooks(optimizer)
     )
+
+
+def _check_form(state: Any, as_torch: bool, path: Path) -> None:
+    """Raise if this is not the state of an optimizer at all. as_torch: it is loaded by torch's code, which needs more."""
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    fits = isinstance(groups, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    )
+    if fits and as_torch:
+        by_parameter = state.get("state")
+        fits = isinstance(by_parameter, dict) and all(
+            isinstance(values, dict) and all(map(_is_of_numbers, values.values())) for values in by_parameter.values()
+        )
+    if not fits:
+        raise CheckpointError(f"{path} does not hold the state of an optimizer: load another checkpoint.")
+
+
+def _is_of_numbers(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_of_numbers, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_of_numbers, value))
+    return value is None or isinstance(value, (torch.Tensor, Number))
 
 
 def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:

@@ -238,6 +238,8 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
         header = parsed(file.read(length))
     if not isinstance(header, dict):
         raise ValueError(f"its header is {a_kind_of(header)}, not a dict")
+    if not isinstance(header.get("__metadata__", {}), dict):
+        raise ValueError(f"its metadata are {a_kind_of(header['__metadata__'])}, not a dict")
     end = 8 + length + _length_of({name: entry for name, entry in header.items() if name != "__metadata__"})
     if end != size:
         raise ValueError(f"it has {size} bytes and should have {end}")

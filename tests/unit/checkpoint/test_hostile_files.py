@@ -329,7 +329,7 @@ def test_a_manifest_that_never_ends(tmp_path: Path, kind: str) -> None:
         verify_checkpoint(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["shared", "a float", "deep", "a list"])
+@pytest.mark.parametrize("kind", ["shared", "a float", "deep", "a list", "metadata"])
 def test_a_header_that_no_writer_writes(tmp_path: Path, kind: str) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(2, 2))
@@ -344,6 +344,7 @@ def test_a_header_that_no_writer_writes(tmp_path: Path, kind: str) -> None:
         "a float": json.dumps(header | {"bias": header["bias"] | {"shape": [2.0]}}).encode(),
         "deep": b"[" * 200_000,
         "a list": b"[]",
+        "metadata": json.dumps(header | {"__metadata__": 5}).encode(),
     }[kind]
     file.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
     before = model.weight.clone()

@@ -14,6 +14,7 @@ import sys
 import threading
 import warnings
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date, datetime, timedelta, timezone
 from pathlib import Path
@@ -350,6 +351,34 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> Non
     single.prepare(net, torch.optim.AdamW([{"params": [p]} for p in net.parameters()]))
     with pytest.raises(CheckpointError, match=r"optimizer.bin belongs to an optimizer with groups of \[4\]"):
         single.load_state(tmp_path / "x")
+
+
+STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "of a scheduler": lambda state: {"last_epoch": 3},
+    "a list": lambda state: [1, 2],
+    "groups that are a number": lambda state: state | {"param_groups": 3},
+    "groups of numbers": lambda state: state | {"param_groups": [3]},
+    "without states": lambda state: {"param_groups": state["param_groups"]},
+    "states in a list": lambda state: state | {"state": [1]},
+    "a number as state": lambda state: state | {"state": {**state["state"], 1: 5}},
+    "a word as step": lambda state: state | {"state": {**state["state"], 1: {**state["state"][1], "step": "x"}}},
+}
+
+
+@pytest.mark.parametrize("kind", STATES)
+def test_what_is_no_state_of_an_optimizer_is_refused_before_anything_changes(tmp_path: Path, kind: str) -> None:
+    """As in a checkpoint without checksums: of a 1.x release."""
+    run = Training()
+    run.step()
+    run.accelerator.save_state(tmp_path)
+    (tmp_path / "accelerate_manifest.json").unlink()
+    file = tmp_path / "optimizer.bin"
+    torch.save(STATES[kind](torch.load(file)), file)
+    run.step()
+    before = run.state()
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin does not hold the state of an optimizer: load another"):
+        run.accelerator.load_state(tmp_path)
+    assert run.state() == before
 
 
 def test_names_may_differ_but_not_shapes(tmp_path: Path) -> None:
