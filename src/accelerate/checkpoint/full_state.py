@@ -279,7 +279,7 @@ def loads_as_torch(optimizer: Any) -> bool:
 
 
 def _check_form(state: Any, as_torch: bool, path: Path) -> None:
-    """Raise if this is not the state of an optimizer at all. as_torch: it is loaded by torch's code, which needs more."""
+    """Raise if this is not the state of an optimizer at all. as_torch: it is loaded by torch, which needs more."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
     fits = isinstance(groups, list) and all(
         isinstance(group, dict) and isinstance(group.get("params"), (list, tuple)) for group in groups
