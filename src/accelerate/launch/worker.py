@@ -252,6 +252,14 @@ def _or_of_a_child(error: BaseException) -> BaseException:
     return error
 
 
+def _name_the_module(error: BaseException, path: str) -> None:
+    """Adds how to run a file that is part of a package to the error about its first relative import."""
+    if isinstance(error, ImportError) and "attempted relative import with no known parent package" in str(error):
+        module = os.path.relpath(path).removesuffix(".py").replace(os.sep, ".")
+        how = "its module with `-m`" if module.startswith(".") else f"it as a module: `accelerate launch -m {module}`"
+        error.msg += f"\naccelerate: a file of a package that imports others of it has to know its name: launch {how}."
+
+
 def tell_recorders(code: object) -> None:
     """Lets what records this run, if anything does, know how it ends: a code is no error that Python shows."""
     if (overheard := sys.modules.get("accelerate.tracking.overheard")) is not None:
@@ -360,6 +368,8 @@ def run(kind: str, target: str) -> None:
         raise
     except BaseException as raised:
         error = _or_of_a_child(raised)
+        if kind == "script":
+            _name_the_module(error, target)
         traceback = _inside(error.__traceback__)
         # First on the screen: whoever shows an error may add to it, as which machine was lost.
         with _captured() as said:
