@@ -8,6 +8,7 @@ import pickle
 import sys
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from ctypes import memmove
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -63,8 +64,10 @@ def join(world: World, kind: str, backend: str, options: dict[str, Any], attempt
     if world.size == 1 and not ("LOCAL_RANK" in os.environ and kind != "cpu"):
         return None
     from accelerate.comm import connections
+    from accelerate.diagnosis import arrival
 
     options = dict(options)
+    elsewhere = "init_method" in options or "store" in options
     asked = options.pop("backend", None)
     attempts = (torchrun.attempt(os.environ), attempt)
     if "init_method" in options:
@@ -80,7 +83,8 @@ def join(world: World, kind: str, backend: str, options: dict[str, Any], attempt
         options = {"backend": f"cpu:gloo,{kind}:{backend}", **options}
     shows_errors = sys.excepthook
     try:
-        with connections.remembered(None if "init_method" in options else world.port):
+        waits = nullcontext() if elsewhere else arrival.watched(world, "{}-{}".format(*attempts))
+        with waits, connections.remembered(None if "init_method" in options else world.port):
             dist.init_process_group(**{"backend": asked or backend, **options})
             if "gloo" in str(dist.get_backend_config()):
                 # A process that leaves at once would break the connections that a slower one is still making.

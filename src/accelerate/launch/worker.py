@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.machinery import SourceFileLoader
 from types import CodeType, ModuleType, TracebackType
 
@@ -271,6 +271,10 @@ def tell_others(code: object, traceback: TracebackType | None = None) -> None:
     watch = sys.modules.get("accelerate.diagnosis.watch")
     if watch is not None and (watching := watch.current()) is not None:
         watching.exits(code, traceback)
+    elif not code and os.environ.get("ACCELERATE_PREEMPTION_NOTE") and os.environ.get("WORLD_SIZE", "1") != "1":
+        # Without a group there is no store: those who wait for one look here (see diagnosis/arrival.py).
+        with suppress(OSError):
+            open(_in_scratch(f"ended-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{_rank()}"), "w").close()
 
 
 def say_attempt() -> None:
