@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import torch
 
 from accelerate.devices import DEVICES
+from accelerate.errors import a_kind_of
 from accelerate.state import PartialState, attempts
 
 
@@ -87,6 +88,8 @@ def find_executable_batch_size(
         train(model)
         ```
     """
+    if not hasattr(starting_batch_size, "__int__"):
+        raise TypeError(f"starting_batch_size is {a_kind_of(starting_batch_size)}: give a whole number, such as 128.")
     if function is None:
         return functools.partial(
             find_executable_batch_size,

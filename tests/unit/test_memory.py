@@ -52,6 +52,12 @@ def test_sizes_shrink_until_one_fits() -> None:
     assert sizes[-2:] == [8, 8]
 
 
+@pytest.mark.parametrize(("size", "kind"), [("8", "a str"), (None, "a NoneType"), ([8], "a list")])
+def test_a_size_that_is_no_number_is_refused_where_the_function_is_decorated(size: Any, kind: str) -> None:
+    with pytest.raises(TypeError, match=f"^starting_batch_size is {kind}: give a whole number"):
+        fits(8, [], starting_batch_size=size)
+
+
 def test_own_way_to_shrink() -> None:
     sizes: list[int] = []
     train = fits(4, sizes, starting_batch_size=64, reduce_batch_size_fn=lambda: sizes[-1] // 2)

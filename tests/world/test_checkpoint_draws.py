@@ -342,3 +342,42 @@ def test_a_dataset_that_cannot_be_read_leaves_the_random_states_that_were_loaded
     run_world(trained, 1, "here, a stream", str(tmp_path), 0, [2])
     ((expected, found),) = run_world(states_after_an_error, 1, f"{tmp_path}/2")
     assert found == expected
+
+
+class Short(Noisy):
+    """Its last step has too few samples for all, and takes one from the start of the epoch."""
+
+    def __len__(self) -> int:
+        return 11
+
+
+def dispatched_and_filled(settings: dict[str, Any], folder: str, stop: int, start: int) -> list[Any]:
+    settings = dict(settings)
+    config = DataLoaderConfiguration(dispatch_batches=True, exact_resume=True, **settings.pop("config", {}))
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    set_seed(3)
+    loader = accelerator.prepare(DataLoader(Short(), batch_size=2, **settings))
+    if start:
+        accelerator.load_state(f"{folder}/{start}")
+    seen: list[Any] = []
+    for batch in loader:
+        seen.append(batch.tolist())
+        if start + len(seen) == stop:
+            accelerator.save_state(f"{folder}/{stop}")
+            break
+    accelerator.end_training()
+    return [*seen, draws()]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"shuffle": True}, {"shuffle": True, "config": {"use_seedable_sampler": True}}],
+    ids=["in order", "shuffled", "seedable"],
+)
+def test_a_filled_up_batch_repeats_what_was_drawn_at_the_start(settings: dict[str, Any], tmp_path: Path) -> None:
+    whole = run_world(dispatched_and_filled, 2, settings, str(tmp_path), 9, 0)
+    run_world(dispatched_and_filled, 2, settings, str(tmp_path), 1, 0)
+    run_world(dispatched_and_filled, 2, settings, str(tmp_path), 2, 1)  # by a run that was resumed itself
+    for start in (1, 2):
+        rest = run_world(dispatched_and_filled, 2, settings, str(tmp_path), 9, start)
+        assert rest == [seen[start:] for seen in whole]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import io
 import os
 import subprocess
 import sys
 import weakref
+from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -153,6 +155,19 @@ def talked_at_the_end() -> list[Any]:
     counts.append(len(naps))
     ending.set_current(before)
     return [gathered, 0 < counts[0] < counts[1] < counts[2]]
+
+
+def shown_after_several_groups() -> str:
+    for _ in range(3):
+        Accelerator().end_training()
+    Accelerator()
+    with redirect_stderr(io.StringIO()) as screen:
+        sys.excepthook(ValueError, ValueError("boom"), None)
+    return screen.getvalue()
+
+
+def test_an_error_has_the_rank_in_front_once_however_many_groups_there_were() -> None:
+    assert run_world(shown_after_several_groups, 2) == [f"[rank{rank}]: ValueError: boom\n" for rank in (0, 1)]
 
 
 def test_the_threads_may_finish_after_what_an_exit_handler_asks_of_the_others() -> None:

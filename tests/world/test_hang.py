@@ -149,6 +149,35 @@ def test_control_c_shows_the_roll_once_more(tmp_path: Path) -> None:
     assert "Traceback" not in told and "Error" not in told, told
 
 
+ONLY_ONE = """
+if rank == {rank}:
+    from accelerate import Accelerator
+    Accelerator(cpu=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("rank", "started", "absent"),
+    [(0, [*LAUNCH, *TWO], "rank 1 ended with code 0"), (1, [*LAUNCH, *TWO], "rank 0 ended with code 0"),
+     (0, TORCHRUN, "rank 1 has not come"), (1, [], "rank 0 has not come")],
+)  # fmt: skip
+def test_an_accelerator_that_only_one_rank_makes(tmp_path: Path, rank: int, started: list[str], absent: str) -> None:
+    path = script(tmp_path, ONLY_ONE.format(rank=rank))
+    alone = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env = {**environment(tmp_path), limits.LIMIT: "1", **({} if started else alone)}
+    with subprocess.Popen(
+        [*(started or [sys.executable]), path], stderr=subprocess.PIPE, text=True, env=env, cwd=tmp_path
+    ) as launcher:
+        assert launcher.stderr is not None
+        told = next((line for line in launcher.stderr if "Not all ranks have come: " in line), "nothing was told")
+        reason = launcher.stderr.readline()
+        launcher.terminate()
+        launcher.stderr.read()
+    parts = [f"rank {rank} waits in Accelerator (train.py:6) since S", absent]
+    assert re.sub(r"since \d+ s", "since S", told) == f"Not all ranks have come: {'; '.join(sorted(parts))}.\n"
+    assert f"The others wait for rank {1 - rank} to join them: look for an `Accelerator()` that only some" in reason
+
+
 def note_of_an_interrupted_rank() -> str:
     accelerator = Accelerator(cpu=True)
     watching = watch.current()

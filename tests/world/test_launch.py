@@ -438,6 +438,14 @@ def test_a_worker_runs_a_script_as_python_does(tmp_path: Path, kind: str) -> Non
     assert results(launched.stdout) == results(plain.stdout) * 2
 
 
+def test_a_file_of_a_package_that_is_run_as_a_script_is_told_how(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    script(tmp_path / "package", "from . import model\n")
+    done = launch(tmp_path, *TWO, "package/train.py")
+    assert done.returncode == 1 and done.stderr.count("Traceback") == 1
+    assert done.stderr.splitlines()[-1].endswith(": launch it as a module: `accelerate launch -m package.train`.")
+
+
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_lines_of_several_processes_stay_whole_and_come_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unbuffered: str

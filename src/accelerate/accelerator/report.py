@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.config.handlers import ProfileKwargs
 from accelerate.constants import PROFILE_PATTERN_NAME
-from accelerate.errors import warn
+from accelerate.errors import a_kind_of, warn
 
 if TYPE_CHECKING:
     from accelerate.step_timer import StepTimer
@@ -48,6 +48,10 @@ class Reporting(AcceleratorBase):
         from accelerate.tracking import GeneralTracker, known_trackers
         from accelerate.tracking.base import check_attributes
 
+        if isinstance(project_name, Mapping):  # else a tracker fails with it, and perhaps at the end of the run only
+            raise TypeError(
+                f"project_name is {a_kind_of(project_name)}: pass a name, and the settings of the run as `config`."
+            )
         self._logs_are_lost = False
         self._running.forget_ended()
         if not self.log_with and self.is_main_process:

@@ -82,8 +82,9 @@ class Saving(Reporting):
         from accelerate.checkpoint.model_weights import StreamedWeights, save_weights
 
         if not hasattr(model, "state_dict"):
+            given = repr(model) if isinstance(model, (str, os.PathLike)) else "what was given"  # weights are long
             raise AttributeError(  # as the release does, with other words
-                f"`save_model` writes the weights of a model, and {model!r} is {a_kind_of(model)}: pass the model, and "
+                f"`save_model` writes the weights of a model, and {given} is {a_kind_of(model)}: pass the model, and "
                 "then the folder."
             )
         described = self._strategy.stream_weights(model) if safe_serialization else None

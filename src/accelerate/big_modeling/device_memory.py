@@ -12,6 +12,7 @@ from torch import nn
 from accelerate.big_modeling.sizes import Dtype, compute_module_sizes, get_module_leaves
 from accelerate.devices import DEVICES
 from accelerate.devices.free_memory import free_host_memory
+from accelerate.errors import a_kind_of
 from accelerate.text import convert_file_size_to_int
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -37,6 +38,11 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> M
     """
     if max_memory is None:
         return _free_memory()
+    if not isinstance(max_memory, Mapping):
+        raise TypeError(
+            f'max_memory is {a_kind_of(max_memory)}: pass a dict with a limit for each device, as in {{0: "10GB", '
+            '"cpu": "30GB"}.'
+        )
     limits: MaxMemory = {
         device: convert_file_size_to_int(limit) if isinstance(limit, str) else limit
         for device, limit in max_memory.items()

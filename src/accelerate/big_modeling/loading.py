@@ -170,13 +170,18 @@ def load_checkpoint_in_model(
     loader.tie()
 
 
+# What `mixed_precision` calls some dtypes.
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
 def checked_dtype(dtype: Any) -> torch.dtype | None:
     """Return a dtype, which may be given by name, or raise an error if it is not one."""
     with contextlib.suppress(AttributeError):
         found = resolve_dtype(dtype)
         if found is None or isinstance(found, torch.dtype):
             return found
-    raise ValueError(f"dtype is {dtype!r}: give a dtype of torch, or its name.")
+    meant = f" (did you mean `{_SHORT[dtype]}`?)" if isinstance(dtype, str) and dtype in _SHORT else ""
+    raise ValueError(f"dtype is {dtype!r}{meant}: give a dtype of torch, or its name.")
 
 
 @dataclass

@@ -25,7 +25,7 @@ from accelerate.constants import (
     WEIGHTS_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accelerate.errors import Unfit
+from accelerate.errors import Unfit, a_kind_of
 from accelerate.io import blocks, disk
 from accelerate.io.blocks import FileEntry
 from accelerate.io.stored_tensors import each_once, view_of, write_safetensors
@@ -170,6 +170,10 @@ def save(
         safe_serialization: write the safetensors format. The object is then a dict of tensors. If it is a
             `state_dict()` in which one tensor has several names, the tensor is stored under the first, with a warning.
     """
+    if not isinstance(f, (str, os.PathLike)) and not hasattr(f, "write"):
+        raise AttributeError(  # as torch does, with other words
+            f"`save` was given {a_kind_of(f)} to write to: pass the object, and then the path or an open file."
+        )
     state = PartialState()
     if not (state.is_local_main_process if save_on_each_node else state.is_main_process):
         return

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import sys
 import zlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from ctypes import memmove
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -62,8 +64,10 @@ def join(world: World, kind: str, backend: str, options: dict[str, Any], attempt
     if world.size == 1 and not ("LOCAL_RANK" in os.environ and kind != "cpu"):
         return None
     from accelerate.comm import connections
+    from accelerate.diagnosis import arrival
 
     options = dict(options)
+    elsewhere = "init_method" in options or "store" in options
     asked = options.pop("backend", None)
     attempts = (torchrun.attempt(os.environ), attempt)
     if "init_method" in options:
@@ -77,12 +81,16 @@ def join(world: World, kind: str, backend: str, options: dict[str, Any], attempt
     if asked is None and kind != "cpu" and backend != "gloo":
         # gloo beside it for what lives on the host: sizes, flags, objects
         options = {"backend": f"cpu:gloo,{kind}:{backend}", **options}
+    shows_errors = sys.excepthook
     try:
-        with connections.remembered(None if "init_method" in options else world.port):
+        waits = nullcontext() if elsewhere else arrival.watched(world, "{}-{}".format(*attempts))
+        with waits, connections.remembered(None if "init_method" in options else world.port):
             dist.init_process_group(**{"backend": asked or backend, **options})
             if "gloo" in str(dist.get_backend_config()):
                 # A process that leaves at once would break the connections that a slower one is still making.
                 dist.all_reduce(torch.zeros(1))
+        if attempt:  # torch wraps it for every group, so that lines would have the rank in front as often
+            sys.excepthook = shows_errors
     except dist.DistStoreError as error:
         raise RuntimeError(
             f"Rank {world.rank} of {world.size} could not meet the others at {world.address}:{world.port} in time: "

@@ -134,7 +134,7 @@ def _detected() -> dict[str, str]:
 
 def _config(path: str | None) -> dict[str, Any]:
     place = Path(path).expanduser() if path is not None else config_file.default_path()
-    if not place.is_file():
+    if path is None and not place.is_file():
         return {"file": f"{place} (there is none: flags, detected values and defaults apply)"}
     try:
         return {"file": str(place), **config_file.load_config_from_file(place).to_dict()}

@@ -253,9 +253,15 @@ def _check_megatron(settings: Settings) -> None:
 
 
 def _check_script(settings: Settings) -> None:
-    """Refuse a script of this machine that does not exist."""
+    """Refuse a script or module of this machine that does not exist."""
     script, program = settings.script, settings.no_python
-    if settings.mpirun_hostfile is not None or settings.tpu_use_cluster or settings.module:
+    if settings.mpirun_hostfile is not None or settings.tpu_use_cluster:
+        return
+    if settings.module:
+        from accelerate.launch.module import why_not
+
+        if problem := why_not(script):
+            raise FileNotFoundError(problem)
         return
     if program and shutil.which(script) is not None:
         return

@@ -19,7 +19,7 @@ from accelerate.data_loader.scatter_protocol import Handout, RankBatch
 from accelerate.data_loader.skip_samplers import innermost_skip
 from accelerate.devices import Transfer, transfers_to
 from accelerate.parallel.mesh import shares_of_ranks
-from accelerate.random import synchronize_rng_states
+from accelerate.random import set_global_states, synchronize_rng_states
 from accelerate.state import PartialState
 
 
@@ -159,11 +159,14 @@ class DataLoaderDispatcher(PreparedLoader):
             yield group
 
     def _read_again(self, batches: Sequence[Any]) -> list[Any]:
-        """Batches that the sampler has left out, by their indices."""
+        """The first batches of the epoch, which the sampler has left out, by their indices."""
         one_by_one = {"sampler": batches, "batch_size": None}
         chosen: Any = one_by_one if self.batch_sampler is None else {"batch_sampler": batches}
         with undisturbed(self):
-            return list(DataLoader(self.dataset, collate_fn=self.collate_fn, **chosen))
+            again = iter(DataLoader(self.dataset, collate_fn=self.collate_fn, **chosen))  # which draws a number
+            if self.tracked_sampler is not None:
+                set_global_states(self.tracked_sampler.epoch_rng)  # what the dataset drew for them it draws again
+            return list(again)
 
     def _parts(self, group: list[Any], start: Callable[[], list[Any]], *, is_last: bool) -> list[RankBatch]:
         """What each process gets of the batches of one step. start: the first step of the epoch."""

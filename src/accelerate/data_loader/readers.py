@@ -103,6 +103,7 @@ class TrackedSampler(Sampler[Any]):
 
     `notes`: keep the last batches of indices, for `of_batch`. `first_rng`: random states to set when the sampler, which
     may draw to find it, has come to its place behind `left_out` batches: those that the dataset is read with.
+    `epoch_rng`: those that were in their place, with which the first samples of the epoch were read.
     `stop` ends the iteration that goes on.
     """
 
@@ -115,6 +116,7 @@ class TrackedSampler(Sampler[Any]):
         self._left_out = left_out
         self._batches: dict[int, Any] = {}
         self._stopped = False
+        self.epoch_rng: RngStates = {}
         self.first = 0  # the number of the next iteration's first batch
 
     def __iter__(self) -> Iterator[Any]:
@@ -126,6 +128,7 @@ class TrackedSampler(Sampler[Any]):
     def _handed_on(self, batches: Iterator[Any], first: int) -> Iterator[Any]:
         for number, batch in enumerate(batches):
             if self._first_rng is not None and number == self._left_out:
+                self.epoch_rng = global_states(self._first_rng)
                 set_global_states(self._first_rng)
             if self._notes:
                 self._batches[first + number] = batch

@@ -24,7 +24,7 @@ class Note:
     """What a rank says of itself.
 
     kind: "waits", "runs", "moves" (it goes on with collectives), "ended", "failed", "left" (the group); "silent" if it
-    says nothing.
+    says nothing, "absent" if it has not come to where the group is made.
     call, line: where it is, or where it failed or ended. since: the time at which it came there. text: the error, or
     the code, if it is known. until: the time at which this is too old to be true, if it ever is.
     """
@@ -45,6 +45,8 @@ _GOOD_CODES = ("", "0")
 
 class Notes:
     """The notes of all ranks of one attempt, in a store."""
+
+    headline = "The ranks wait for each other"
 
     def __init__(self, store: Any, attempt: str, size: int) -> None:
         self._store = store
@@ -136,6 +138,8 @@ def _named(ranks: list[int]) -> str:
 def _predicate(note: Note, many: bool, waited: float) -> str:
     if note.kind == "ended" and note.text:
         return f"ended{how_it_ended(note)}"
+    if note.kind == "absent" and note.text:
+        return note.text
     one, several = _PREDICATES.get(note.kind, _PREDICATES["silent"])
     return (several if many else one).format(note=note, waited=waited)
 
@@ -162,6 +166,7 @@ _PREDICATES = {
     "failed": ("failed at {note.line} ({note.text})",) * 2,
     "left": ("has left the group", "have left the group"),
     "moves": ("continues with other collectives", "continue with other collectives"),
+    "absent": ("has not come", "have not come"),
     "silent": ("shows no sign of life", "show no sign of life"),
 }
 
@@ -188,6 +193,11 @@ def likely_reason(notes: Sequence[Note]) -> str:
         return (
             f"The others wait for {_named(ended)}, which ended before: look for a loop that is shorter there "
             f"({EVEN}), or a call that only some ranks make."
+        )
+    if absent := by_kind.get("absent"):
+        return (
+            f"The others wait for {_named(absent)} to join them: look for an `Accelerator()` that only some ranks "
+            "make, or for what takes so long before it."
         )
     waiting = [notes[rank] for rank in by_kind.get("waits", [])]
     training = [rank for rank in by_kind.get("waits", []) if notes[rank].call in _IN_A_STEP]

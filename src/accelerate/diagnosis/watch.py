@@ -37,7 +37,7 @@ _NOTE_AFTER = 5.0
 # Of all ranks together.
 _NOTES_PER_SECOND = 100
 # Of a question to the store.
-_PATIENCE = timedelta(seconds=5)
+PATIENCE = timedelta(seconds=5)
 # A program that ends within so many seconds after Control-C ends because of it.
 _ENDS_WITHIN = 10.0
 
@@ -82,7 +82,7 @@ class HangWatch:
         if os.getpid() == self._process and not self._over:
             self._over = True
             self._pipe.end()
-            self._thread.join(_PATIENCE.total_seconds())
+            self._thread.join(PATIENCE.total_seconds())
             if self._thread.is_alive():
                 return
             self._pipe.close()
@@ -182,7 +182,7 @@ class HangWatch:
         except (RuntimeError, OSError, ValueError):
             own = self._written or roll.SILENT
             notes = [own if rank == self._rank else roll.SILENT for rank in range(self._notes.size)]
-        show(notes, self._save(roll.in_full(notes)))
+        show(notes, self._save(roll.in_full(notes)), self._notes.headline)
         if self._abort:
             print("The run ends here, because of `--hang_timeout_action abort`.", file=sys.stderr, flush=True)
             with suppress(RuntimeError, OSError):
@@ -204,7 +204,7 @@ class HangWatch:
         with suppress(RuntimeError, OSError, ValueError):
             if self._notes.is_first_interrupted():
                 notes = self._notes.read()
-                show(notes, self._save(roll.in_full(notes)))
+                show(notes, self._save(roll.in_full(notes)), self._notes.headline)
 
     def _save(self, text: str) -> Path | None:
         """Append to the file of this hang; None where none can be written."""
@@ -256,10 +256,10 @@ class _Pipe:
         os.close(self._writing)
 
 
-def show(notes: list[Note], file: Path | None = None) -> None:
+def show(notes: list[Note], file: Path | None = None, headline: str = Notes.headline) -> None:
     """The roll on the screen."""
     where = f" All stacks are in {file}." if file is not None else ""
-    text = f"\nThe ranks wait for each other: {roll.in_one_line(notes)}.\n{roll.likely_reason(notes)}{where}\n"
+    text = f"\n{headline}: {roll.in_one_line(notes)}.\n{roll.likely_reason(notes)}{where}\n"
     print(text, file=sys.stderr, flush=True, end="")
 
 
@@ -277,7 +277,7 @@ def start(world: World, attempt: str, environ: Any, device_works: Callable[[], b
     if limit == 0:
         return
     try:
-        store = own_connection(_PATIENCE)
+        store = own_connection(PATIENCE)
     except (RuntimeError, OSError):
         store = None
     if store is None:

@@ -240,6 +240,14 @@ def _or_of_a_child(error: BaseException) -> BaseException:
     return error
 
 
+def _name_the_module(error: BaseException, path: str) -> None:
+    """Adds how to run a file that is part of a package to the error about its first relative import."""
+    if isinstance(error, ImportError) and "attempted relative import with no known parent package" in str(error):
+        module = os.path.relpath(path).removesuffix(".py").replace(os.sep, ".")
+        how = "its module with `-m`" if module.startswith(".") else f"it as a module: `accelerate launch -m {module}`"
+        error.msg += f"\naccelerate: a file of a package that imports others of it has to know its name: launch {how}."
+
+
 def tell_recorders(code: object) -> None:
     """Lets what records this run, if anything does, know how it ends: a code is no error that Python shows."""
     if (overheard := sys.modules.get("accelerate.tracking.overheard")) is not None:
@@ -251,6 +259,10 @@ def tell_others(code: object, traceback: TracebackType | None = None) -> None:
     watch = sys.modules.get("accelerate.diagnosis.watch")
     if watch is not None and (watching := watch.current()) is not None:
         watching.exits(code, traceback)
+    elif not code and os.environ.get("ACCELERATE_PREEMPTION_NOTE") and os.environ.get("WORLD_SIZE", "1") != "1":
+        # Without a group there is no store: those who wait for one look here (see diagnosis/arrival.py).
+        with contextlib.suppress(OSError):
+            open(_in_scratch(f"ended-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{_rank()}"), "w").close()
 
 
 def say_attempt() -> None:
@@ -348,6 +360,8 @@ def run(kind: str, target: str) -> None:
         raise
     except BaseException as raised:
         error = _or_of_a_child(raised)
+        if kind == "script":
+            _name_the_module(error, target)
         traceback = _inside(error.__traceback__)
         # First on the screen: whoever shows an error may add to it, as which machine was lost.
         with contextlib.redirect_stderr(io.StringIO()) as said:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from contextlib import AbstractContextManager, ContextDecorator, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from accelerate.comm import Communicator, current
 from accelerate.errors import a_kind_of
@@ -76,22 +76,21 @@ class ProcessControl:
             if first:
                 self.wait_for_everyone()
 
-    @contextmanager
     def split_between_processes(
         self,
         inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | torch.Tensor | Any,
         apply_padding: bool = False,
-    ) -> Iterator[Any]:
+    ) -> AbstractContextManager[Any]:
         """Give each rank its part of some inputs. The first ranks get one more if they do not divide evenly.
 
         Args:
             inputs: a list, tuple, tensor, `datasets.Dataset`, or a dict of those with equal lengths.
             apply_padding: repeat the last item so that all parts have the same length, to gather them afterwards.
 
-        Yields:
-            The part of this rank.
+        Returns:
+            A context that gives the part of this rank.
         """
-        yield split_inputs(inputs, self.process_index, self.num_processes, apply_padding)
+        return _Part(lambda: split_inputs(inputs, self.process_index, self.num_processes, apply_padding))
 
     def _only_if(self, chosen: bool, function: F) -> F:
         return function if chosen or self.num_processes == 1 else do_nothing  # type: ignore[return-value]
@@ -164,6 +163,23 @@ class ProcessControl:
         """
         if self.is_local_main_process:
             print(*args, **kwargs)
+
+
+class _Part(ContextDecorator, AbstractContextManager[Any]):
+    """What `split_between_processes` returns: the part of this rank, in a `with`."""
+
+    def __init__(self, take: Callable[[], Any]) -> None:
+        self._take = take
+
+    def __enter__(self) -> Any:
+        return self._take()
+
+    def __exit__(self, *failure: object) -> None: ...
+
+    def __iter__(self) -> NoReturn:
+        raise TypeError(
+            "`split_between_processes` is for a `with`: `with accelerator.split_between_processes(inputs) as part:`."
+        )
 
 
 def split_inputs(inputs: Any, index: int, count: int, apply_padding: bool = False) -> Any:

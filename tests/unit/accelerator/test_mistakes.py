@@ -243,6 +243,16 @@ def test_weights_of_no_model(safe: bool, tmp_path: Path) -> None:
         Accelerator(cpu=True).save_model("m", tmp_path, safe_serialization=safe)  # type: ignore[arg-type]
 
 
+def test_weights_in_the_place_of_their_model(tmp_path: Path) -> None:
+    with pytest.raises(AttributeError, match=r"^`save_model` .* and what was given is an OrderedDict: pass the model"):
+        Accelerator(cpu=True).save_model(Net().state_dict(), tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_path_and_an_object_in_each_others_places() -> None:
+    with pytest.raises(AttributeError, match="`save` was given a dict to write to: pass the object, and then the path"):
+        Accelerator(cpu=True).save("w.pt", {"x": 1})  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("kind", [list, tuple])
 def test_a_list_comes_back_as_it_is_and_that_is_said(kind: Any) -> None:
     net = Net()
@@ -361,6 +371,13 @@ def test_trackers_that_nobody_has_named() -> None:
     with pytest.warns(UserWarning, match="starts no tracker, so nothing that is logged is kept: name one") as caught:
         Accelerator(cpu=True).init_trackers("run")
     assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def test_a_config_in_the_place_of_the_project() -> None:
+    accelerator = Accelerator(cpu=True, log_with=Silent())
+    with pytest.raises(TypeError, match=r"^project_name is a dict: pass a name, and the settings of the run as"):
+        accelerator.init_trackers({"lr": 1})  # type: ignore[arg-type]
+    assert accelerator.trackers == []
 
 
 def test_logging_by_the_rules_is_silent() -> None:

@@ -258,6 +258,10 @@ def test_maps_that_do_not_fit(model: Net, tmp_path: Path) -> None:
             load_checkpoint_in_model(found, folder, {"": "cpu"}, dtype=dtype)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match=f"dtype is {dtype!r}: give a dtype of torch, or its name"):
             load_checkpoint_and_dispatch(found, folder, "auto", dtype=dtype)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"dtype is 'bf16' \(did you mean `bfloat16`\?\): give a dtype of torch"):
+        load_checkpoint_and_dispatch(found, folder, "auto", dtype="bf16")
+    with pytest.raises(TypeError, match="max_memory is a str: pass a dict"):
+        load_checkpoint_and_dispatch(found, folder, "auto", max_memory="1GB")  # type: ignore[arg-type]
     assert all(parameter.is_meta for parameter in found.parameters())
 
 

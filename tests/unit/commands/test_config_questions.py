@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -140,8 +141,9 @@ def test_other_hardware_than_that_of_the_file(tmp_path: Path) -> None:
 
 
 def test_what_is_written_elsewhere_has_to_be_named(tmp_path: Path) -> None:
-    other = tmp_path / "other.yaml"
-    terminal = Terminal([*COMMAND, "--config_file", str(other)], environment(tmp_path))
+    path = tmp_path / "my other.yaml"
+    terminal = Terminal([*COMMAND, "--config_file", str(path)], environment(tmp_path))
+    other = shlex.quote(str(path))  # as a shell takes it
     for question in ("training run?", "it run on?", "Run on the CPU", "Which number format", "torch.compile?"):
         terminal.wait_for(question)
         terminal.send(ENTER)

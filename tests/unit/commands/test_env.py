@@ -48,6 +48,10 @@ def test_text_without_a_config_and_with_a_bad_one(tmp_path: Path) -> None:
     text = env(HF_HOME=str(tmp_path)).stdout
     assert f"accelerate: {accelerate.__version__}" in text
     assert f"{tmp_path / 'accelerate' / 'default_config.yaml'} (there is none" in text
+    # A launch with a file that is named but not there is an error, so this does not promise that it goes without.
+    named = env("--config_file", str(tmp_path / "nope.yaml")).stdout
+    assert f"  error: There is no config file {tmp_path / 'nope.yaml'}: " in named
+    assert "there is none" not in named
     bad = tmp_path / "bad.yaml"
     bad.write_text("no_such_key: 1\n")
     assert "no_such_key" in env("--config_file", str(bad)).stdout

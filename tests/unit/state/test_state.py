@@ -315,6 +315,12 @@ def test_what_can_be_read_and_not_cut_is_not_given_to_every_process(inputs: Any,
     assert parts(inputs, 1) == [inputs]
 
 
+def test_a_split_that_is_iterated_instead_of_entered() -> None:
+    split: Any = PartialState(cpu=True).split_between_processes([1, 2])
+    with pytest.raises(TypeError, match=r"^`split_between_processes` is for a `with`: .*\(inputs\) as part:`\.$"):
+        list(split)
+
+
 def test_split_of_unequal_values() -> None:
     with pytest.raises(ValueError, match="'a': 1, 'b': 2"):
         parts({"a": [1], "b": [1, 2]}, 2)

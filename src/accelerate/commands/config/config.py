@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import shutil
 import sys
 import textwrap
@@ -112,7 +113,7 @@ def _what_now(config: BaseConfig, path: Path) -> None:
         job = "A job on Amazon SageMaker"
         _say(f"{job} is not part of this version, so `accelerate launch` can only show it, with `--dry_run`.")
         return
-    flag = "" if path == file.default_path() else f" --config_file {path}"
+    flag = "" if path == file.default_path() else f" --config_file {shlex.quote(str(path))}"
     print(f"`accelerate launch{flag}` uses it.\n`accelerate test{flag}` tries it out.")  # whole, to be copied
 
 
