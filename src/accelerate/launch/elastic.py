@@ -28,7 +28,7 @@ from accelerate.launch.engines.single import PROGRAM, WORKER
 from accelerate.launch.failure import details, say
 from accelerate.launch.meeting import PortTaken, meeting_point
 from accelerate.launch.scratch import scratch_folder
-from accelerate.launch.waiting import NobodyThere, saying_who_is_awaited, wait_for_main
+from accelerate.launch.waiting import NobodyThere, check_own, saying_who_is_awaited, wait_for_main
 
 # In front of the words for the script.
 _SHIELD = "\0"
@@ -123,6 +123,8 @@ def _listening(config: Any, any_port: bool, node_rank: int) -> Iterator[None]:
         listens = rendezvous.settle(config, node_rank)
     if listens:
         host, port = config.rdzv_endpoint.rsplit(":", 1)
+        if not one_machine:
+            check_own(host.strip("[]"))
         with meeting_point(int(port), any_port) as taken:
             config.rdzv_endpoint = f"{host}:{taken}"
             others = config.min_nodes - 1
