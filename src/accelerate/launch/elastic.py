@@ -204,7 +204,8 @@ def _report(failure: Any, quiet: bool, memory_kills: int, teed: bool, ended: dic
         say(alike, _host(), traceback, also, shown=shown)
         _say_who_had_ended(first, traceback, ended)
     else:
-        _say(f"{who} was the first to fail{also}, with exit code {first.exitcode}.")
+        line = details(first.error_file_data).get("line", "")
+        _say(f"{who} was the first to fail{also}, with exit code {first.exitcode}{line}.")
     return code
 
 

@@ -115,6 +115,7 @@ def record(error: BaseException, traceback: TracebackType | None, said: bool = F
         "alike": _what_is_alike(error, traceback),
         "on_screen": _shares_the_screen(),
         "about_others": _is_about_others(error),
+        "line": _line_of_end(traceback) if isinstance(error, SystemExit) else "",
     }
     try:
         with open(path, "w", encoding="utf-8") as file:
@@ -127,6 +128,12 @@ def _is_about_others(error: BaseException) -> bool:
     """Whether an error is what is left of one on another rank, as that of a lost connection."""
     lost = sys.modules.get("accelerate.state.lost")
     return lost is not None and isinstance(error, RuntimeError) and bool(lost.is_about_others(str(error)))
+
+
+def _line_of_end(traceback: TracebackType | None) -> str:
+    """` (train.py:7)` for the line at which a script that uses the package has ended; nothing for another one."""
+    place = sys.modules.get("accelerate.diagnosis.place")
+    return str(place.at_line(traceback)) if place is not None else ""
 
 
 def _what_is_alike(error: BaseException, traceback: TracebackType | None) -> str:
@@ -341,7 +348,7 @@ def run(kind: str, target: str) -> None:
     except SystemExit as end:
         tell_others(end.code, end.__traceback__)
         if end.code:
-            record(end, None)
+            record(end, end.__traceback__)
             tell_recorders(end.code)
         raise
     except KeyboardInterrupt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.comm import Communicator, current
@@ -57,13 +57,18 @@ class ProcessControl:
         if self.num_processes > 1:
             self._communicator.barrier()
 
-    def main_process_first(self) -> AbstractContextManager[None]:
+    # Each is in the stack itself, and not only `_first`: the list of a hang has the name that the script has called.
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
         """Run the block on the main process first, then on the others."""
-        return self._first(self.is_main_process)
+        with self._first(self.is_main_process):
+            yield
 
-    def local_main_process_first(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
         """Run the block on the first rank of each machine first, then on the others."""
-        return self._first(self.is_local_main_process)
+        with self._first(self.is_local_main_process):
+            yield
 
     @contextmanager
     def _first(self, first: bool) -> Iterator[None]:
