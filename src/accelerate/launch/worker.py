@@ -154,8 +154,11 @@ def _what_is_alike(error: BaseException, traceback: TracebackType | None) -> str
     return repr((type(error).__name__, text, places))
 
 
-def _first_to_say(text: str) -> str:
-    """Which rank of this attempt was the first to say something on the screen that they share: perhaps this one."""
+def _first_to_say(text: str, folder: str = "") -> str:
+    """Which rank of this attempt was the first to say something on the screen that they share: perhaps this one.
+
+    folder: of the launcher, where the environment does not say which.
+    """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ or not _shares_the_screen():
         return _rank()
     from hashlib import sha256
@@ -163,7 +166,8 @@ def _first_to_say(text: str) -> str:
     digest = sha256(text.encode(errors="replace")).hexdigest()
     if digest in _said or len(_said) > 1000:  # what changes each time is no longer compared
         return _rank()
-    note = _in_scratch(f"said-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{digest}")
+    name = f"said-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{digest}"
+    note = os.path.join(folder, name) if folder else _in_scratch(name)
     try:
         os.symlink(_rank(), note)  # there with its content, or not at all
     except FileExistsError:
@@ -174,14 +178,18 @@ def _first_to_say(text: str) -> str:
     return _rank()
 
 
-def warn_once() -> None:
-    """Shows a warning that several processes of this run have in common once, by the first that comes to it."""
+def warn_once(folder: str = "") -> None:
+    """Shows a warning that several processes of this run have in common once, by the first that comes to it.
+
+    folder: see `_first_to_say`.
+    """
     import warnings
 
     show = warnings.showwarning
 
     def show_if_new(message, category, filename, lineno, file=None, line=None):  # type: ignore[no-untyped-def]
-        if file is not None or _first_to_say(f"{filename}:{lineno}: {category.__name__}: {message}") == _rank():
+        text = f"{filename}:{lineno}: {category.__name__}: {message}"
+        if file is not None or _first_to_say(text, folder) == _rank():
             show(message, category, filename, lineno, file, line)
 
     warnings.showwarning = show_if_new
