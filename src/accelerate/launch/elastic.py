@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -275,8 +275,9 @@ def _limit_interrupts(said: threading.Event) -> None:
                 return
         time.sleep(processes.GRACE)
         program.signal_descendants()
-        if not said.is_set():
-            _say(f"The run {processes.signal_in_words(signal.SIGINT)}.")
+        with suppress(OSError):  # the screen may be gone
+            if not said.is_set():
+                _say(f"The run {processes.signal_in_words(signal.SIGINT)}.")
         os._exit(128 + signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()
