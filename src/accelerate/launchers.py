@@ -13,6 +13,7 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -25,7 +26,9 @@ from accelerate.config.environment import parse_flag_from_env, patch_environment
 from accelerate.devices import CUDA, XLA, cuda_start
 from accelerate.errors import a_kind_of
 from accelerate.launch.meeting import meeting_point
+from accelerate.launch.scratch import scratch_folder
 from accelerate.launch.tpu import chips
+from accelerate.launch.worker import warn_once
 from accelerate.machine import get_free_port
 from accelerate.state import AcceleratorState, GradientState, PartialState, lost
 
@@ -84,9 +87,10 @@ class PrepareForLaunch:
 class _Entry:
     """The user's function on its way to another process, which a function of a notebook cannot reach by its name."""
 
-    def __init__(self, function: Callable[..., Any], forked: bool) -> None:
+    def __init__(self, function: Callable[..., Any], forked: bool, folder: str = "") -> None:
         self.function = function
         self.forked = forked
+        self.folder = folder  # of the launcher, for what its processes tell each other
         self.__qualname__ = self.__name__ = getattr(function, "__name__", type(function).__name__)
 
     def __call__(self, *args: Any) -> Any:
@@ -94,6 +98,8 @@ class _Entry:
             _forget_parent()
         sys.stdout, sys.stderr = _Lines(sys.stdout), _Lines(sys.stderr)
         signal.signal(signal.SIGINT, _interrupted)
+        if self.folder:
+            warn_once(self.folder)
         try:
             return self.function(*args)
         except KeyboardInterrupt:
@@ -107,10 +113,10 @@ class _Entry:
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not _is_of_notebook(self.function):
-            return _Entry, (self.function, self.forked)
+            return _Entry, (self.function, self.forked, self.folder)
         import cloudpickle
 
-        return _unpacked, (cloudpickle.dumps(self.function), self.forked)
+        return _unpacked, (cloudpickle.dumps(self.function), self.forked, self.folder)
 
 
 def _interrupted(number: int, frame: FrameType | None) -> None:
@@ -146,8 +152,8 @@ class _Lines:
         return getattr(self._stream, name)
 
 
-def _unpacked(function: bytes, forked: bool) -> _Entry:
-    return _Entry(pickle.loads(function), forked)
+def _unpacked(function: bytes, forked: bool, folder: str) -> _Entry:
+    return _Entry(pickle.loads(function), forked, folder)
 
 
 def notebook_launcher(
@@ -219,6 +225,7 @@ def notebook_launcher(
         _environment(mixed_precision, start_method, num_nodes),
         _without_echoes(),
         _without_collecting(),
+        scratch_folder() as folder,
     ):
         config = LaunchConfig(
             min_nodes=num_nodes,
@@ -234,9 +241,9 @@ def notebook_launcher(
             log_line_prefix_template=log_line_prefix_template,
         )
         try:
-            elastic_launch(config, _Entry(function, start_method == "fork"))(*args)
+            elastic_launch(config, _Entry(function, start_method == "fork", str(folder)))(*args)
         except ChildFailedError as error:
-            raise LaunchFailed(_name(function), error.failures) from None
+            raise LaunchFailed(_name(function), _with_others(error.failures)) from None
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None  # as if the function had run here
@@ -459,6 +466,20 @@ def _without_echoes() -> Iterator[None]:
 
 def _name(function: Callable[..., Any]) -> str:
     return str(getattr(function, "__name__", function))
+
+
+def _with_others(failures: dict[int, ProcessFailure]) -> dict[int, ProcessFailure]:
+    """Also those of the other processes of this machine that wrote theirs down; torch elastic tells of one alone."""
+    found = dict(failures)
+    for rank, failure in failures.items():
+        before = rank - failure.local_rank
+        own = Path(failure.error_file)  # which one that was killed has not written
+        for file in own.parent.parent.glob("*/error.json") if own.is_file() else []:
+            local_rank = int(file.parent.name)
+            if before + local_rank not in found:
+                with contextlib.suppress(OSError, ValueError, KeyError):  # ended while it wrote
+                    found[before + local_rank] = ProcessFailure(local_rank, 0, 1, str(file))
+    return found
 
 
 def _order(failure: ProcessFailure) -> tuple[bool, bool, int]:

@@ -162,6 +162,47 @@ def test_an_interrupt_is_that_of_python(tmp_path: Path) -> None:
     assert done.stdout.splitlines()[-1] == "interrupted", done.stderr
 
 
+ALIKE = """
+import os, signal, sys, time, warnings
+from pathlib import Path
+from accelerate import PartialState, notebook_launcher
+
+def train(folder):
+    rank = PartialState().process_index
+    warnings.simplefilter("always")
+    for _ in range(2):
+        warnings.warn("heard by all")
+    warnings.warn(f"from {rank}")
+    # Neither is ended before it could say why.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    Path(folder, str(rank)).touch()
+    while len(os.listdir(folder)) < 2:
+        time.sleep(0.01)
+    raise ValueError("for all of us")
+
+if __name__ == "__main__":
+    notebook_launcher(train, (sys.argv[1],), num_processes=2, use_port="0", start_method=sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_what_all_processes_of_a_notebook_say_comes_once(method: str, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "tmp").mkdir()
+    script = tmp_path / "cell.py"
+    script.write_text(ALIKE)
+    environ = {**os.environ, "ACCELERATE_USE_CPU": "true", "TMPDIR": str(tmp_path / "tmp")}
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path / "there"), method],
+        capture_output=True, text=True, timeout=200, env=environ,
+    )  # fmt: skip
+    # A warning comes as often as one rank gives it.
+    assert [done.stderr.count(f"Warning: {text}") for text in ("heard by all", "from 0", "from 1")] == [2, 1, 1]
+    assert "Ranks 0, 1 of train failed:" in done.stderr, done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: for all of us")
+    assert not list((tmp_path / "tmp").glob("accelerate-*"))
+
+
 def test_an_accelerator_that_exists_already_is_refused() -> None:
     Accelerator(cpu=True)
     with pytest.raises(ValueError, match="already been created in this notebook"):

@@ -170,6 +170,9 @@ def test_the_exit_code_is_kept(tmp_path: Path) -> None:
     done = launch(tmp_path, *TWO, script(tmp_path, "sys.exit(3) if rank == 1 else time.sleep(60)"))
     assert done.returncode == 3
     assert done.stderr.rstrip().endswith("was the first to fail, with exit code 3.")
+    leaves = "from accelerate import PartialState\nPartialState()\nif rank == 1:\n    sys.exit(3)\ntime.sleep(60)"
+    done = launch(tmp_path, *TWO, script(tmp_path, leaves))
+    assert done.stderr.rstrip().endswith("was the first to fail, with exit code 3 (train.py:6).")
     assert launch(tmp_path, "--cpu", script(tmp_path, "sys.exit(7)")).returncode == 7
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
@@ -28,7 +28,7 @@ from accelerate.launch.engines.single import PROGRAM, WORKER
 from accelerate.launch.failure import details, say
 from accelerate.launch.meeting import PortTaken, meeting_point
 from accelerate.launch.scratch import scratch_folder
-from accelerate.launch.waiting import NobodyThere, saying_who_is_awaited, wait_for_main
+from accelerate.launch.waiting import NobodyThere, check_own, saying_who_is_awaited, wait_for_main
 
 # In front of the words for the script.
 _SHIELD = "\0"
@@ -77,7 +77,7 @@ def _run(words: list[str], own: list[str], folder: Path) -> int:
     command, command_args = _through_worker(arguments, str(command), command_args)
     note = folder / "preempted"
     os.environ[NOTE] = f"{os.getpid()}:{note}"
-    _note_killed(folder)
+    ended = _note_ends(folder)
     endpoint = config.rdzv_endpoint
     signal.signal(signal.SIGUSR1, _pass_on)  # as torch elastic does with SIGTERM
     try:
@@ -93,7 +93,7 @@ def _run(words: list[str], own: list[str], folder: Path) -> int:
         if note.exists():
             return PREEMPTED
         teed = arguments.tee in ("2", "3")  # so that errors are on the screen, too
-        return _report(failure, quiet, processes.out_of_memory_kills() - kills, teed)
+        return _report(failure, quiet, processes.out_of_memory_kills() - kills, teed, ended)
     except SignalException as stopped:
         number = int(stopped.sigval)
         if note.exists():
@@ -123,6 +123,8 @@ def _listening(config: Any, any_port: bool, node_rank: int) -> Iterator[None]:
         listens = rendezvous.settle(config, node_rank)
     if listens:
         host, port = config.rdzv_endpoint.rsplit(":", 1)
+        if not one_machine:
+            check_own(host.strip("[]"))
         with meeting_point(int(port), any_port) as taken:
             config.rdzv_endpoint = f"{host}:{taken}"
             others = config.min_nodes - 1
@@ -145,34 +147,39 @@ def _through_worker(arguments: Any, command: str, words: list[str]) -> tuple[str
     return command, [WORKER, parent, kind, *words]
 
 
-def _note_killed(folder: Path) -> None:
-    """Has torch elastic write down which ranks were killed, before it ends those that are left.
+def _note_ends(folder: Path) -> dict[int, int]:
+    """Has torch elastic write down which ranks have ended, before it ends those that are left.
 
-    They leave no word themselves, and the attempt after says why there is one.
+    Of the last attempt they are in what is returned, by their rank, with their exit codes. Who was killed leaves no
+    word, and the attempt after says why there is one: the folder has a file for it.
     """
     from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
+    ended: dict[int, int] = {}
     end_those_left: Any = SubprocessContext.close
 
     def close(self: Any, *args: Any, **kwargs: Any) -> None:
         # It is called again when those that were left have ended, by a signal: of that, none of them is the cause.
         again, self.was_closed = getattr(self, "was_closed", False), True
-        for rank, handler in [] if again else sorted(self.subprocess_handlers.items()):
-            code = handler.proc.poll()
-            if code is not None and code < 0 and -code not in _CONSEQUENCES:
-                env = self.envs[rank]
-                note = folder / f"killed-{env['TORCHELASTIC_RESTART_COUNT']}"  # read by `worker.say_attempt`
-                name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
-                note.write_text(f"rank {env['RANK']} was killed by {name}", encoding="utf-8")
-                break
+        if not again:
+            codes = {rank: handler.proc.poll() for rank, handler in sorted(self.subprocess_handlers.items())}
+            ended.clear()
+            ended.update({int(self.envs[rank]["RANK"]): code for rank, code in codes.items() if code is not None})
+            for rank, code in ended.items():
+                if code < 0 and -code not in _CONSEQUENCES:
+                    note = folder / f"killed-{self.envs[0]['TORCHELASTIC_RESTART_COUNT']}"  # see `worker.say_attempt`
+                    name = next((known.name for known in signal.Signals if known == -code), f"signal {-code}")
+                    note.write_text(f"rank {rank} was killed by {name}", encoding="utf-8")
+                    break
         end_those_left(self, *args, **kwargs)
 
     SubprocessContext.close = close  # type: ignore[method-assign]
+    return ended
 
 
-def _report(failure: Any, quiet: bool, memory_kills: int, teed: bool) -> int:
-    """Says who failed first and how, as the last thing on the screen."""
-    rank, first = min(failure.failures.items(), key=lambda failed: _when(failed[1]))
+def _report(failure: Any, quiet: bool, memory_kills: int, teed: bool, ended: dict[int, int]) -> int:
+    """Says who failed first and how, as the last thing on the screen. ended: see `_note_ends`."""
+    rank, first = min(failure.failures.items(), key=lambda failed: _when(failed[1], failed[0] in ended))
     code = processes.exit_code(first.exitcode)
     if quiet or code == PREEMPTED:  # that was said already
         return code
@@ -181,7 +188,11 @@ def _report(failure: Any, quiet: bool, memory_kills: int, teed: bool) -> int:
         _say(f"{who} {processes.signal_in_words(-first.exitcode, memory_kills)}.")
         return code
     traceback = details(first.error_file_data).get("py_callstack")
-    failed = {number: other for number, other in failure.failures.items() if other.exitcode != -signal.SIGTERM}
+    failed = {
+        number: other
+        for number, other in failure.failures.items()
+        if other.exitcode != -signal.SIGTERM and (other.exitcode > 0 or number in ended)
+    }
     alike = _alike(first, failed) if traceback else {rank}
     others = len(failed.keys() - alike)
     also = f" (and {others} more after it)" if others > 0 else ""
@@ -191,9 +202,23 @@ def _report(failure: Any, quiet: bool, memory_kills: int, teed: bool) -> int:
         _say("The run was ended because its ranks waited for each other, as shown above.")
     elif traceback:
         say(alike, _host(), traceback, also, shown=shown)
+        _say_who_had_ended(first, traceback, ended)
     else:
-        _say(f"{who} was the first to fail{also}, with exit code {first.exitcode}.")
+        line = details(first.error_file_data).get("line", "")
+        _say(f"{who} was the first to fail{also}, with exit code {first.exitcode}{line}.")
     return code
+
+
+def _say_who_had_ended(first: Any, traceback: str, ended: dict[int, int]) -> None:
+    """After an error about a lost connection: who had come to its end, unless the error says so itself."""
+    ranks = [str(rank) for rank, code in ended.items() if code == 0]
+    if ranks and details(first.error_file_data).get("about_others") and "had ended already" not in traceback:
+        print(
+            f"Rank{'s' * (len(ranks) > 1)} {', '.join(ranks)} on {_host()} had ended before, with code 0: look for a "
+            "loop that is shorter there, or a call that only some ranks make.",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _alike(first: Any, failed: dict[int, Any]) -> set[int]:
@@ -206,13 +231,15 @@ def _alike(first: Any, failed: dict[int, Any]) -> set[int]:
     return alike | {int(number) for number in [record.get("said_by", "")] if number}
 
 
-def _when(process: Any) -> tuple[int, float]:
-    """When a process failed, for sorting.
+def _when(process: Any, by_itself: bool = True) -> tuple[int, float]:
+    """When a process failed, for sorting. by_itself: it ended before torch elastic began to end those that were left.
 
     One that a signal killed was there before the others noticed. SIGTERM is what the others are ended with afterwards.
     Torch's own time is that of noticing, in whole seconds: after any time that a worker wrote down itself.
     """
     number = -process.exitcode
+    if number > 0 and not by_itself:
+        return 2, float(process.timestamp)  # by SIGKILL, if it did not listen to SIGTERM, as one that is stopped
     if number == signal.SIGKILL and os.environ.get("ACCELERATE_PREEMPTION"):
         return 2, float(process.timestamp)  # it had been told to end, and took its time: it listens to SIGTERM
     order = 2 if number == signal.SIGTERM else 0 if number > 0 and number not in _CONSEQUENCES else 1
@@ -248,8 +275,9 @@ def _limit_interrupts(said: threading.Event) -> None:
                 return
         time.sleep(processes.GRACE)
         program.signal_descendants()
-        if not said.is_set():
-            _say(f"The run {processes.signal_in_words(signal.SIGINT)}.")
+        with suppress(OSError):  # the screen may be gone
+            if not said.is_set():
+                _say(f"The run {processes.signal_in_words(signal.SIGINT)}.")
         os._exit(128 + signal.SIGINT)
 
     threading.Thread(target=watch, daemon=True).start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import sys
@@ -10,9 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _FIRST_LINE = 10.0
 _LOOK = 1.0
+# A cluster may know the name of a machine only some moments after that one has started.
+_NAMED_WITHIN = 30.0
 
 
 class NobodyThere(ConnectionError):
@@ -27,10 +31,7 @@ def wait_for_main(host: str, port: int, limit: float) -> None:
             socket.create_connection((host, port), timeout=5.0).close()
             return
         except socket.gaierror as error:
-            raise NobodyThere(
-                f"The address {host!r} of the machine with rank 0 cannot be found ({error.strerror}): correct "
-                "`--main_process_ip`, or give an IP address."
-            ) from None
+            raise _unknown(host, error) from None
         except OSError as error:
             waited, reason = time.monotonic() - began, error.strerror or "no answer"
         if waited > limit:
@@ -42,6 +43,50 @@ def wait_for_main(host: str, port: int, limit: float) -> None:
             due *= 2
             _say(f"waiting for the machine with rank 0 at {host}:{port}, for {waited:.0f} s so far ({reason}).")
         time.sleep(_LOOK)
+
+
+def check_own(host: str) -> None:
+    """On the machine with rank 0, before it listens: whether the others can find it by this address.
+
+    torch, which would look for it as well, says nothing readable.
+    """
+    began, said = time.monotonic(), False
+    while True:
+        try:
+            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+            break
+        except socket.gaierror as error:
+            if time.monotonic() - began >= _NAMED_WITHIN:
+                raise _unknown(host, error) from None
+            if not said:
+                said = True
+                _say(
+                    f"the address {host!r} cannot be found ({error.strerror}); looking again for {_NAMED_WITHIN:.0f} s."
+                )
+        time.sleep(_LOOK)
+    if all(_is_elsewhere(*each) for each in found):
+        # Not an error: the others may reach this machine by an address that it does not know.
+        _say(
+            f"{host} is not an address of this machine, which has rank 0 and where the processes meet: correct "
+            "`--main_process_ip`, unless it leads here from outside of a container or through NAT."
+        )
+
+
+def _is_elsewhere(family: int, kind: int, protocol: int, name: str, address: Any) -> bool:
+    """Whether an address is certainly none of this machine's."""
+    try:
+        with socket.socket(family, kind, protocol) as candidate:
+            candidate.bind(address)
+    except OSError as error:
+        return error.errno == errno.EADDRNOTAVAIL
+    return False
+
+
+def _unknown(host: str, error: socket.gaierror) -> NobodyThere:
+    return NobodyThere(
+        f"The address {host!r} of the machine with rank 0 cannot be found ({error.strerror}): correct "
+        "`--main_process_ip`, or give an IP address."
+    )
 
 
 @contextmanager

@@ -115,6 +115,7 @@ def record(error: BaseException, traceback: TracebackType | None, said: bool = F
         "alike": _what_is_alike(error, traceback),
         "on_screen": _shares_the_screen(),
         "about_others": _is_about_others(error),
+        "line": _line_of_end(traceback) if isinstance(error, SystemExit) else "",
     }
     try:
         with open(path, "w", encoding="utf-8") as file:
@@ -127,6 +128,12 @@ def _is_about_others(error: BaseException) -> bool:
     """Whether an error is what is left of one on another rank, as that of a lost connection."""
     lost = sys.modules.get("accelerate.state.lost")
     return lost is not None and isinstance(error, RuntimeError) and bool(lost.is_about_others(str(error)))
+
+
+def _line_of_end(traceback: TracebackType | None) -> str:
+    """` (train.py:7)` for the line at which a script that uses the package has ended; nothing for another one."""
+    place = sys.modules.get("accelerate.diagnosis.place")
+    return str(place.at_line(traceback)) if place is not None else ""
 
 
 def _what_is_alike(error: BaseException, traceback: TracebackType | None) -> str:
@@ -147,8 +154,11 @@ def _what_is_alike(error: BaseException, traceback: TracebackType | None) -> str
     return repr((type(error).__name__, text, places))
 
 
-def _first_to_say(text: str) -> str:
-    """Which rank of this attempt was the first to say something on the screen that they share: perhaps this one."""
+def _first_to_say(text: str, folder: str = "") -> str:
+    """Which rank of this attempt was the first to say something on the screen that they share: perhaps this one.
+
+    folder: of the launcher, where the environment does not say which.
+    """
     if "TORCHELASTIC_ERROR_FILE" not in os.environ or not _shares_the_screen():
         return _rank()
     from hashlib import sha256
@@ -156,7 +166,8 @@ def _first_to_say(text: str) -> str:
     digest = sha256(text.encode(errors="replace")).hexdigest()
     if digest in _said or len(_said) > 1000:  # what changes each time is no longer compared
         return _rank()
-    note = _in_scratch(f"said-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{digest}")
+    name = f"said-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}-{digest}"
+    note = os.path.join(folder, name) if folder else _in_scratch(name)
     try:
         os.symlink(_rank(), note)  # there with its content, or not at all
     except FileExistsError:
@@ -167,14 +178,18 @@ def _first_to_say(text: str) -> str:
     return _rank()
 
 
-def warn_once() -> None:
-    """Shows a warning that several processes of this run have in common once, by the first that comes to it."""
+def warn_once(folder: str = "") -> None:
+    """Shows a warning that several processes of this run have in common once, by the first that comes to it.
+
+    folder: see `_first_to_say`.
+    """
     import warnings
 
     show = warnings.showwarning
 
     def show_if_new(message, category, filename, lineno, file=None, line=None):  # type: ignore[no-untyped-def]
-        if file is not None or _first_to_say(f"{filename}:{lineno}: {category.__name__}: {message}") == _rank():
+        text = f"{filename}:{lineno}: {category.__name__}: {message}"
+        if file is not None or _first_to_say(text, folder) == _rank():
             show(message, category, filename, lineno, file, line)
 
     warnings.showwarning = show_if_new
@@ -353,7 +368,7 @@ def run(kind: str, target: str) -> None:
     except SystemExit as end:
         tell_others(end.code, end.__traceback__)
         if end.code:
-            record(end, None)
+            record(end, end.__traceback__)
             tell_recorders(end.code)
         raise
     except KeyboardInterrupt:

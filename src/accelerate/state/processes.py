@@ -57,16 +57,21 @@ class ProcessControl:
         if self.num_processes > 1:
             self._communicator.barrier()
 
-    def main_process_first(self) -> AbstractContextManager[None]:
+    # Each is in the stack itself, and not only `_first`: the list of a hang has the name that the script has called.
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
         """Run the block on the main process first, then on the others."""
-        return self._main_process_first(self.is_main_process)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run the block on the first rank of each machine first, then on the others."""
-        return self._main_process_first(self.is_local_main_process)
+        with self._first(self.is_main_process):
+            yield
 
     @contextmanager
-    def _main_process_first(self, first: bool) -> Iterator[None]:
+    def local_main_process_first(self) -> Iterator[None]:
+        """Run the block on the first rank of each machine first, then on the others."""
+        with self._first(self.is_local_main_process):
+            yield
+
+    @contextmanager
+    def _first(self, first: bool) -> Iterator[None]:
         if not first:
             self.wait_for_everyone()
         try:

@@ -201,3 +201,18 @@ except KeyboardInterrupt:
     launcher.stdout.readline()
     launcher.send_signal(signal.SIGINT)
     assert launcher.communicate(timeout=60)[0].strip() == outcome
+
+
+def test_control_c_ends_a_run_whose_screen_is_gone() -> None:
+    """As that of `accelerate launch ... | head`, while torch waits for other machines and hears no signal."""
+    text = (
+        "import os, signal, threading, time\n"
+        "from accelerate.launch import elastic, processes\n"
+        "processes.GRACE = 0.0\n"
+        "elastic._limit_interrupts(threading.Event())\n"
+        "signal.signal(signal.SIGINT, lambda *_: None)\n"
+        "os.close(2)\n"
+        "signal.raise_signal(signal.SIGINT)\n"
+        "time.sleep(30)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", text], timeout=120).returncode == 128 + signal.SIGINT
