@@ -17,7 +17,7 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ from accelerate.checkpoint import agreement, layout, save
 from accelerate.checkpoint.layout import Manifest
 from accelerate.comm import torch_dist
 from accelerate.devices import CPU, Choice
-from accelerate.diagnosis import place, roll, watch
+from accelerate.diagnosis import arrival, place, roll, watch
 from accelerate.environments import World
 from accelerate.per_rank import ranks_are_threads
 from accelerate.state import lost, partial, stopping
@@ -352,6 +352,7 @@ def counting(
         (torch_dist, "dist", counted),
         (torch_dist, "all_gather_on", counted.gather_on(all_gather_on)),
         (torch_dist, "_all_gather", counted.gather_large(all_gather)),
+        (arrival, "watched", lambda world, attempt: nullcontext()),  # all are there at once
         (watch, "HangWatch", UnstartedWatch),
         (watch, "stop", lambda: None),
         (watch, "collectives_begun", lambda: seen.begun),

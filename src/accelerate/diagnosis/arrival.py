@@ -8,13 +8,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from accelerate.config.preemption import NOTE
 from accelerate.diagnosis import limits
 from accelerate.diagnosis.roll import SILENT, Note, Notes
 from accelerate.diagnosis.watch import PATIENCE, HangWatch
 from accelerate.environments import World
+from accelerate.torch_internals.process_groups import connection_to
 
 
 @contextmanager
@@ -82,7 +81,5 @@ class _Store:
 
     def __getattr__(self, name: str) -> Any:
         if self._connection is None:
-            self._connection = dist.TCPStore(
-                self.host, self.port, is_master=False, wait_for_workers=False, timeout=PATIENCE
-            )
+            self._connection = connection_to(self.host, self.port, PATIENCE)
         return getattr(self._connection, name)

@@ -26,7 +26,7 @@ class Note:
     kind: "waits", "runs", "moves" (it goes on with collectives), "ended", "failed", "left" (the group); "silent" if it
     says nothing, "absent" if it has not come to where the group is made.
     call, line: where it is, or where it failed or ended. since: the time at which it came there. text: the error, or
-    the code, if it is known. until: the time at which this is too old to be true, if it ever is.
+    the code, if it is known.
     """
 
     kind: str
@@ -36,7 +36,6 @@ class Note:
     text: str = ""
     host: str = ""
     stack: str = ""
-    until: float = float("inf")
 
 
 SILENT = Note("silent")
@@ -70,13 +69,12 @@ class Notes:
         self._store.set(f"{self.prefix}/{rank}", json.dumps(asdict(note)))
 
     def read(self) -> list[Note]:
-        """Of every rank; those that have said nothing, or nothing new for too long, are silent."""
+        """Of every rank; those that have said nothing are silent."""
         self._knock()
         found = []
         for rank in range(self.size):
             key = f"{self.prefix}/{rank}"
-            note = Note(**json.loads(self._store.get(key))) if self._store.check([key]) else SILENT
-            found.append(note if time.time() < note.until else SILENT)
+            found.append(Note(**json.loads(self._store.get(key))) if self._store.check([key]) else SILENT)
         return found
 
     def _knock(self) -> None:
@@ -217,12 +215,20 @@ def likely_reason(notes: Sequence[Note]) -> str:
             "condition such as `if accelerator.is_main_process:`, or in a loop that is longer on some ranks, as with "
             f"`even_batches=False`; `--debug` {stops}."
         )
-    if silent := by_kind.get("silent"):
+    busy = by_kind.get("runs") or by_kind.get("moves")
+    silent = by_kind.get("silent")
+    if busy and silent:
+        return (
+            f"The others wait for {_named(busy)}, which {'have' if len(busy) > 1 else 'has'} not got there yet, or for "
+            f"{_named(silent)}, which {'show' if len(silent) > 1 else 'shows'} no sign of life: stopped, cut off, or "
+            "busy with the collectives of another group."
+        )
+    if silent:
         return (
             f"The others wait for {_named(silent)}, which {'show' if len(silent) > 1 else 'shows'} no sign of life: "
             "check whether a process was killed or stopped, or a machine or the network is down."
         )
-    if busy := by_kind.get("runs") or by_kind.get("moves"):
+    if busy:
         return f"The others wait for {_named(busy)}, which {'have' if len(busy) > 1 else 'has'} not got there yet."
     return "All wait in the same call: check the network between them, and that all ranks pass the same shapes."
 

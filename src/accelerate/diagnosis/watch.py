@@ -1,9 +1,9 @@
 """A thread in each rank that looks, once a second, whether it gets on; when one has waited too long, all are shown.
 
 The training does nothing for it: the thread reads its stack, and how many collectives torch has counted. A rank that
-has begun no collective for some seconds notes in the store where it is; the others note now and then that they go on.
-One that has waited in a collective for the limit reads the notes of all and shows them, on the screen and with their
-stacks in a file; again after twice the time, and so on. Nobody is ended, unless that was asked for.
+has begun no collective for some seconds notes in the store where it is. One that has waited in a collective for the
+limit reads the notes of all and shows them, on the screen and with their stacks in a file; again after twice the
+time, and so on. Nobody is ended, unless that was asked for.
 
 All notes go to one process, that with the store. So the more ranks there are, the more seldom each of them notes
 something; and where that is more seldom than twice in the limit, the limit is longer.
@@ -50,7 +50,6 @@ class HangWatch:
         self._rank = rank
         self._pause = notes.size / _NOTES_PER_SECOND  # between two notes of this rank
         self._limit = max(limit, 2 * self._pause)
-        self._renewal = max(self._limit / 4, self._pause)  # of the note of a rank that goes on
         # Without a collective until the first note: not the same on all ranks, or all would write at once.
         self._quiet = max(min(_NOTE_AFTER, limit / 2), self._pause * (1 + rank / notes.size) / 2)
         self._abort = abort
@@ -124,14 +123,11 @@ class HangWatch:
 
     def _look(self, now: float) -> None:
         moves = (count := collectives_begun()) != self._begun
-        if self._begun < 0:  # the first look: not all ranks are to write at once
-            self._written_at = now - self._renewal * self._rank / self._notes.size
         if moves:
             self._begun, self._moved, self._came, self._seen, self._shown = count, now, now, (), 0
-            self._outdated = self._written is not None or now - self._written_at >= self._renewal
+            self._outdated = self._written is not None
         if self._outdated and self._may_note(now):
-            until = time.time() + 1.5 * self._renewal + _LOOK
-            self._write(Note("moves", host=self._host, until=until), now)
+            self._write(Note("moves", host=self._host), now)
             self._written, self._outdated = None, False
         if moves or now - self._moved < self._quiet:
             return

@@ -86,9 +86,14 @@ def own_connection(timeout: Any) -> Any | None:
     """
     store = _bare(default_store())
     if isinstance(store, dist.TCPStore):
-        return dist.TCPStore(store.host, store.port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return connection_to(store.host, store.port, timeout)
     path = getattr(store, "path", None)
     return dist.FileStore(path, -1) if isinstance(store, dist.FileStore) and path is not None else None
+
+
+def connection_to(host: str, port: int, timeout: Any) -> Any:
+    """A connection to the store that listens there, which need not be that of a group yet."""
+    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def _bare(store: Any) -> Any:
