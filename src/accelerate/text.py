@@ -23,6 +23,11 @@ def convert_bytes(size: float) -> str:
     return f"{round(size, 2)} PB"
 
 
+def in_binary_units(size: float) -> str:
+    """A size in units that `convert_file_size_to_int` reads alike, such as `1.46 KiB`."""
+    return convert_bytes(size).replace("B", "iB")
+
+
 def convert_file_size_to_int(size: int | str) -> int:
     """Convert a size such as "10GB" to a number of bytes.
 

@@ -150,6 +150,7 @@ class AcceleratorBase(AcceleratorFacts):
             )
             recipe = self._recipe()
             self.log_with = self._asked_trackers(log_with)
+            self._trackers_are_missing = bool(log_with) and not self.log_with  # which was said
             # Until the trackers are started, what is logged is lost. Scripts may start them on the main process alone.
             self._logs_are_lost = bool(self.log_with) and self.is_main_process
             self.device_placement = device_placement

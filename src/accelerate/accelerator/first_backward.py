@@ -133,14 +133,18 @@ class _StepsInBetween(_Check):
         super().__init__(accelerator, _LOOKS + 2 * accelerator.gradient_accumulation_steps)
         self._seen = False
         self._prepared = bool(accelerator._models)
+        self._first = accelerator.gradient_state.backwards + 1  # how many there will have been after this one
         self._hook = register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         accelerator = self.accelerator()
         if self._seen or accelerator is None:
             return
-        self._seen = accelerator.gradient_state.sync_gradients
+        state = accelerator.gradient_state
+        self._seen = state.sync_gradients
         if self._seen:
+            if state.backwards == self._first and not state.end_of_dataloader:
+                self._say_window_of_one(accelerator, optimizer)
             return  # it does wait
         trained = {id(parameter) for model in accelerator._models for parameter in model.parameters()}
         mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -154,6 +158,16 @@ class _StepsInBetween(_Check):
             f"This {type(optimizer).__name__} steps in the middle of an accumulation window of "
             f"{accelerator.gradient_accumulation_steps} micro-batches: it is not the optimizer that "
             f"`accelerator.prepare()` returns, which steps only after the last of them; {remedy}.",
+        )
+
+    @staticmethod
+    def _say_window_of_one(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+        steps = accelerator.gradient_accumulation_steps
+        _say(
+            accelerator,
+            f"gradient_accumulation_steps is {steps}, but this {type(optimizer).__name__} steps after a single "
+            f"micro-batch, whose loss was divided by {steps}: put each micro-batch into `with "
+            "accelerator.accumulate(model):`, or leave the setting out.",
         )
 
     def is_over(self) -> bool:

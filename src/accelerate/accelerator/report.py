@@ -54,7 +54,7 @@ class Reporting(AcceleratorBase):
             )
         self._logs_are_lost = False
         self._running.forget_ended()
-        if not self.log_with and self.is_main_process:
+        if not self.log_with and not self._trackers_are_missing and self.is_main_process:
             warn(
                 "`init_trackers` starts no tracker, so nothing that is logged is kept: name one when the Accelerator "
                 'is made, as in `Accelerator(log_with="local", project_dir="project")`.'

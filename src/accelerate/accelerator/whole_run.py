@@ -357,8 +357,8 @@ def _free(target: Path, config: Any, own: Path | None) -> Path:
             wrong = f"{later[-1]} belongs to another run, but the next checkpoint of this run would be {target.name}"
         raise WrongFolder(
             f"{wrong}: load the last one first (`load_state()`, or `resume()` under `--resume auto`), set "
-            "`accelerator.project_configuration.iteration` to the number of the next checkpoint, or use another "
-            "`project_dir`."
+            "`accelerator.project_configuration.iteration` to the number of the next checkpoint, use another "
+            "`project_dir`, or delete what is there."
         )
     return target
 

@@ -25,7 +25,7 @@ from accelerate.big_modeling.sizes import (
     sizes_in,
 )
 from accelerate.big_modeling.ties import check_tied_parameters_on_same_device, ties_in
-from accelerate.text import convert_bytes
+from accelerate.text import in_binary_units
 from accelerate.torch_internals.modules import buffers_of, children_of, non_persistent_buffers, parameters_of
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -231,13 +231,13 @@ class _DeviceMapPlanner:
         roomy = any(self.limits[device] >= offloaded + self.used[device] for device in self.gpus)
         if offloaded > 0 and self.count_buffers and self.gpus and not roomy:
             warnings.warn(
-                f"Offloaded modules have {convert_bytes(offloaded)} of buffers, which stay on a GPU, but no GPU has "
+                f"Offloaded modules have {in_binary_units(offloaded)} of buffers, which stay on a GPU, but no GPU has "
                 "that much memory left: pass offload_buffers=True if memory runs out.",
                 stacklevel=3,
             )
         if self.too_small:
             short = ", ".join(
-                f"{device} (needs {convert_bytes(needed)}, has {convert_bytes(self.limits[device])})"
+                f"{device} (needs {in_binary_units(needed)}, has {in_binary_units(self.limits[device])})"
                 for device, needed in self.too_small.items()
             )
             logger.info(f"No module fits on {short}: raise max_memory there, or allow modules to be split.")
@@ -254,10 +254,10 @@ def refuse_disk(
         return
     sizes = compute_module_sizes(model, dtype)
     left = sum(sizes[name] for name, device in device_map.items() if device == "disk")
-    limits = ", ".join(f"{device} has {convert_bytes(limit)}" for device, limit in get_max_memory(max_memory).items())
+    limits = ", ".join(f"{device} has {in_binary_units(limit)}" for device, limit in get_max_memory(max_memory).items())
     raise ValueError(
-        f"This {type(model).__name__} does not fit: it needs {convert_bytes(sizes[''])}, plus room for its largest "
-        f"layer, and {limits}; the remaining {convert_bytes(left)} need an offload_folder, or more memory."
+        f"This {type(model).__name__} does not fit: it needs {in_binary_units(sizes[''])}, plus room for its largest "
+        f"layer, and {limits}; the remaining {in_binary_units(left)} need an offload_folder, or more memory."
     )
 
 

@@ -268,8 +268,10 @@ def _check_script(settings: Settings) -> None:
     if os.path.isdir(script) and not program and not os.path.exists(os.path.join(script, "__main__.py")):
         raise IsADirectoryError(f"{script} is a folder without a `__main__.py`: name the script to run.")
     if not os.path.exists(script):
-        what = "program" if program else "script"
-        raise FileNotFoundError(f"There is no {what} {script} (in {os.getcwd()}): correct its name or path.")
+        what, remedy = "program" if program else "script", "correct its name or path"
+        if not program and os.path.basename(script).startswith("python"):
+            remedy = "leave it out, for scripts are run by Python anyway, and name the script"
+        raise FileNotFoundError(f"There is no {what} {script} (in {os.getcwd()}): {remedy}.")
     if program and os.access(script, os.X_OK) and not os.path.isdir(script):
         raise FileNotFoundError(
             f"There is no program {script} on the PATH: for the one in this folder write ./{script}."

@@ -70,15 +70,30 @@ def _tpu(settings: Settings, environ: Mapping[str, str]) -> None:
         tpu.settle(settings, environ)
 
 
+def _flags_of_the_script(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Flags after the script are the script's. Some are hardly ever meant for one."""
+    ours = {f"--{name}" for name in ("multi_gpu", "num_processes", "num_machines", "machine_rank", "main_process_ip")}
+    given = [word for word in map(_with_underscores, settings.script_args) if word in ours]
+    if given:
+        settings.notes.append(
+            f"`{given[0]}` comes after {settings.script} and goes to the script: put it before, if it is for the "
+            "launch."
+        )
+
+
+def _with_underscores(word: str) -> str:
+    return "--" + word[2:].partition("=")[0].replace("-", "_") if word.startswith("--") else word
+
+
 def _precision(settings: Settings, environ: Mapping[str, str]) -> None:
     for name in ("mixed_precision", "dynamo_backend"):
-        if getattr(settings, name) is not None:
-            continue
-        settings.put(name, "no", "default")
-        said = environ.get(variable(name), "no")
-        if said.lower() != "no":
+        if getattr(settings, name) is None:
+            settings.put(name, "no", "default")
+        found, said = settings.of[name], environ.get(variable(name), "no")
+        if found.source != "flag" and said.lower() != str(found.value).lower():
+            what = "its default" if found.source == "default" else f"that of {settings.config_file},"
             settings.notes.append(
-                f"{variable(name)} is {said!r} here, and a launch replaces it by its default 'no': give "
+                f"{variable(name)} is {said!r} here, and a launch replaces it by {what} {str(found.value)!r}: give "
                 f"`--{name} {said}`."
             )
 
@@ -316,6 +331,7 @@ def _port(settings: Settings, port_in_use: Callable[[int], bool] | None) -> None
 _DETECTED = (
     _engine,
     _without_effect,
+    _flags_of_the_script,
     _precision,
     _range,
     _tpu,

@@ -101,6 +101,15 @@ def optimizer_dropped(accelerator: Accelerator) -> None:
 # --- and scripts in which all is well -----------------------------------------------------------------------------
 
 
+def without_accumulate(accelerator: Accelerator) -> None:
+    net = Net()
+    model, optimizer, batches = accelerator.prepare(net, sgd(net), loader())
+    for x, _y in batches:
+        accelerator.backward(model(x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def prepared(accelerator: Accelerator) -> None:
     net = Net()
     train(accelerator, *accelerator.prepare(net, sgd(net), loader()))
@@ -219,6 +228,7 @@ MODEL = r"No model was passed to `accelerator.prepare\(\)`"
 UNUSED = "returned was not called"
 LOADER = "2 processes .* same loss"
 OPTIMIZER = "in the middle of an accumulation window"
+ALONE = "steps is 2, but this SGD steps after a single micro-batch"
 
 
 def sentences(script: Script, steps: int = 1) -> list[str]:
@@ -233,7 +243,14 @@ def sentences(script: Script, steps: int = 1) -> list[str]:
 def several() -> dict[tuple[str, int], list[str]]:
     forgotten = [nothing, all_but_the_model, results_dropped, model_dropped, all_but_the_loader, loader_dropped]
     found = {(script.__name__, 1): sentences(script) for script in [*forgotten, *FINE]}
-    windows = [all_but_the_optimizer, optimizer_dropped, steps_of_its_own, counted_by_the_script, *FINE]
+    windows = [
+        all_but_the_optimizer,
+        optimizer_dropped,
+        without_accumulate,
+        steps_of_its_own,
+        counted_by_the_script,
+        *FINE,
+    ]
     return found | {(script.__name__, 2): sentences(script, 2) for script in windows}
 
 
@@ -248,6 +265,7 @@ def test_several_processes() -> None:
         ("loader_dropped", 1): LOADER,
         ("all_but_the_optimizer", 2): OPTIMIZER,
         ("optimizer_dropped", 2): OPTIMIZER,
+        ("without_accumulate", 2): ALONE,
     }
     for case, said in first.items():
         assert len(said) == (case in expected), (case, said)
@@ -291,3 +309,11 @@ def test_a_second_training_after_one_that_was_freed_in_the_middle_of_a_window() 
         kept = [one(stop=1), one(stop=None)]
     assert len(kept) == 2
     assert said == []
+
+
+def test_steps_outside_of_accumulate_on_one_process() -> None:
+    (said,) = sentences(without_accumulate, 2)
+    assert said.startswith(
+        "gradient_accumulation_steps is 2, but this SGD steps after a single micro-batch, whose loss"
+    )
+    assert sentences(without_accumulate, 1) == []

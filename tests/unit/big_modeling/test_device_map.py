@@ -184,7 +184,7 @@ def test_the_disk_has_no_end(limits: dict[int | str, int | str]) -> None:
 def test_buffers_that_do_not_fit() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(100), nn.BatchNorm1d(100))
     limits: dict[Any, int] = {0: 80 + 1700, "cpu": 100_000}
-    with pytest.warns(UserWarning, match="1.58 KB of buffers"):
+    with pytest.warns(UserWarning, match="1.58 KiB of buffers"):
         infer_auto_device_map(model, {0: 80 + 1608, "cpu": 100_000})
     with warnings.catch_warnings():
         warnings.simplefilter("error")

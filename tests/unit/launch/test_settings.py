@@ -359,7 +359,10 @@ def test_variables_that_a_launch_replaces_by_defaults_are_mentioned(tmp_path: Pa
         "ACCELERATE_DYNAMO_BACKEND is 'INDUCTOR' here, and a launch replaces it by its default 'no': give "
         "`--dynamo_backend INDUCTOR`.",
     ]
-    assert not any("replaces" in note for note in settings("--mixed_precision", "no", **told).notes[:-1])
+    assert not any("MIXED" in note for note in settings("--mixed_precision", "no", **told).notes)
+    (tmp_path / "c.yaml").write_text("mixed_precision: fp16\nnum_processes: 1\n")
+    (note,) = [n for n in settings("--config_file", str(tmp_path / "c.yaml"), **told).notes if "MIXED" in n]
+    assert "replaces it by that of " in note and "c.yaml, 'fp16': give `--mixed_precision bf16`." in note
     assert settings(ACCELERATE_MIXED_PRECISION="no", ACCELERATE_DYNAMO_BACKEND="NO").notes == settings().notes
 
 
@@ -402,3 +405,13 @@ def test_logs_in_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
             settings("--num_processes", "2", "--tee", "3", "--log_dir", str(folder))
     settings("--num_processes", "2", "--tee", "3", "--log_dir", str(tmp_path / "new" / "logs"))
     assert not (tmp_path / "new").exists()
+
+
+def test_flags_after_the_script_are_mentioned_if_they_are_hardly_the_scripts() -> None:
+    def notes(*words: str) -> list[str]:
+        args = launch_command_parser().parse_args(["x.py", *words])
+        return [n for n in resolve(args, {"HF_HOME": "/nowhere"}, NONE, lambda port: False).notes if "x.py" in n]
+
+    said = "comes after x.py and goes to the script: put it before, if it is for the launch."
+    assert notes("--lr", "1", "--num-processes=2") == [f"`--num_processes` {said}"]
+    assert notes("--cpu", "--mixed_precision", "bf16", "--config_file", "c.json") == []
