@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -71,9 +72,10 @@ def _tpu(settings: Settings, environ: Mapping[str, str]) -> None:
 
 
 def _flags_of_the_script(settings: Settings, environ: Mapping[str, str]) -> None:
-    """Flags after the script are the script's. Some are hardly ever meant for one."""
+    """Flags after the script are the script's. Some are hardly ever meant for one, unless they come after a `--`."""
     ours = {f"--{name}" for name in ("multi_gpu", "num_processes", "num_machines", "machine_rank", "main_process_ip")}
-    given = [word for word in map(_with_underscores, settings.script_args) if word in ours]
+    words = itertools.takewhile(lambda word: word != "--", settings.script_args)
+    given = [word for word in map(_with_underscores, words) if word in ours]
     if given:
         settings.notes.append(
             f"`{given[0]}` comes after {settings.script} and goes to the script: put it before, if it is for the "

@@ -415,3 +415,4 @@ def test_flags_after_the_script_are_mentioned_if_they_are_hardly_the_scripts() -
     said = "comes after x.py and goes to the script: put it before, if it is for the launch."
     assert notes("--lr", "1", "--num-processes=2") == [f"`--num_processes` {said}"]
     assert notes("--cpu", "--mixed_precision", "bf16", "--config_file", "c.json") == []
+    assert notes("--lr", "1", "--", "--num_processes", "2") == []  # who writes that knows whose flags they are
