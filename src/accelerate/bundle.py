@@ -51,7 +51,6 @@ class Bundle:
     optimizers: list[Entry] = field(default_factory=list)
     schedulers: list[Entry] = field(default_factory=list)
     loaders: list[Entry] = field(default_factory=list)
-    earlier_models: list[torch.nn.Module] = field(default_factory=list)
     # As the script made them, from under our wrapper.
     earlier_optimizers: list[Any] = field(default_factory=list)
 

@@ -12,7 +12,7 @@ from accelerate.checkpoint.load import check_map_location, verify_checkpoint
 from accelerate.checkpoint.model_weights import save, tell_manifest
 from accelerate.checkpoint.parts import write_parts
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.run_state import Run, apply_objects, apply_random_states, read
+from accelerate.checkpoint.run_state import Run, apply_objects, apply_random_states, read_objects
 from accelerate.checkpoint.save import own_parts, shared_parts
 from accelerate.io import disk
 from accelerate.io.blocks import summed_up
@@ -119,7 +119,7 @@ def load_accelerator_state(
         kwargs["map_location"] = state.device if map_location == "on_device" else "cpu"
     reader = CheckpointReader(Path(input_dir))
     staged = full_state.load(run, reader, torch_load=kwargs, **load_model_func_kwargs)
-    loaded = read(run, reader, **kwargs)
+    loaded = read_objects(run, reader, **kwargs)
     with ExitStack() as undo:
         apply_objects(loaded, run, undo)
         staged.apply_fallible(undo)

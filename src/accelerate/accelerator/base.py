@@ -191,7 +191,7 @@ class AcceleratorBase(AcceleratorFacts):
         self.gradient_state = GradientState.owned_by(self, accumulation)
         self._strategy.gradient_state = self.gradient_state
         self._strategy.accelerator = weakref.ref(self)
-        FirstBackward(self._strategy)
+        self._strategy.backward = FirstBackward(self._strategy)  # type: ignore[method-assign]
         self._accumulation = Accumulation(self.gradient_state, self._strategy)
         self._items = ItemWindows(self._strategy)
         # What the windows are about, and for how many models and parameter groups that was found out.

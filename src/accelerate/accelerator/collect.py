@@ -140,7 +140,7 @@ def _kept(length: int, loader: Any) -> int:
 
 
 def _is_for_a_full_batch(data: Any, loader: Any) -> bool:
-    """Whether a smaller last batch got one value for every sample of a full one, as by `loss.repeat(batch_size)`."""
+    """Whether a smaller last batch got one value forevery sample of a full one, as by `loss.repeat(batch_size)`."""
     length, full = len(data), loader.own_batch_size
     if not loader.batch_samples < length == full or data.ndim != 1:
         return False
@@ -153,7 +153,7 @@ def _is_for_a_full_batch(data: Any, loader: Any) -> bool:
 
 
 def _note_lengths(data: Any, loader: Any) -> None:
-    """Remember how many values a full batch gets. Nothing is built anew: not every container can be."""
+    """Remember how many values a full batch gets. Nothing is built again: not every container can be."""
     if _is_row(data):
         loader.lengths_of_values.add(len(data))
     elif is_nested(data):
@@ -184,7 +184,7 @@ def _without_repeats(data: Any, loader: Any) -> Any:
 
 
 def _first(data: Any, length: int) -> Any:
-    """The first ones; itself where that is all: not everything can be cut or built anew."""
+    """The first ones; itself where that is all: not everything can be cut or built again."""
     return data if length >= len(data) else data[:length]
 
 

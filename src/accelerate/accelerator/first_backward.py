@@ -46,12 +46,11 @@ class _Check:
 
 
 class FirstBackward:
-    """Called as `strategy.backward`, until all has been seen."""
+    """Stands in for `strategy.backward`, and takes itself away when it has seen all that it looks for."""
 
     def __init__(self, strategy: Strategy) -> None:
         self._strategy = weakref.ref(strategy)
         self._checks: list[_Check] | None = None
-        strategy.backward = self  # type: ignore[method-assign]
 
     def __call__(self, loss: torch.Tensor, **kwargs: Any) -> None:
         strategy = self._strategy()

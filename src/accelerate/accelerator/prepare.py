@@ -144,7 +144,6 @@ class Preparing(AcceleratorBase):
         _set_aside(bundle.models, self._models, _is_prepared)
         _set_aside(bundle.optimizers, self._optimizers, lambda item: isinstance(item, AcceleratedOptimizer))
         _set_aside(bundle.schedulers, self._schedulers, lambda item: isinstance(item, AcceleratedScheduler))
-        bundle.earlier_models = list(self._models)
         bundle.earlier_optimizers = [optimizer.optimizer for optimizer in self._optimizers]
         for model in bundle.models:
             self._place(model)

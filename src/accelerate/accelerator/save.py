@@ -78,7 +78,7 @@ class Saving(Reporting):
             max_shard_size: larger weights are split into several files with an index.
             safe_serialization: write safetensors, which store a tied tensor once; otherwise torch files.
         """
-        from accelerate.checkpoint.agreement import agree
+        from accelerate.checkpoint.agreement import gather_or_raise
         from accelerate.checkpoint.model_weights import StreamedWeights, save_weights
 
         if not hasattr(model, "state_dict"):
@@ -98,9 +98,9 @@ class Saving(Reporting):
                 failure = error
         if isinstance(weights, StreamedWeights):
             weights.finish()
-            agree(failure)
+            gather_or_raise(failure)
         else:  # nobody is asked: a script may call this on the main process alone
-            agree(failure, gather=lambda own: [own])
+            gather_or_raise(failure, gather=lambda own: [own])
 
     # --- checkpoints --------------------------------------------------------------------------------------------
 

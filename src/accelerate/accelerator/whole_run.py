@@ -15,12 +15,13 @@ import torch
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.accumulation import ItemWindow
 from accelerate.checkpoint import layout, load
-from accelerate.checkpoint.agreement import PATIENCE, rendezvous, together
+from accelerate.checkpoint.agreement import PATIENCE, on_all_ranks, rendezvous
 from accelerate.checkpoint.full_state import packed
 from accelerate.checkpoint.run_state import Loaded, LocalRank, Run, fitting, named_parameters
 from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.comm import Communicator, current, set_current
 from accelerate.data_loader.epoch import Snapshot, change, other_order
+from accelerate.data_loader.position import Way
 from accelerate.errors import CheckpointError, WrongFolder, warn
 from accelerate.io.torch_format import refused
 
@@ -48,7 +49,7 @@ def save_state(
         with _only_main() if callers == "alone" else nullcontext():
             target, mid_window = _agreed_target(accelerator, output_dir)
             save_checkpoint(
-                _run(accelerator),
+                _run_of(accelerator),
                 target,
                 accelerator._strategy,
                 capture=lambda run: _capture(accelerator, run, mid_window),
@@ -78,11 +79,13 @@ def _agreed_target(accelerator: AcceleratorBase, output_dir: str | os.PathLike[s
     config = accelerator.project_configuration
 
     def look() -> tuple[str | None, bool]:
-        first = current().rank == 0
-        target = str(_free(_target(config, output_dir), config, accelerator._saves_in)) if first else None
+        target = None
+        if current().rank == 0:
+            target = str(found := _target(config, output_dir))
+            _check_unused(found, config, accelerator._saves_in)
         return target, _has_pending_gradients(accelerator)
 
-    answers = together(look)
+    answers = on_all_ranks(look)
     return Path(answers[0][0]), any(waiting for _, waiting in answers)
 
 
@@ -97,7 +100,7 @@ def load_state(
     load.check_map_location(load_model_func_kwargs.pop("map_location", None))
     folder, verified = _agreed_source(accelerator, input_dir)
     loaded = load.load(
-        _run(accelerator),
+        _run_of(accelerator),
         folder,
         accelerator._strategy,
         hooks=accelerator._load_model_state_pre_hook.values(),
@@ -120,7 +123,7 @@ def load_state(
 def _agreed_source(accelerator: AcceleratorBase, input_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:
     """What to load, as the first process sees it, and whether it was checked already."""
     config = accelerator.project_configuration
-    folder = together(lambda: _source(config, input_dir), here=current().rank == 0)[0]
+    folder = on_all_ranks(lambda: _source(config, input_dir), here=current().rank == 0)[0]
     if folder is not None:
         return Path(folder), False
     found, passed_over = load.newest(Path(config.project_dir or ""), _local(accelerator))
@@ -134,7 +137,7 @@ def _local(accelerator: AcceleratorBase) -> LocalRank:
     return LocalRank(accelerator.local_process_index, accelerator.state.world.local_size)
 
 
-def _run(accelerator: AcceleratorBase) -> Run:
+def _run_of(accelerator: AcceleratorBase) -> Run:
     communicator = current()
     return Run(
         communicator.rank,
@@ -270,7 +273,7 @@ def _restore_positions(accelerator: AcceleratorBase, loaded: Loaded) -> None:
     current().broadcast_objects(first)
     saved = [Snapshot.from_state_dict({**state, **common}) for state, common in zip(positions, first[0], strict=True)]
     if own_states:  # what stateful loaders said of themselves: loaded by code of others, which may object on one rank
-        together(lambda: _restore_loaders(accelerator, saved, own_states))
+        on_all_ranks(lambda: _restore_loaders(accelerator, saved, own_states))
     else:
         _restore_loaders(accelerator, saved, own_states)
 
@@ -290,7 +293,7 @@ def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_st
         if text is not None:
             changes.append(f"loader {number}: {text}")
         way = loader.position.load(snapshot, loader, own_states.get(number))
-        again |= snapshot is not None and text is not None and snapshot.inside and not any(way)
+        again |= snapshot is not None and text is not None and snapshot.inside and way is Way.RESTARTS
     if changes and accelerator.is_main_process:
         logger.warning(
             "The checkpoint is from a run with a different number of processes or samples per step; "
@@ -342,13 +345,13 @@ def _target(config: Any, output_dir: str | os.PathLike[str] | None) -> Path:
     return target
 
 
-def _free(target: Path, config: Any, own: Path | None) -> Path:
+def _check_unused(target: Path, config: Any, own: Path | None) -> None:
     """A folder that is named automatically is a new one, and at first (own: not yet) no number before that of others.
 
     There would be two runs in one project, of which each deletes checkpoints and loads those of the other.
     """
     if not config.automatic_checkpoint_naming:
-        return target
+        return
     others = layout.automatic_folders(Path(config.project_dir)) if own != target.parent else []
     later = [folder for folder in others if (layout.automatic_number(folder) or 0) >= config.iteration]
     if later or target.exists():
@@ -360,7 +363,6 @@ def _free(target: Path, config: Any, own: Path | None) -> Path:
             "`accelerator.project_configuration.iteration` to the number of the next checkpoint, use another "
             "`project_dir`, or delete what is there."
         )
-    return target
 
 
 def _source(config: Any, input_dir: str | os.PathLike[str] | None) -> str | None:

@@ -115,7 +115,7 @@ def one_at_a_time() -> Iterator[None]:
             turn.taken = False
 
 
-def agree(
+def gather_or_raise(
     failure: Exception | None,
     value: Any = None,
     gather: Gather | None = None,
@@ -167,7 +167,7 @@ def explained(error: Exception, rank: int) -> str:
     return f"Rank {rank} could not save or load its part ({in_words(error)}): see that rank's traceback."
 
 
-def together(
+def on_all_ranks(
     work: Callable[[], Any],
     gather: Gather | None = None,
     *,
@@ -179,15 +179,15 @@ def together(
     here: whether this rank has anything to do. undo: called on this rank after any rank has failed.
     """
     if not here:
-        return agree(None, None, gather)
+        return gather_or_raise(None, None, gather)
     failure, value = attempted(work)
-    return agree(failure, value, gather, undo)
+    return gather_or_raise(failure, value, gather, undo)
 
 
-def agreed(work: Callable[[], T]) -> T:
+def own_result(work: Callable[[], T]) -> T:
     """The result of something that all processes do; raises on all of them where one fails."""
     result: list[T] = []  # which stays here: the others are only told that there is one
-    together(lambda: result.append(work()))
+    on_all_ranks(lambda: result.append(work()))
     return result[0]
 
 
@@ -208,20 +208,20 @@ def settle(target: Path, local: LocalRank) -> None:
     communicator = current()
     gather, first, local_main = communicator.gather_objects, communicator.rank == 0, local.rank == 0
     if communicator.size == local.size:
-        together(lambda: commit.finish_replacement(target), gather, here=first)
+        on_all_ranks(lambda: commit.finish_replacement(target), gather, here=first)
         return
     looks = local_main or first
-    if all(waiting is None for waiting in together(lambda: commit.pending(target), gather, here=looks)):
+    if all(waiting is None for waiting in on_all_ranks(lambda: commit.pending(target), gather, here=looks)):
         return
-    states = together(lambda: (commit.save_in(target), commit.pending(target)), gather, here=looks)
+    states = on_all_ranks(lambda: (commit.save_in(target), commit.pending(target)), gather, here=looks)
     seen = [state for state in states if state is not None]
     everywhere = {save for save in seen[0] if save is not None and all(save in state for state in seen)}
 
     def act() -> None:
         (commit.finish_replacement if commit.pending(target) in everywhere else commit.roll_back)(target)
 
-    together(act, gather, here=first)
-    together(act, gather, here=local_main and not first)
+    on_all_ranks(act, gather, here=first)
+    on_all_ranks(act, gather, here=local_main and not first)
 
 
 # How long the main process waits for the first of the others: for once, and where it was known to be alone before.
@@ -357,6 +357,6 @@ def _nobody_came(who: str) -> CheckpointError:
     )
 
 
-# One for all that is saved by a rank, as there is one store.
+# One per rank, as there is one store.
 _rendezvous: PerRank[SaveRendezvous] = PerRank(SaveRendezvous)
 rendezvous = _rendezvous.get

@@ -43,7 +43,7 @@ _SILENT_AFTER = 10 * _BEAT
 _LONGEST_NAME = 140
 # How long one process waits for another that moves files in the same folder, which takes moments.
 _PATIENCE = 60.0
-# What a run leaves that dies while it saves or deletes: the name ends with whose it was.
+# What is left of a run that died while it saved or deleted: the name ends with its identity.
 _LEFT_BEHIND = re.compile(rf"(?:{re.escape(layout.STAGING)}|^{re.escape(layout.DELETING)}.*-)([^-]+)$")
 
 

@@ -114,10 +114,10 @@ def _optimizers(run: Run, reader: CheckpointReader, torch_load: dict[str, Any]) 
         elif torch_load:
             state = read_torch(reader.path(name), **torch_load)
         else:
-            state = reader.content(name, _places_in(optimizer, run.device))
+            state = reader.content(name, _places_in(optimizer, run.device, as_torch))
         _check_form(state, as_torch, reader.folder / name)
         state = to_indices(state, parameter_names(run.models, optimizer))  # as engines save that hold shards
-        _check_groups(optimizer, state, reader.folder / name)
+        _check_groups(optimizer, state, as_torch, reader.folder / name)
         if as_torch:
             state = _quick_to_search(state)
         yield _Target(
@@ -155,10 +155,9 @@ def _read_model(
     return reader.weights(name, places)
 
 
-def _places_in(optimizer: Any, device: Device) -> FindDestination:
-    """The destination of each tensor in the state of an optimizer."""
+def _places_in(optimizer: Any, device: Device, as_torch: bool) -> FindDestination:
+    """The destination of each tensor in the state of an optimizer. as_torch: whether it loads as torch does."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    keeps = loads_as_torch(optimizer)
 
     def place(keys: tuple[Any, ...]) -> Destination:
         # Counts of steps may stay on the host: torch knows.
@@ -169,7 +168,7 @@ def _places_in(optimizer: Any, device: Device) -> FindDestination:
         parameter: torch.Tensor = parameters[keys[1]]
         if parameter.device.type not in ("cpu", "meta"):
             return parameter.device if device.addressable else CPU
-        state = optimizer.state.get(parameter) if keeps else None
+        state = optimizer.state.get(parameter) if as_torch else None
         there = state.get(keys[2]) if isinstance(state, dict) else None
         return there if isinstance(there, torch.Tensor) and there.device == CPU else CPU
 
@@ -301,7 +300,7 @@ def _is_of_numbers(value: Any) -> bool:
     return value is None or isinstance(value, (torch.Tensor, Number))
 
 
-def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
+def _check_groups(optimizer: Any, state: dict[str, Any], as_torch: bool, path: Path) -> None:
     expected = [len(group["params"]) for group in optimizer.param_groups]
     found = [len(group["params"]) for group in state["param_groups"]]
     if expected != found:
@@ -309,7 +308,7 @@ def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
             f"{path} belongs to an optimizer with groups of {found} parameters, but this one has {expected}: "
             "create it as it was when the checkpoint was saved."
         )
-    lacking = _lacking(optimizer, state["param_groups"]) if loads_as_torch(optimizer) else []
+    lacking = _lacking(optimizer, state["param_groups"]) if as_torch else []
     if lacking:
         raise CheckpointError(
             f"{path} belongs to another kind of optimizer than {type(optimizer).__name__}: it lacks "

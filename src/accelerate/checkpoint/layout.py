@@ -44,6 +44,11 @@ WHOLE = re.compile(rf"(?:{SAFE_MODEL_NAME}|{MODEL_NAME}|{OPTIMIZER_NAME})(?:_\d+
 # How files begin that the 1.x releases do not have.
 UNKNOWN_TO_1_X = ("progress_", "gradients_")
 
+# What each rank has written by itself, also into folders that all of them write together.
+_OF_ONE_RANK = re.compile(
+    r"(?:random_states_|progress_|gradients_|\w+/__|\w+/(?:bf16_)?zero_pp_rank_)(\d+)(?:_\d+|_mp_rank_\w+)?\.\w+"
+)
+
 CHECKPOINTS = "checkpoints"
 _AUTOMATIC = re.compile(r"checkpoint_(\d+)")
 
@@ -121,6 +126,12 @@ def gradients(rank: int) -> str:
 def gradient_shards() -> str:
     """The folder of the accumulated gradients of sharded models."""
     return "gradients_fsdp"
+
+
+def rank_of(name: str) -> int | None:
+    """The rank that has written a file; None for a file of the main process."""
+    found = _OF_ONE_RANK.fullmatch(name)
+    return None if found is None else int(found.group(1))
 
 
 def automatic(project_dir: Path, number: int) -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import re
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.checkpoint import commit, layout
-from accelerate.checkpoint.agreement import agree, attempted, explained, one_at_a_time, settle, together
+from accelerate.checkpoint.agreement import attempted, explained, gather_or_raise, on_all_ranks, one_at_a_time, settle
 from accelerate.checkpoint.layout import Manifest, files_since
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.checkpoint.run_state import (
@@ -25,18 +24,13 @@ from accelerate.checkpoint.run_state import (
     apply_objects,
     apply_random_states,
     past_undoing,
-    read,
+    read_objects,
 )
 from accelerate.comm import current
 from accelerate.constants import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from accelerate.errors import CheckpointError, MissingFile
 
 logger = logging.getLogger(__name__)
-
-# What each rank has written by itself, also into folders that all of them write together.
-_OF_ONE_RANK = re.compile(
-    r"(?:random_states_|progress_|gradients_|\w+/__|\w+/(?:bf16_)?zero_pp_rank_)(\d+)(?:_\d+|_mp_rank_\w+)?\.\w+"
-)
 
 
 def verify_checkpoint(path: str | Any) -> dict[str, Any]:
@@ -182,10 +176,10 @@ def load(
             apply_random_states(loaded, run)
 
     # Where one process refuses, all keep what they have.
-    together(lambda: apply_objects(loaded, run, undo), undo=undo.close)
-    together(apply_fallible, undo=undo.close)
+    on_all_ranks(lambda: apply_objects(loaded, run, undo), undo=undo.close)
+    on_all_ranks(apply_fallible, undo=undo.close)
     undo.pop_all()  # nobody objects any more: the copies may go
-    together(apply_in_place)
+    on_all_ranks(apply_in_place)
     return loaded
 
 
@@ -215,11 +209,11 @@ def _read(
         if manifest is not None:
             _check(folder, manifest, run, reader, verified, at_once=bool(hooks), apart=apart)
         _check_custom(run, reader)
-        loaded.append(read(run, reader, **torch_load))
+        loaded.append(read_objects(run, reader, **torch_load))
         fits(loaded[0])
         return None if manifest is None else manifest.save, bool(hooks)
 
-    answers = _together_unless_replaced(check, folder, began, _ReplacedMeanwhile)
+    answers = _on_all_ranks_unless_replaced(check, folder, began, _ReplacedMeanwhile)
     saves, hooked = [save for save, _ in answers], any(has_hooks for _, has_hooks in answers)
     if len(set(saves)) > 1:
         raise CheckpointError(
@@ -246,8 +240,8 @@ def _read(
 
     if hooked:
         # Optimizers are left to no hook: where they do not fit, none is called, which might change a model.
-        together(lambda: stage([], run.optimizers))
-    _together_unless_replaced(stage_models, folder, began, CheckpointError if hooked else _ReplacedMeanwhile)
+        on_all_ranks(lambda: stage([], run.optimizers))
+    _on_all_ranks_unless_replaced(stage_models, folder, began, CheckpointError if hooked else _ReplacedMeanwhile)
     return loaded[0], loads
 
 
@@ -255,15 +249,15 @@ class _ReplacedMeanwhile(CheckpointError):
     """Another run has saved to the folder meanwhile, so it can be read again."""
 
 
-# Who saves to a folder without a pause gets to know it, after so many attempts to read it in so many seconds.
+# A folder that another run replaces again and again is given up after so many attempts and seconds.
 _ATTEMPTS = 10
 _PATIENCE = 60.0
 
 
-def _together_unless_replaced(
+def _on_all_ranks_unless_replaced(
     work: Callable[[], Any], folder: Path, began: Any, kind: type[CheckpointError]
 ) -> list[Any]:
-    """Like `together`, but raises `kind` if another run has saved to the folder since reading began.
+    """Like `on_all_ranks`, but raises `kind` if another run has saved to the folder since reading began.
 
     A file that was replaced meanwhile would look damaged, and small files are read after they were checked.
     """
@@ -274,7 +268,7 @@ def _together_unless_replaced(
         raise kind(
             f"{folder} was replaced by another run while it was being read, so nothing was loaded: load it again."
         )
-    return agree(failure, value)
+    return gather_or_raise(failure, value)
 
 
 def _list(folder: Path, rank: int, apart: bool) -> tuple[Manifest | None, list[str] | None, str | None]:
@@ -309,8 +303,8 @@ def _check(
     something before that.
     """
     leads = run.rank == 0 or (apart and run.local.rank == 0)
-    owners = {name: _OF_ONE_RANK.fullmatch(name) for name in manifest.files}
-    own = [name for name, of in owners.items() if (int(of.group(1)) % run.ranks == run.rank if of else leads)]
+    owners = {name: layout.rank_of(name) for name in manifest.files}
+    own = [name for name, of in owners.items() if (leads if of is None else of % run.ranks == run.rank)]
     large = [name for name in manifest.files if layout.WHOLE.fullmatch(name)]
     manifest.check(folder, own, contents=False)
     manifest.check(folder, large, contents=False)

@@ -63,7 +63,7 @@ def split(weights: dict[str, Any], limit: int, alone: bool = False) -> list[dict
     return shards
 
 
-# Gives the values of some of a model's weights, if they shall be kept here. Called on all processes.
+# Gives the values of some of a model's weights, if they are to be kept here. Called on all processes.
 Fetch = Callable[[dict[str, Any], bool], dict[str, Any]]
 
 

@@ -48,7 +48,7 @@ def _loads_as_torch(code: str, names_fit: bool) -> bool:
 
 def restore_object(item: Any, undo: ExitStack) -> None:
     """Have `undo` restore the present state of an object."""
-    with suppress(Exception):  # one that cannot say now what its state is has none to go back to
+    with suppress(Exception):  # an object that cannot give its state cannot be restored
         undo.callback(_give_back, item, HostMemory().copy(item.state_dict()))
 
 

@@ -52,7 +52,7 @@ class Run:
     # accumulation window. Engines that keep gradients elsewhere (`Sharded`, DeepSpeed) collect them themselves and only
     # ask whether this is None.
     gradients: dict[str, torch.Tensor] | None = None
-    # The files of which it was seen already whether they can be loaded.
+    # The files that were checked already for what cannot be loaded.
     looked_at: set[str] = field(default_factory=set)
     local: LocalRank = field(default_factory=LocalRank)
     # When loading: how many processes wrote the checkpoint, and what is loaded at a time, for a hook may come between
@@ -130,7 +130,7 @@ class Loaded:
     progress: dict[str, Any] | None
 
 
-def read(run: Run, reader: CheckpointReader, **kwargs: Any) -> Loaded:
+def read_objects(run: Run, reader: CheckpointReader, **kwargs: Any) -> Loaded:
     """Read everything that the checkpoint has. kwargs: for `torch.load`."""
 
     def there(name: str) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from accelerate.checkpoint import commit, layout
-from accelerate.checkpoint.agreement import Background, Gather, agreed, one_at_a_time, settle, together
+from accelerate.checkpoint.agreement import Background, Gather, on_all_ranks, one_at_a_time, own_result, settle
 from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.parts import File, Part, copied, write_parts
 from accelerate.checkpoint.run_state import PROGRESS, LocalRank, Run, StateIO
@@ -79,7 +79,7 @@ def save(
             raise
 
     try:
-        parts = agreed(prepare)
+        parts = own_result(prepare)
     except BaseException:
         clean_up()
         raise
@@ -94,15 +94,15 @@ def save(
                 # which all would get, and as much again for each of the others.
                 return {} if leads else own
 
-            known = {name: entry for others in together(write, gather) for name, entry in others.items()} | own
+            known = {name: entry for others in on_all_ranks(write, gather) for name, entry in others.items()} | own
 
             def publish() -> None:
                 manifest = Manifest(_all_files(staging, known), run.ranks, distributed_type, save_id, save_time)
                 commit.publish(staging, target, manifest)
 
-            together(publish, gather, here=leads, undo=lambda: commit.withdraw(target, save_id))
+            on_all_ranks(publish, gather, here=leads, undo=lambda: commit.withdraw(target, save_id))
             # It is there on all machines: now it may replace what was there before, and old ones may go.
-            together(lambda: _replace(target, keep), gather, here=leads)
+            on_all_ranks(lambda: _replace(target, keep), gather, here=leads)
         finally:
             clean_up()
 
@@ -135,11 +135,11 @@ def _stage(target: Path, local: LocalRank) -> tuple[Path, bool, str, float]:
         commit.begin(staging)
         return str(staging.relative_to(target.parent)), uuid.uuid4().hex, commit.time_of_saving(target)
 
-    answer = together(begin, gather, here=leads)[0]
+    answer = on_all_ranks(begin, gather, here=leads)[0]
     staging = target.parent / answer[0]
     if not one_machine:
         elsewhere = local.rank == 0 and not leads and not staging.is_dir()
-        together(lambda: commit.begin(staging), gather, here=elsewhere)
+        on_all_ranks(lambda: commit.begin(staging), gather, here=elsewhere)
         leads = leads or elsewhere
     return staging, leads, answer[1], answer[2]
 
@@ -168,13 +168,13 @@ def shared_parts(run: Run, main: bool) -> Iterator[File]:
     for number, item in enumerate(run.custom):
         file = File(layout.custom(number), item.state_dict())
         if main:
-            _look_at(file, item, run.looked_at)
+            _warn_if_unloadable(file, item, run.looked_at)
             yield file
     if not main:
         return
     for number, scheduler in enumerate(run.schedulers):
         file = File(layout.scheduler(number), scheduler.state_dict())
-        _look_at(file, scheduler, run.looked_at)
+        _warn_if_unloadable(file, scheduler, run.looked_at)
         yield file
     for number, loader in enumerate(run.loaders):
         if getattr(loader, "use_stateful_dataloader", False):
@@ -183,7 +183,7 @@ def shared_parts(run: Run, main: bool) -> Iterator[File]:
         yield File(layout.scaler(), run.scaler.state_dict())
 
 
-def _look_at(file: File, item: Any, looked_at: set[str]) -> None:
+def _warn_if_unloadable(file: File, item: Any, looked_at: set[str]) -> None:
     """Warn once for an object whose state can be saved but not loaded."""
     if file.name in looked_at:
         return

@@ -170,7 +170,7 @@ class _Slot:
 
 
 def broadcast_data(data: Any, from_process: int = 0) -> Any:
-    """The nested data of one process on all of them, whatever the others hold: their tensors are made anew."""
+    """The nested data of one process on all of them, whatever the others hold: their tensors are made again."""
     communicator = current()
     if communicator.size == 1:
         return data

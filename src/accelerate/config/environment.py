@@ -155,7 +155,7 @@ def _purge_function(function: F) -> F:
 
         return awaited  # type: ignore[return-value]
 
-    return _purged()(function)  # which enters it anew for each call
+    return _purged()(function)  # which enters it again for each call
 
 
 def _purge_class(cls: type[Any]) -> None:

@@ -285,8 +285,8 @@ class Snapshot:
     def state_dict(self) -> dict[str, Any]:
         return dict(vars(self))
 
-    def next_epoch(self) -> Snapshot:
-        """The same place; or the start of the next epoch, where that is what comes after it."""
+    def resume_point(self) -> Snapshot:
+        """The same place; or the start of the next epoch, where the saved one is over."""
         if self.inside:
             return self
         return replace(
@@ -300,7 +300,7 @@ class Snapshot:
             drawn=None if self.drawn is None else {"before": {}, "workers": self.drawn["workers"]},
         )
 
-    def last_epoch(self) -> Snapshot | None:
+    def ended_or_left(self) -> Snapshot | None:
         """The end of a finished epoch, or where a loop left one early: a script may still return to it."""
         if self.running:
             return None if self.inside else self
@@ -341,7 +341,7 @@ def change(saved: Snapshot, loader: PreparedLoader) -> str | None:
     """What became of the batches that are left, in the middle of a sentence; None if they are the same, or all come."""
     if saved.has_batches_of(loader) or other_order(saved, loader) is not None:
         return None
-    saved = saved.next_epoch()
+    saved = saved.resume_point()
     old, new = saved.batch, loader.total_batch_size
     text = f"{saved.processes} processes with {old} samples per step are now {loader.num_shards} with {new}"
     length = _length(loader)

@@ -117,7 +117,7 @@ class _Places(Leaping):
         self._place += count
         if count > _BLOCK:
             self._order = self._sampler.order(self._place, self._epoch)
-        else:  # to start anew would take longer
+        else:  # to start again would take longer
             deque(itertools.islice(self._order, count), maxlen=0)
 
 

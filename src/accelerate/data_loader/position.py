@@ -11,13 +11,12 @@ A `Snapshot` is what a checkpoint holds of it. A `Resume` is what a loaded snaps
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import IterableDataset
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 class Phase(Enum):
     """What is going on with a loader.
 
-    Derived, never assigned: LOADED is `Position._resume`, READING and RESUMING are `_running`, LEFT is `_left`.
+    `Position.phase` says how each follows from what a position holds.
     """
 
     BETWEEN = "nothing is read: before the first epoch, or after the last batch of one"
@@ -54,14 +53,12 @@ class Phase(Enum):
     RESUMING = "the first batch of that iteration is fetched, with the random states that its order came from"
 
 
-class Way(NamedTuple):
-    """How a loader comes to its place in an epoch; where it does neither, the epoch starts anew.
+class Way(Enum):
+    """How a loader comes to its place in an epoch."""
 
-    by_itself: a stateful loader goes there by loading a state of its own. skips: a loader is taken there.
-    """
-
-    by_itself: bool
-    skips: bool
+    BY_ITSELF = "a stateful loader loads a state of its own"
+    SKIPS = "what was read before the checkpoint is skipped"
+    RESTARTS = "it does not: the epoch starts again"
 
 
 class Position:
@@ -143,7 +140,7 @@ class Position:
     def _go_on(self, loop: EpochLoop, resume: Resume, loader: PreparedLoader) -> None:
         """Tell an iteration what the interrupted one knew."""
         drawn = loop.part.drawn
-        if resume.by_itself and loop.part.whole:
+        if resume.way is Way.BY_ITSELF and loop.part.whole:
             goal, drawn = resume.goal, resume.drawn
             loop.samples, loop.batches = goal.samples, goal.batches
             loop.earlier, loop.partial = goal.steps - goal.batches, goal.partial
@@ -192,9 +189,9 @@ class Position:
         resume = self._resume
         if resume is None:
             return loader.part.after_steps(count, loader.batches_per_step)
-        last = resume.saved.last_epoch()
+        last = resume.saved.ended_or_left()
         if last is not None and count and count == last.steps:
-            resume = self._follow(Resume(resume.saved, last, loader, skips=True, by_itself=False))
+            resume = self._follow(Resume(resume.saved, last, loader, Way.SKIPS))
         return resume.part_after(count, loader)
 
     # --- saving and loading -------------------------------------------------------------------------------------
@@ -205,7 +202,7 @@ class Position:
         if self._resume is not None:  # nothing was read since
             saved = self._resume.saved
             alike = len(generators) == len(saved.generators)
-            return dataclasses.replace(saved, generators=generators) if alike else saved
+            return replace(saved, generators=generators) if alike else saved
         sampler, loop = loader.part.sampler, self.current()
         if loop is None:
             drawn: DrawnStates = {"before": {}, "workers": dict(self._states_of_workers())}
@@ -214,7 +211,7 @@ class Position:
             progress = loop.progress()
         over = loop is None or loop.finished
         draws_next = self._next_draws_base_seed
-        # An iterable dataset that was left in its middle would go on from there, where the next epoch begins anew.
+        # An iterable dataset that was left in its middle would go on from there, where the next epoch begins again.
         left = loop is None and self._left is not None and isinstance(loader.dataset, IterableDataset)
         return Snapshot(
             **progress,
@@ -236,43 +233,44 @@ class Position:
         """
         if loader.num_workers or not saved.inside:
             return
-        by_itself, skips = self._way(saved, loader, own_state)
-        if by_itself:
+        way = self._way(saved, loader, own_state)
+        if way is Way.BY_ITSELF:
             dataset, state = loader.dataset, own_state.get("dataset_state")  # as torchdata calls it
         else:
-            dataset, state = dataset_to_move(loader), saved.dataset if skips else None
+            dataset, state = dataset_to_move(loader), saved.dataset if way is Way.SKIPS else None
         if state is not None and (twin := _twin(dataset)) is not None:
             twin.load_state_dict(copy.deepcopy(state))
 
     def _way(self, saved: Snapshot | None, loader: PreparedLoader, own_state: Any) -> Way:
         has_own = own_state is not None and loader.use_stateful_dataloader
-        by_itself = has_own and (saved is None or _can_go_on_by_itself(saved, loader))
-        return Way(by_itself, skips=not by_itself and (has_own or self.exact_resume))
+        if has_own and (saved is None or _can_go_on_by_itself(saved, loader)):
+            return Way.BY_ITSELF
+        return Way.SKIPS if has_own or self.exact_resume else Way.RESTARTS
 
     def load(self, saved: Snapshot | None, loader: PreparedLoader, own_state: Any = None) -> Way:
         """Have the next iteration follow the interrupted one. Returns how it comes to its place there.
 
         saved: None where a checkpoint has none. own_state: what a stateful loader said of itself, in a file of its own.
         """
-        way = by_itself, skips = self._way(saved, loader, own_state)
-        if by_itself:
+        way = self._way(saved, loader, own_state)
+        if way is Way.BY_ITSELF:
             loader.load_state_dict(own_state)
         else:
             loader.forget_state()
         running = self._running
         self._reset()  # also what an earlier checkpoint has said
         if saved is None:
-            self._running = running  # nothing is known of another place: who reads goes on
+            self._running = running  # nothing is known of another place: a running loop continues
             return way
         if loader.persistent_workers:
             loader.forget_workers()  # new ones start with the states that are loaded
         if other_order(saved, loader) is not None:
-            loader.iteration = saved.epoch  # which begins anew: its middle is no place in this order
+            loader.iteration = saved.epoch  # which begins again: its middle is no place in this order
             return way
         if not saved.inside:
             loader.forget_state()  # a stateful loader would go on with an epoch that is over
         self._next_draws_base_seed = saved.draws_next
-        resume = self._follow(Resume(saved, saved.next_epoch(), loader, skips=skips, by_itself=by_itself))
+        resume = self._follow(Resume(saved, saved.resume_point(), loader, way))
         dataset = None if saved.inside or saved.after is None else self._ended_dataset(loader)
         if dataset is not None:
             iterable = isinstance(loader.dataset, IterableDataset)
@@ -304,20 +302,17 @@ class Resume:
     """What the next iteration of a loader follows, until it has its first batch.
 
     saved: what was loaded. goal: where to go, in the interrupted epoch or the one that comes next.
-    skips: whether the iteration starts there, and not at the start of that epoch.
-    by_itself: whether a stateful loader comes there by loading a state of its own.
+    way: how the loader comes there. skips: whether it skips anything.
     same_batches: whether a step has the same samples as then.
     start: the random states that the order of the epoch came from, where it has begun. drawn: those of a dataset
     that draws, if they are of use here. ended: a dataset that stands behind the last sample of an epoch.
     """
 
-    def __init__(
-        self, saved: Snapshot, goal: Snapshot, loader: PreparedLoader, *, skips: bool, by_itself: bool
-    ) -> None:
+    def __init__(self, saved: Snapshot, goal: Snapshot, loader: PreparedLoader, way: Way) -> None:
         self.saved = saved
         self.goal = goal
-        self.skips = skips and goal.steps > 0
-        self.by_itself = by_itself
+        self.way = way
+        self.skips = way is Way.SKIPS and goal.steps > 0
         self.same_batches = goal.has_batches_of(loader)
         self.drawn = goal.drawn if goal.has_readers_of(loader) else None
         self.ended: EndedDataset | None = None
@@ -459,7 +454,7 @@ class EndedDataset:
 
     @classmethod
     def restored(cls, dataset: Any, state: Any, *, iterable: bool) -> EndedDataset | None:
-        """Have a dataset load its state of the end of an epoch; None if it takes no such state, and begins anew."""
+        """Have a dataset load its state of the end of an epoch; None if it takes no such state, and begins again."""
         beginning = state_of(dataset)
         with suppress(Exception):
             dataset.load_state_dict(copy.deepcopy(state))
@@ -471,7 +466,7 @@ class EndedDataset:
         for tries in range(2):
             for first in batches:
                 return itertools.chain([first], batches)
-            # It has gone on from there, to find nothing. After that it begins anew, or as soon as it is told to.
+            # It has gone on from there, to find nothing. After that it begins again, or as soon as it is told to.
             if tries and self._beginning is not None:
                 self._dataset.load_state_dict(self._beginning)
             batches = iterate()

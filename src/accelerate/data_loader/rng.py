@@ -109,7 +109,7 @@ def drawing_seed(torch_loader: Any, makes: bool, draws: bool) -> Iterator[None]:
 
 @contextmanager
 def undisturbed(loader: DataLoaderAdapter) -> Iterator[None]:
-    """Let nothing have been drawn."""
+    """Restore all random states afterwards."""
     states = random_states(loader)
     try:
         yield

@@ -71,7 +71,7 @@ class Handout:
 
     @contextlib.contextmanager
     def telling_errors(self) -> Iterator[None]:
-        """Rank 0: an error inside reaches the others too, who are waiting for a batch and would do so for ever."""
+        """Rank 0: an error inside reaches the others too, who are waiting for a batch and would do so forever."""
         try:
             yield
         except Exception as error:

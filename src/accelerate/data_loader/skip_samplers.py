@@ -32,7 +32,7 @@ class SkipSampler(Sampler[Any]):
 
 
 class RestOfDistributed(Sampler[Any]):
-    """What a DistributedSampler has after the first `count` samples of its order, dealt out anew."""
+    """What a DistributedSampler has after the first `count` samples of its order, dealt out again."""
 
     def __init__(self, distributed: Any, count: int) -> None:
         self._distributed = distributed

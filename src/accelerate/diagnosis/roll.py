@@ -78,7 +78,7 @@ class Notes:
         return found
 
     def _knock(self) -> None:
-        """Raises an OSError if the store is gone: torch would warn of that, or over a cut cable wait for ever."""
+        """Raises an OSError if the store is gone: torch would warn of that, or over a cut cable wait forever."""
         if hasattr(self._store, "port"):  # else it is a file
             socket.create_connection((self._store.host, self._store.port), timeout=1.0).close()
 

@@ -41,7 +41,7 @@ except ImportError:
 
 # Checksums are of blocks, so that several threads can take them.
 BLOCK = 1 << 22
-SMALL = 1 << 12  # of what is not worth to be moved by itself
+SMALL = 1 << 12  # up to this size, pieces are moved with others
 STEP = 1 << 20  # which the cache of a processor has room for
 # How many files are written at once. A file system lets one writer into a file at a time, and all readers.
 FILES = 3

@@ -32,7 +32,7 @@ def settle(config: Any, node_rank: int) -> bool:
     # Others may not know this machine by its name.
     config.local_addr = config.local_addr or _own_address(host, int(port))
     # The store that torch elastic would share with the ranks is that of the attempts before, which machines count
-    # differently: in torch 2.13 a machine that joins waits there for ever.
+    # differently: in torch 2.13 a machine that joins waits there forever.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if config.min_nodes < config.max_nodes:
         os.environ[ELASTIC] = "1"

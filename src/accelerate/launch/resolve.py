@@ -145,7 +145,7 @@ def _range(settings: Settings, environ: Mapping[str, str]) -> None:
 
 
 def _rendezvous(settings: Settings) -> None:
-    """Machines that come and go, or are started again, are not counted alike by all: they get their ranks anew."""
+    """Machines that come and go, or are started again, are not counted alike by all: they get their ranks again."""
     given = settings.of["rdzv_backend"]
     ranged = settings.least_machines < settings.num_machines
     if given.value != "static":

@@ -96,7 +96,7 @@ class Filling:
         self._values = values
         self._make = make if make is not None and _first_has_none(values, device) else None
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        # Not kept alive: a whole parameter shall go as soon as it is cut into pieces.
+        # Not kept alive: a whole parameter must go as soon as it is cut into pieces.
         self._filled: dict[int, weakref.ref[nn.Parameter]] = {}
         self._empty = list(model.parameters())
         for module in model.modules():

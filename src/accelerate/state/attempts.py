@@ -2,7 +2,7 @@
 
 The ranks tell each other through the store where they have met, since one that has broken off may be missed by others
 in the middle of a collective. Over gloo it shuts its connections down then: their collectives fail, they break off,
-too, and the process group is made anew. Over NCCL each rank has a thread that aborts the group when it is told to.
+too, and the process group is made again. Over NCCL each rank has a thread that aborts the group when it is told to.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def remembered_size(name: str) -> int | None:
 
 
 def met_again() -> bool:
-    """Whether the process group was made anew, so that models of before have one that is gone."""
+    """Whether the process group was made again, so that models of before have one that is gone."""
     return _met_again
 
 
@@ -158,7 +158,7 @@ class _Exchange:
         if apart and not broke and self._can_meet_again():
             self._cut_off()  # what some have begun, and others never will
             broke = True
-        # Who has shut connections down says so only now: all have to know, or none would make the group anew.
+        # Who has shut connections down says so only now: all have to know, or none would make the group again.
         self._tell(self._endings, broke)
         self._wait(self._endings, None)
         endings = [json.loads(self._store.get(key)) for key in self._endings]
@@ -245,7 +245,7 @@ def _talks_over(backend: str) -> bool:
 
 def _is_one_group() -> bool:
     """Whether there is no group beside the first: nobody would make those of a mesh, of the script or of a save in the
-    background anew."""
+    background again."""
     shared: Any = AcceleratorState._shared_state
     more = shared.get("device_mesh") is not None or shared.get("deepspeed_plugins") is not None
     return len(all_groups()) == 1 and not more

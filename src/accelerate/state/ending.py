@@ -1,9 +1,9 @@
 """The end of process groups, of the program, and forks, with threads of torch that still put away the last collective.
 
 Such a thread may hold the last reference to a tensor that Python knows, and needs Python's lock to free it:
-- freeing a group waits for its threads while it holds that lock: both would wait for ever;
+- freeing a group waits for its threads while it holds that lock: both would wait forever;
 - at the end of the program a thread that asks for the lock is killed, and aborts the process (torch up to 2.13);
-- a fork just when a thread begins to ask leaves the child waiting for it for ever (Python up to 3.11).
+- a fork just when a thread begins to ask leaves the child waiting for it forever (Python up to 3.11).
 So groups that were taken down are kept for a while, and before an end or a fork all threads get the lock. A script may
 take them down by torch's own function, of which nobody tells us: then what still holds them is let go at the end.
 """

@@ -117,7 +117,7 @@ class PartialState(ProcessControl):
                 PartialState._groups_ended += 1
 
     def _meet_again(self) -> None:
-        """Make the process group anew, on all ranks; what watches over this one goes on."""
+        """Make the process group again, on all ranks; what watches over this one goes on."""
         ending.take_down(None)
         PartialState._groups_ended += 1
         self.device_kind.join(self.world, self._group_options, PartialState._groups_ended)
@@ -219,7 +219,7 @@ def _select(choice: devices.Choice, world: World | None) -> torch.device:
 
 
 def _share_the_cores(device: devices.Device, world: World) -> None:
-    """Without a word from the launcher, each process on a machine would start a thread for every core."""
+    """Without a word from the launcher, each process on a machine would start a thread forevery core."""
     if device.name == "cpu" and world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
 

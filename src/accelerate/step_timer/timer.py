@@ -49,7 +49,7 @@ class StepTimer:
     def __enter__(self) -> StepTimer:
         accelerator = self._accelerator
         self._clock = clock_for(accelerator.device)
-        self._batches = self._trained = 0  # a timer may be used again, and then measures anew
+        self._batches = self._trained = 0  # a timer may be used again, and then starts from zero
         self._loops = []
         self._reductions = []
         for kind in (DataLoaderShard, DataLoaderDispatcher, SkipDataLoader):

@@ -43,7 +43,7 @@ class Strategy:
     """One engine. What an engine does in its own way is overridden in that engine's file.
 
     An engine that takes over the whole step overrides `prepare`, `backward`, `stepper`, and says below what it owns;
-    `WholeStepStrategy` has the usual answers of those that make model and optimizer anew.
+    `WholeStepStrategy` has the usual answers of those that make a new model and optimizer.
     """
 
     # Whether the engine puts models on the device itself, shard by shard.
@@ -256,7 +256,7 @@ class Strategy:
         """
         return None
 
-    # --- checkpoints: models, optimizers and gradients; all else in a checkpoint is the same for every engine ------
+    # --- checkpoints: models, optimizers and gradients; all else in a checkpoint is the same forevery engine ------
 
     def weights(self, models: list[torch.nn.Module]) -> list[dict[str, Any]]:
         """The weights of prepared models, for hooks of `save_state` to look at and to take out, and then for `save`.
@@ -291,7 +291,7 @@ class Strategy:
 
 
 class WholeStepStrategy(Strategy):
-    """What engines have in common that own the whole step: they make model and optimizer anew, cast, step, and write
+    """What engines have in common that own the whole step: they make a new model and optimizer, cast, step, and write
     their own files."""
 
     places_models = True

@@ -209,7 +209,7 @@ def _check(engine: Any, content: dict[str, Any], folder: Path) -> None:
 
 
 def _check_pieces(engine: Any, content: dict[str, Any], folder: Path, saved: int) -> None:
-    """Whether the pieces of `saved` processes can be cut anew: not where they are on a disk, or laid out otherwise."""
+    """Whether the pieces of `saved` processes can be cut again: not where they are on a disk, or laid out otherwise."""
     if engine.zero_optimization_partition_weights() and content.get("frozen_param_fragments"):
         raise CheckpointError(
             f"{folder} was saved on {saved} processes, but there are {engine.seq_dp_world_size}: in stage 3, shards "

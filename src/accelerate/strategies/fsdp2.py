@@ -130,7 +130,7 @@ class FSDP2(Sharded):
         plugin: Any = self.plugin
         policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
         if root is not None and "_original_forward" in vars(root):
-            # Its forward hands out fp32, and nothing after it shall change that.
+            # Its forward hands out fp32, which nothing after it must change.
             policy = dataclasses.replace(policy, output_dtype=torch.float32)
         offload = plugin.cpu_offload
         if isinstance(offload, CPUOffloadPolicy) and self.device.type == "cpu":

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from accelerate.checkpoint import layout
-from accelerate.checkpoint.agreement import agreed
+from accelerate.checkpoint.agreement import own_result
 from accelerate.checkpoint.parts import Part, write_parts
 from accelerate.checkpoint.reader import CheckpointReader
 from accelerate.comm.tree import recursively_apply
@@ -93,7 +93,7 @@ def load_fsdp_model(
             return {stored[name]: value for name, value in found.items()}
         return engine.read_model(model, CheckpointReader(Path(input_dir)), model_index, names=names)
 
-    engine.load_sharded_state_dict(model, agreed(read))
+    engine.load_sharded_state_dict(model, own_result(read))
 
 
 def save_fsdp_optimizer(
@@ -152,10 +152,10 @@ def load_fsdp_optimizer(
     optimizer = unwrapped_optimizer(optimizer)
     if not use_dcp and not gathers(fsdp_plugin):
         own_file = Path(input_dir) / layout.own_optimizer(optimizer_index, accelerator.process_index)
-        content = agreed(lambda: _load_own(own_file, optimizer.state_dict()))
+        content = own_result(lambda: _load_own(own_file, optimizer.state_dict()))
         optimizer.load_state_dict(content)
         return
-    content = agreed(
+    content = own_result(
         lambda: engine.read_optimizer([model], optimizer, CheckpointReader(Path(input_dir)), optimizer_index),
     )
     engine.load_sharded_optimizer_state_dict([model], optimizer, content)
@@ -176,7 +176,7 @@ def _write(parts: Iterable[Part], folder: Folder) -> None:
         os.makedirs(folder, exist_ok=True)
         write_parts(parts, Path(folder))
 
-    agreed(write)
+    own_result(write)
 
 
 # --- one file per process ---------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def _save_own(content: dict[str, Any], name: str, folder: Folder) -> None:
         os.makedirs(folder, exist_ok=True)
         torch.save(recursively_apply(lambda tensor: local(tensor.detach()), content), Path(folder) / name)
 
-    agreed(write)
+    own_result(write)
 
 
 def _load_own(path: Path, like: dict[str, Any]) -> dict[str, Any]:

@@ -277,7 +277,7 @@ class Sharded(Strategy):
         gathers: bool,
         keep: Callable[[dict[str, Any]], dict[str, Any]] = dict,
     ) -> Iterator[Part]:
-        """The parts of a checkpoint for one model. keep: takes what shall be saved out of its state dict."""
+        """The parts of a checkpoint for one model. keep: takes what is to be saved out of its state dict."""
         if not gathers:
             yield Shards(layout.model_shards(number), "model", keep(self.sharded_state_dict(model)))
             return

@@ -139,7 +139,7 @@ class _Collate:
     """A way to pad, as the accelerator needs it; an object, because workers of loaders have to unpickle it."""
 
     def __init__(self, function: Any, accelerator: Any, **options: Any) -> None:
-        # XLA compiles anew for each shape.
+        # XLA compiles again for each shape.
         self.length = 128 if accelerator.distributed_type == DistributedType.XLA else None
         self.function = function
         self.options = options
@@ -245,7 +245,7 @@ class Scores:
         self.pairs.extend(zip(predictions.tolist(), references.tolist(), strict=True))
 
     def compute(self) -> dict[str, float]:
-        """Returns the scores of all batches so far, and begins anew."""
+        """Returns the scores of all batches so far, and begins again."""
         pairs, self.pairs = self.pairs, []
         right = sum(predicted == wanted for predicted, wanted in pairs)
         ones = sum(itertools.chain.from_iterable(pairs))

@@ -31,7 +31,7 @@ from accelerate.checkpoint import commit, layout
 from accelerate.checkpoint.full_state import packed, read_gradients
 from accelerate.checkpoint.layout import Manifest
 from accelerate.checkpoint.reader import CheckpointReader
-from accelerate.checkpoint.run_state import Run, read
+from accelerate.checkpoint.run_state import Run, read_objects
 from accelerate.checkpoint.save import own_parts
 from accelerate.checkpointing import (
     load_accelerator_state,
@@ -1223,7 +1223,7 @@ def test_what_1_x_would_refuse_is_in_a_file_of_its_own(tmp_path: Path, state: An
     for file in own_parts(run):
         file.write(tmp_path)
     assert (tmp_path / layout.progress(0)).exists() is not together
-    found = read(run, CheckpointReader(tmp_path)).progress
+    found = read_objects(run, CheckpointReader(tmp_path)).progress
     assert found is not None
     np.testing.assert_equal(found["loaders"][0]["dataset"], state)
 

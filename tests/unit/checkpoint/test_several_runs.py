@@ -51,7 +51,7 @@ class _AnotherRun:
 
 
 @pytest.mark.parametrize("break_off", [False, True])
-@pytest.mark.parametrize("when", ["_check_custom", "read"])
+@pytest.mark.parametrize("when", ["_check_custom", "read_objects"])
 def test_replaced_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str, break_off: bool) -> None:
     _saved(tmp_path / "new", 2)
     accelerator, model = _saved(tmp_path / "x", 1)
@@ -102,13 +102,13 @@ def test_a_replacement_that_ends_while_the_reader_asks_about_it(
 def test_replaced_all_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _saved(tmp_path / "new", 2)
     accelerator, model = _saved(tmp_path / "x", 1)
-    other, plain = _AnotherRun(tmp_path / "new", tmp_path / "x"), load.read
+    other, plain = _AnotherRun(tmp_path / "new", tmp_path / "x"), load.read_objects
 
     def then(*args: Any, **kwargs: Any) -> Any:
         other()
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(load, "read", then)
+    monkeypatch.setattr(load, "read_objects", then)
     monkeypatch.setattr(load, "_PATIENCE", 0.0)
     _fill(model, 0)
     with pytest.raises(
@@ -122,14 +122,14 @@ def test_replaced_many_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """As beside runs that save without a pause: it takes a while, and goes well."""
     _saved(tmp_path / "new", 2)
     accelerator, model = _saved(tmp_path / "x", 1)
-    others, plain = [_AnotherRun(tmp_path / "new", tmp_path / "x")] * 25, load.read
+    others, plain = [_AnotherRun(tmp_path / "new", tmp_path / "x")] * 25, load.read_objects
 
     def then(*args: Any, **kwargs: Any) -> Any:
         if others:
             others.pop()()
         return plain(*args, **kwargs)
 
-    monkeypatch.setattr(load, "read", then)
+    monkeypatch.setattr(load, "read_objects", then)
     _fill(model, 0)
     accelerator.load_state(tmp_path / "x")
     assert weights(model).unique().tolist() == [2] and not others

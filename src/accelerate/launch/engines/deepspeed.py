@@ -27,7 +27,7 @@ class Launcher:
     """One way in which DeepSpeed's launcher reaches the other machines.
 
     program: what it looks for on this machine.
-    per_slot: it starts one process for every slot of the hostfile; it can leave none out.
+    per_slot: it starts one process forevery slot of the hostfile; it can leave none out.
     carries: workers elsewhere know only the variables that a file lists.
     scripts: it runs Python scripts alone, no modules and no programs.
     """
@@ -157,7 +157,7 @@ def _count_machines(settings: Settings, hosts: hostfile.Hosts) -> None:
 
 
 def _count_processes(settings: Settings, hosts: hostfile.Hosts) -> hostfile.Hosts:
-    """The slots that are used: as many as there shall be processes, or all of them."""
+    """The slots that are used: as many as there are to be processes, or all of them."""
     asked, slots = settings.num_processes, sum(map(len, hosts.values()))
     if asked is not None and asked > 0 and asked != slots:
         if not _in_use(settings).per_slot and not _has_filter(settings):
