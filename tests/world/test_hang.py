@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.diagnosis import limits, roll, watch
+from accelerate.diagnosis import limits, place, roll, watch
 from accelerate.diagnosis.place import Place
 from accelerate.diagnosis.roll import Note, Notes
 from accelerate.launch.engines.single import WORKER
@@ -300,6 +300,20 @@ def test_a_wait_is_counted_from_the_last_collective_on(monkeypatch: pytest.Monke
         watching._look(now)
     watching._pipe.close()
     assert [(note.kind, note.since) for note in notes.notes] == [("waits", 995.0)]
+
+
+def test_names_of_a_roll_are_those_of_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    class LocalSGD:
+        def __enter__(self) -> None:
+            raise ValueError
+
+        __exit__ = None
+
+    try:
+        LocalSGD().__enter__()
+    except ValueError as error:
+        inner = error.__traceback__.tb_next.tb_frame  # type: ignore[union-attr]
+        assert place._name([inner], inner) == "LocalSGD"
 
 
 def looks(

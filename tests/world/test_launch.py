@@ -12,11 +12,14 @@ import socket
 import subprocess
 import sys
 import time
+import venv
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import accelerate
 from accelerate.commands.launch import launch_command, launch_command_parser
 from tests.harness.world import free_port
 from tests.unit.commands.terminal import CONTROL_C, Terminal
@@ -603,9 +606,29 @@ exec(compile(code, package.__file__, "exec"))
 SECOND = ["--cpu", "--num_processes", "2", "--num_machines", "2", "--machine_rank", "1"]
 
 
+def test_from_a_checkout_that_is_not_installed(tmp_path: Path) -> None:
+    """The processes find the package where the launcher has: in the working folder."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    packages = tmp_path / "venv" / "lib" / version / "site-packages"
+    # What is installed besides; a `.pth` of it, by which this package may be installed, is not followed from here.
+    (packages / "others.pth").write_text(str(Path(torch.__file__).parents[1]))
+    text = script(tmp_path, "print('RESULT', json.dumps(rank))")  # which is in another folder, and would not find it
+    command = [python, "-m", "accelerate.commands.launch", *TWO, text]
+    folder = Path(accelerate.__file__).parents[1]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=200, env=environment(tmp_path), cwd=folder, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert results(done.stdout) == [0, 1]
+
+
 def test_an_address_that_is_none_is_one_sentence(tmp_path: Path) -> None:
-    done = launch(tmp_path, *SECOND, "--main_process_ip", "no.such.host.invalid", script(tmp_path, ""))
+    words = [*SECOND, "--main_process_ip", "no.such.host.invalid", "--rdzv_conf", "timeout=2"]
+    done = launch(tmp_path, *words, script(tmp_path, ""))
     assert done.returncode == 1
+    assert "the address 'no.such.host.invalid' cannot be found" in done.stderr, done.stderr
     assert "The address 'no.such.host.invalid' of the machine with rank 0 cannot be found" in done.stderr, done.stderr
     assert "frame #" not in done.stderr
 

@@ -139,17 +139,16 @@ class _StepsInBetween(_Check):
         accelerator = self.accelerator()
         if self._seen or accelerator is None:
             return
-        state = accelerator.gradient_state
-        self._seen = state.sync_gradients
-        if self._seen:
-            if state.backwards == self._first and not state.end_of_dataloader:
-                self._say_window_of_one(accelerator, optimizer)
-            return  # it does wait
         trained = {id(parameter) for model in accelerator._models for parameter in model.parameters()}
         mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self._prepared and trained.isdisjoint(map(id, mine)):
             return  # something else that the script trains; all of it, once `free_memory` was called
         self._seen = True
+        state = accelerator.gradient_state
+        if state.sync_gradients:
+            if state.backwards == self._first and not state.end_of_dataloader:
+                self._say_window_of_one(accelerator, optimizer)
+            return  # it does wait
         known = any(optimizer is prepared.optimizer for prepared in accelerator._optimizers)
         remedy = "step the one that it returned" if known else "pass it to `accelerator.prepare()`, with the model"
         _say(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -269,7 +270,7 @@ def _check_script(settings: Settings) -> None:
         raise IsADirectoryError(f"{script} is a folder without a `__main__.py`: name the script to run.")
     if not os.path.exists(script):
         what, remedy = "program" if program else "script", "correct its name or path"
-        if not program and os.path.basename(script).startswith("python"):
+        if not program and re.fullmatch(r"python[\d.]*(\.exe)?", os.path.basename(script)):
             remedy = "leave it out, for scripts are run by Python anyway, and name the script"
         raise FileNotFoundError(f"There is no {what} {script} (in {os.getcwd()}): {remedy}.")
     if program and os.access(script, os.X_OK) and not os.path.isdir(script):

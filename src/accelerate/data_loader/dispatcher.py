@@ -139,6 +139,11 @@ class DataLoaderDispatcher(PreparedLoader):
             yield parts[0]
             step = following
 
+    @property
+    def total_dataset_length(self) -> int:
+        """The number of samples of the dataset, of which there is one."""
+        return len(self.dataset)
+
     def _skip(self, count: int, batches: Iterator[Any], handout: Handout) -> list[Any] | None:
         """Leave batches out; those of the first step, which may have to fill up the last one, are returned."""
         first: list[Any] | None = None

@@ -40,7 +40,10 @@ class CUDA(Device):
         return f"it needs {needed}, but this {torch.cuda.get_device_name()} has {major}.{minor}"
 
     def works(self, device: torch.device) -> bool:
-        return not torch.cuda.current_stream(device).query()
+        try:
+            return not torch.cuda.current_stream(device).query()
+        except RuntimeError:  # the error of a kernel, which the training is going to meet, or a graph is being captured
+            return False
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
         with contextlib.suppress(torch.OutOfMemoryError):

@@ -122,8 +122,8 @@ def _name(called: list[Any], script: FrameType) -> str:
         name = frame.f_code.co_name
         if frame.f_code.co_filename.startswith(_ACCELERATE + "data_loader" + os.sep):
             return "the next batch of a loader"
-        if name == "__init__":  # a class says more
+        if name in ("__init__", "__enter__", "__exit__"):  # a class says more
             name = type(frame.f_locals.get("self")).__name__
         if name not in _WRAPPERS and not frame.f_code.co_filename.startswith(_STDLIB):
-            return _PLAIN_NAMES.get(name, name.lstrip("_"))
+            return _PLAIN_NAMES.get(name, name.strip("_"))
     return (None if called else _waiting_call(script)) or script.f_code.co_name

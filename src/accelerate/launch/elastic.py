@@ -121,18 +121,18 @@ def _listening(config: Any, any_port: bool, node_rank: int) -> Iterator[None]:
         from accelerate.launch import rendezvous
 
         listens = rendezvous.settle(config, node_rank)
+    host, port = config.rdzv_endpoint.rsplit(":", 1)
+    limit = float(config.rdzv_configs.get("timeout", 900))
     if listens:
-        host, port = config.rdzv_endpoint.rsplit(":", 1)
         if not one_machine:
-            check_own(host.strip("[]"))
+            check_own(host.strip("[]"), limit)
         with meeting_point(int(port), any_port) as taken:
             config.rdzv_endpoint = f"{host}:{taken}"
             others = config.min_nodes - 1
             with nullcontext() if others == 0 else saying_who_is_awaited(host, taken, others):
                 yield
     else:
-        host, port = config.rdzv_endpoint.rsplit(":", 1)
-        wait_for_main(host, int(port), float(config.rdzv_configs.get("timeout", 900)))
+        wait_for_main(host, int(port), limit)
         yield
 
 

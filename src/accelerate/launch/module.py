@@ -11,7 +11,7 @@ from pathlib import Path
 from accelerate.text import did_you_mean
 
 # What the first file of a package has in it if its modules may come from elsewhere.
-_ELSEWHERE = ("__path__", "meta_path", "path_hooks", "sys.modules")
+_ELSEWHERE = ("__path__", "meta_path", "path_hooks", "sys.modules", "declare_namespace")
 
 
 def why_not(name: str) -> str | None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from accelerate.launch.settings import Settings
 
-# Runs modules of this package: one of the working folder, such as a `queue.py`, is not meant. Python 3.10 looks there.
-OWN_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) else [])]
+# Runs modules of this package: one of the working folder, such as a `queue.py`, is not meant. Python 3.10 looks there;
+# and so does a later one where this package itself is in that folder, and perhaps not installed.
+_IS_HERE = Path(__file__).parents[2] == Path.cwd()
+OWN_PYTHON = [sys.executable, *(["-P"] if sys.version_info >= (3, 11) and not _IS_HERE else [])]
 
 
 @dataclass(frozen=True)

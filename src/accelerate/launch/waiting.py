@@ -15,8 +15,8 @@ from typing import Any
 
 _FIRST_LINE = 10.0
 _LOOK = 1.0
-# A cluster may know the name of a machine only some moments after that one has started.
-_NAMED_WITHIN = 30.0
+# A cluster may know the name of a machine only when that one has started. A shorter limit of the launch counts, too.
+_NAMED_WITHIN = 60.0
 
 
 class NobodyThere(ConnectionError):
@@ -25,13 +25,12 @@ class NobodyThere(ConnectionError):
 
 def wait_for_main(host: str, port: int, limit: float) -> None:
     """Returns when the machine with rank 0 listens; torch, which would wait as well, says nothing readable."""
+    _addresses(host, limit)
     began, due = time.monotonic(), _FIRST_LINE
     while True:
         try:
             socket.create_connection((host, port), timeout=5.0).close()
             return
-        except socket.gaierror as error:
-            raise _unknown(host, error) from None
         except OSError as error:
             waited, reason = time.monotonic() - began, error.strerror or "no answer"
         if waited > limit:
@@ -45,31 +44,35 @@ def wait_for_main(host: str, port: int, limit: float) -> None:
         time.sleep(_LOOK)
 
 
-def check_own(host: str) -> None:
+def check_own(host: str, limit: float) -> None:
     """On the machine with rank 0, before it listens: whether the others can find it by this address.
 
     torch, which would look for it as well, says nothing readable.
     """
-    began, said = time.monotonic(), False
-    while True:
-        try:
-            found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
-            break
-        except socket.gaierror as error:
-            if time.monotonic() - began >= _NAMED_WITHIN:
-                raise _unknown(host, error) from None
-            if not said:
-                said = True
-                _say(
-                    f"the address {host!r} cannot be found ({error.strerror}); looking again for {_NAMED_WITHIN:.0f} s."
-                )
-        time.sleep(_LOOK)
-    if all(_is_elsewhere(*each) for each in found):
+    if all(_is_elsewhere(*each) for each in _addresses(host, limit)):
         # Not an error: the others may reach this machine by an address that it does not know.
         _say(
             f"{host} is not an address of this machine, which has rank 0 and where the processes meet: correct "
             "`--main_process_ip`, unless it leads here from outside of a container or through NAT."
         )
+
+
+def _addresses(host: str, limit: float) -> list[Any]:
+    """What a name stands for, once that is known."""
+    began, most, said = time.monotonic(), min(limit, _NAMED_WITHIN), False
+    while True:
+        try:
+            return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
+        except socket.gaierror as error:
+            if time.monotonic() - began >= most:
+                raise NobodyThere(
+                    f"The address {host!r} of the machine with rank 0 cannot be found ({error.strerror}): correct "
+                    "`--main_process_ip`, or give an IP address."
+                ) from None
+            if not said:
+                said = True
+                _say(f"the address {host!r} cannot be found ({error.strerror}); looking again for {most:.0f} s.")
+        time.sleep(_LOOK)
 
 
 def _is_elsewhere(family: int, kind: int, protocol: int, name: str, address: Any) -> bool:
@@ -80,13 +83,6 @@ def _is_elsewhere(family: int, kind: int, protocol: int, name: str, address: Any
     except OSError as error:
         return error.errno == errno.EADDRNOTAVAIL
     return False
-
-
-def _unknown(host: str, error: socket.gaierror) -> NobodyThere:
-    return NobodyThere(
-        f"The address {host!r} of the machine with rank 0 cannot be found ({error.strerror}): correct "
-        "`--main_process_ip`, or give an IP address."
-    )
 
 
 @contextmanager

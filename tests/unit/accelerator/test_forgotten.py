@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -203,6 +203,21 @@ def another_beside_it(accelerator: Accelerator) -> None:
             optimizer.zero_grad()
 
 
+def another_beside_steps_that_the_script_counts(accelerator: Accelerator) -> None:
+    net, own = Net(), Net()
+    model, optimizer, batches = accelerator.prepare(net, sgd(net), loader())
+    mine = sgd(own)
+    for number, (x, _y) in enumerate(batches):
+        with accelerator.no_sync(model) if number % 2 == 0 else nullcontext():
+            accelerator.backward(model(x).mean())
+        own(x).mean().backward()
+        mine.step()
+        mine.zero_grad()
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 def with_items(accelerator: Accelerator) -> None:
     net = Net()
     model, optimizer, batches = accelerator.prepare(net, sgd(net), loader())
@@ -222,6 +237,7 @@ FINE: list[Script] = [
     batches_in_a_list,
     two_in_turn,
     another_beside_it,
+    another_beside_steps_that_the_script_counts,
     with_items,
 ]
 MODEL = r"No model was passed to `accelerator.prepare\(\)`"

@@ -100,6 +100,8 @@ def test_every_command_has_a_parser_that_knows_what_to_call() -> None:
         (["launch", "--tpu", "--num_processes", "8", "x.py"], "A TPU needs torch_xla"),
         (["launch", "--tpu", "x.py"], "A TPU needs torch_xla"),
         (["launch", "nowhere.py"], "There is no script nowhere.py"),
+        (["launch", "python_trian.py"], "There is no script python_trian.py"),
+        (["launch", "python3.11", "train.py"], "leave it out, for scripts are run by Python anyway"),
         (["launch", "python", "train.py"], "leave it out, for scripts are run by Python anyway, and name the script."),
         (["launch", "-m", "pkg/train.py"], "pkg/train.py is that of a file: write `-m pkg.train`, or leave out `-m`"),
         (["launch", "-m", "/pkg/train.py"], "and /pkg/train.py is that of a file: leave out `-m`."),

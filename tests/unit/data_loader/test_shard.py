@@ -391,6 +391,10 @@ def test_what_clients_read() -> None:
     assert loader.batch_sampler.num_processes == 2
     split = prepared(plain, num_processes=2, process_index=0, split_batches=True)
     assert (split.total_batch_size, len(split)) == (2, 5)
+    counted = Numbers(10)
+    counted.total_length = 1000  # type: ignore[attr-defined]  # of tokens, say
+    dispatched = prepared(DataLoader(counted, batch_size=2), dispatch_batches=True)
+    assert dispatched.total_dataset_length == 10
     loader.set_sampler(Backwards(10))
     assert isinstance(loader.get_sampler(), Backwards) and values(loader)[0] == [9, 8]
     with pytest.raises(ValueError, match="iterable dataset"):

@@ -171,3 +171,14 @@ def test_what_a_device_of_torch_is() -> None:
         "meta": None,
     }
     assert [name for name in found if copies_behind(torch.device(name, 0))] == ["cuda"]
+
+
+def test_a_device_that_cannot_be_asked_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after the error of a kernel: the thread that watches for hangs goes on."""
+
+    class Stream:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream())
+    assert by_name("cuda").works(torch.device("cuda", 0)) is False

@@ -19,6 +19,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("raise AssertionError('this ran')\n")
     (tmp_path / "wide/__init__.py").write_text("__path__.append('elsewhere')\nraise AssertionError('this ran')\n")
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old/__init__.py").write_text("__import__('pkg_resources').declare_namespace(__name__)\n")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     assert "pkg" not in sys.modules
@@ -26,7 +28,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 @pytest.mark.parametrize(
     "name",
-    ["pkg.train", "train", "pkg.sub.run", "pkg.whole", "wide.a", "wide.elsewhere", "json.tool", "os", "zipimport"],
+    [
+        *("pkg.train", "train", "pkg.sub.run", "pkg.whole", "wide.a", "wide.elsewhere", "old.elsewhere"),
+        *("json.tool", "os", "zipimport"),
+    ],
 )
 def test_modules_that_can_be_run_or_may_be(name: str) -> None:
     assert why_not(name) is None

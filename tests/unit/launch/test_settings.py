@@ -360,6 +360,7 @@ def test_variables_that_a_launch_replaces_by_defaults_are_mentioned(tmp_path: Pa
         "`--dynamo_backend INDUCTOR`.",
     ]
     assert not any("MIXED" in note for note in settings("--mixed_precision", "no", **told).notes)
+    assert not any("MIXED" in note for note in settings(ACCELERATE_MIXED_PRECISION="").notes)
     (tmp_path / "c.yaml").write_text("mixed_precision: fp16\nnum_processes: 1\n")
     (note,) = [n for n in settings("--config_file", str(tmp_path / "c.yaml"), **told).notes if "MIXED" in n]
     assert "replaces it by that of " in note and "c.yaml, 'fp16': give `--mixed_precision bf16`." in note

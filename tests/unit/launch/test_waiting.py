@@ -37,7 +37,7 @@ def test_a_name_that_a_cluster_learns_late(monkeypatch: pytest.MonkeyPatch, caps
     late = SimpleNamespace(**{**vars(socket), "getaddrinfo": lambda *words, **how: answers.pop(0)(*words, **how)})
     monkeypatch.setattr(waiting, "socket", late)
     monkeypatch.setattr(waiting, "_LOOK", 0.0)
-    waiting.check_own("node-1")
+    waiting.check_own("node-1", limit=60.0)
     assert answers == []
     assert capsys.readouterr().err.startswith("accelerate launch: the address 'node-1' cannot be found (Name or")
 
