@@ -8,6 +8,7 @@ import os
 import random
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -632,6 +633,55 @@ def test_a_dataset_that_refuses_its_state_leaves_all_as_it_was(
     assert f"does not fit the {kind.__name__} that it is loaded into (ValueError: these are other files)" in text
     assert "loader 0" in text
     assert {index for _, seen in outcomes for index in seen} == set(range(SAMPLES))
+
+
+class Cursor:
+    place = 0
+
+
+class WithParts(Telling):
+    """Keeps its place in an object of its own, beside much data and a file."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cursor, self.data = Cursor(), list(range(2000))
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = self.cursor.place = state["place"]
+
+
+class WithAFile(Telling):
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.file = open(path)  # noqa: SIM115
+
+    def __iter__(self) -> Iterator[int]:
+        self.file.seek(0)
+        yield from super().__iter__()
+
+    def __del__(self) -> None:
+        self.file.close()
+
+
+def test_a_refused_load_does_not_move_what_a_dataset_holds(tmp_path: Path) -> None:
+    def run(kind: Any, outputs: int) -> tuple[Accelerator, Any]:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(exact_resume=True))
+        accelerator.prepare(torch.nn.Linear(2, outputs))
+        return accelerator, accelerator.prepare(DataLoader(kind(), BATCH))
+
+    path = tmp_path / "file"
+    path.write_text("")
+    for number, kind in enumerate((WithParts, partial(WithAFile, path))):
+        accelerator, loader = run(kind, 1)
+        for _ in loader:
+            accelerator.save_state(tmp_path / str(number))
+            break
+        accelerator, loader = run(kind, 2)
+        dataset = loader.dataset
+        with pytest.raises(CheckpointError, match="other shapes"):
+            accelerator.load_state(tmp_path / str(number))
+        assert dataset.place == 0 and getattr(dataset, "cursor", Cursor).place == 0
+        assert len(list(loader)) == -(-SAMPLES // BATCH)
 
 
 class Placed(IterableDataset):

@@ -160,6 +160,31 @@ def test_saves_behind_the_training(tmp_path: Path, version: int) -> None:
     run_world(_saves_behind_the_training, 2, str(tmp_path / "checkpoint"), version)
 
 
+def _hook_that_fails_behind_the_training(folder: str, version: int) -> str:
+    """Before anything is gathered: nobody waits in a collective for the one that has failed."""
+    accelerator, model, optimizer = _prepared(f"fsdp{version}-full")
+    _train(accelerator, model, optimizer, range(1))
+
+    def hook(*args: Any) -> None:
+        if accelerator.process_index == 1:
+            raise ValueError("not today")
+
+    handle = accelerator.register_save_state_pre_hook(hook)
+    with pytest.raises((CheckpointError, ValueError), match="not today") as caught:
+        accelerator.save_state(folder, async_save=True)
+    assert not Path(folder).exists()
+    handle.remove()
+    accelerator.save_state(folder, async_save=True)
+    accelerator.wait_for_checkpoint()
+    verify_checkpoint(folder)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_hook_that_fails_on_one_rank_behind_the_training(tmp_path: Path, version: int) -> None:
+    run_world(_hook_that_fails_behind_the_training, 2, str(tmp_path / "checkpoint"), version)
+
+
 def _refuses_another_model(folder: str) -> str:
     accelerator, _, _ = _prepared("fsdp2")
     accelerator.save_state(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -60,7 +60,7 @@ def load_sharded(
     same = {name for group in shared if not set(names).isdisjoint(group) for name in group}
     report_names(model, checkpoint, sorted(known - set(names) - same), sorted(set(names) - known), strict)
     sparse = {name: value for name, value in others.items() if name not in extra}
-    _refuse_kinds(model, checkpoint, {name: (value, state[name]) for name, value in sparse.items()})
+    _refuse_kinds(model, checkpoint, sparse, shapes.keys() - extra, state)
     if full_state_dict:
         shapes |= {name: tuple(value.shape) for name, value in sparse.items()}
         here = {name: tuple(state[name].shape) for name in shapes.keys() & known - extra}
@@ -76,12 +76,20 @@ def load_sharded(
         set_model_state_dict(model, {**sparse, **extras}, options=options)
 
 
-def _refuse_kinds(model: nn.Module, checkpoint: Any, entries: Mapping[str, tuple[Any, torch.Tensor]]) -> None:
-    """Raise an error for what is not of the kind that the model has there. entries: both, by name."""
+def _refuse_kinds(
+    model: nn.Module, checkpoint: Any, others: Mapping[str, Any], dense: Iterable[str], state: Mapping[str, Any]
+) -> None:
+    """Raise an error for what is not of the kind that the model has there, in its state dict.
+
+    others: what is no dense tensor in the checkpoint. dense: the names of what is one.
+    """
     wrong = []
-    for name, (there, here) in sorted(entries.items()):
-        if not isinstance(there, torch.Tensor):
-            wrong.append(f"{name} is {a_kind_of(there)} in it and a tensor in the model")
-        elif there.layout is not here.layout:
+    for name, value in sorted(others.items()):
+        if not isinstance(value, torch.Tensor):
+            wrong.append(f"{name} is {a_kind_of(value)} in it and a tensor in the model")
+        elif value.layout is not state[name].layout:
             wrong.append(f"{name} is sparse in it and not in the model")
+    for name in sorted(dense):
+        if name in state and state[name].layout is not torch.strided:
+            wrong.append(f"{name} is sparse in the model and not in it")
     refuse_unfit(model, checkpoint, wrong)

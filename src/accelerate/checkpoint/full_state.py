@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
 from itertools import chain
-from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -280,24 +279,17 @@ def loads_as_torch(optimizer: Any) -> bool:
 def _check_form(state: Any, as_torch: bool, path: Path) -> None:
     """Raise if this is not the state of an optimizer at all. as_torch: it is loaded by torch, which needs more."""
     groups = state.get("param_groups") if isinstance(state, dict) else None
-    fits = isinstance(groups, list) and all(
+    fits = isinstance(groups, (list, tuple)) and all(
         isinstance(group, dict) and isinstance(group.get("params"), (list, tuple)) for group in groups
     )
     if fits and as_torch:
         by_parameter = state.get("state")
         fits = isinstance(by_parameter, dict) and all(
-            isinstance(values, dict) and all(map(_is_of_numbers, values.values())) for values in by_parameter.values()
-        )
+            isinstance(values, dict) and not isinstance(values.get("step"), str)
+            for values in (by_parameter.get(number, {}) for group in groups or () for number in group["params"])
+        )  # beside them an optimizer may keep what it likes
     if not fits:
         raise CheckpointError(f"{path} does not hold the state of an optimizer: load another checkpoint.")
-
-
-def _is_of_numbers(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_of_numbers, value.values()))
-    if isinstance(value, (list, tuple)):
-        return all(map(_is_of_numbers, value))
-    return value is None or isinstance(value, (torch.Tensor, Number))
 
 
 def _check_groups(optimizer: Any, state: dict[str, Any], as_torch: bool, path: Path) -> None:
@@ -319,11 +311,13 @@ def _check_groups(optimizer: Any, state: dict[str, Any], as_torch: bool, path: P
 def _lacking(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> list[str]:
     """The settings that these groups lack for an optimizer, apart from those that it adds to older groups itself."""
     twin = object.__new__(type(optimizer))
+    own = dict(optimizer.defaults)  # to which torch adds, here and in each load, what no group need have
     try:
-        twin.__setstate__({"defaults": optimizer.defaults, "state": {}, "param_groups": [dict(g) for g in groups]})
+        twin.__setstate__({"defaults": own, "state": {}, "param_groups": [dict(group) for group in groups]})
     except Exception:  # it needs more than that to tell
         return []
-    return sorted({name for group in twin.param_groups for name in optimizer.defaults.keys() - group.keys()})
+    needed = set(optimizer.defaults).intersection(*optimizer.param_groups)
+    return sorted({name for group in twin.param_groups for name in needed - group.keys()})
 
 
 def _quick_to_search(state: dict[str, Any]) -> dict[str, Any]:

@@ -109,8 +109,8 @@ def past_undoing(folder: Path) -> Iterator[None]:
         yield
     except Exception as error:
         raise CheckpointError(
-            f"{folder} was partly loaded before it failed ({in_words(error)}), and this engine cannot roll back: "
-            "load another checkpoint before you continue training, or start again."
+            f"{folder} was partly loaded before it failed ({in_words(error)}), and what was loaded cannot be "
+            "rolled back: load another checkpoint before you continue training, or start again."
         ) from error
 
 

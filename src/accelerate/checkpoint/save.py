@@ -69,10 +69,9 @@ def save(
             for hook in hooks:
                 hook(list(run.models), weights, str(staging))
             main = run.rank == 0 or (leads and everywhere)
-            # The strategy first: what all processes write together must not wait for one that has failed before.
+            # The strategy first: what all processes do together must not wait for one that has failed before.
             engine = strategy.save(run, weights, safe=safe, main=main, **kwargs)
-            every = chain(engine, shared_parts(run, main), own_parts(run, (run.progress or {}).get("step", 0)))
-            return every if background is None else copied(every, background.memory)
+            return chain(engine, shared_parts(run, main), own_parts(run, (run.progress or {}).get("step", 0)))
         except OSError as error:
             if error.strerror:  # where a hook has written, to a file that it alone knows
                 error.filename = error.filename or str(target)
@@ -80,6 +79,8 @@ def save(
 
     try:
         parts = own_result(prepare)
+        if background is not None:  # only when nobody has refused: what is copied may have to be gathered first
+            parts = own_result(lambda: copied(parts, background.memory))
     except BaseException:
         clean_up()
         raise

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from contextlib import suppress
 from dataclasses import replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
@@ -38,6 +39,9 @@ from accelerate.state import ending
 
 if TYPE_CHECKING:
     from accelerate.data_loader.base import PreparedLoader
+
+# Of a dataset, an attribute with more items than this is its data.
+_FEW = 1000
 
 
 class Phase(Enum):
@@ -426,17 +430,21 @@ def stateful_dataset(loader: PreparedLoader) -> Any:
 
 
 def _twin(dataset: Any) -> Any:
-    """Another dataset with all that this one has, to be tried in its place; None of one that has no such state.
+    """Another dataset with copies of all that this one has, to be tried in its place; None where there can be none.
 
-    To give a dataset back what it has told of itself would not do: some begin their next epoch there.
+    To give a dataset back what it has told of itself would not do: some begin their next epoch there. The data itself,
+    which is what is large, is shared.
     """
-    if not hasattr(dataset, "load_state_dict"):
+    if not hasattr(dataset, "load_state_dict") or hasattr(dataset, "__del__"):
         return None
-    with suppress(TypeError):  # one that Python alone cannot make
-        twin = object.__new__(type(dataset))
-        twin.__dict__.update(vars(dataset))
-        return twin
+    with suppress(Exception):  # one with an open file, say
+        shared = {id(value): value for value in vars(dataset).values() if _is_data(value)}
+        return copy.deepcopy(dataset, shared)
     return None
+
+
+def _is_data(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray)) or (isinstance(value, Sized) and len(value) > _FEW)
 
 
 def state_of(dataset: Any) -> Any:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from types import NoneType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -238,7 +239,7 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, Any], int]:
         header = parsed(file.read(length))
     if not isinstance(header, dict):
         raise ValueError(f"its header is {a_kind_of(header)}, not a dict")
-    if not isinstance(header.get("__metadata__", {}), dict):
+    if not isinstance(header.get("__metadata__"), (dict, NoneType)):
         raise ValueError(f"its metadata are {a_kind_of(header['__metadata__'])}, not a dict")
     end = 8 + length + _length_of({name: entry for name, entry in header.items() if name != "__metadata__"})
     if end != size:

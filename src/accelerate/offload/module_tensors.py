@@ -141,18 +141,24 @@ def find_tensor(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return holder, attribute
 
 
-def shared_on(device: Any, placed: Mapping[Any, torch.Tensor] | None, source: torch.Tensor) -> torch.Tensor | None:
+# The shape and the strides of a tensor.
+Form = tuple[torch.Size, tuple[int, ...]]
+
+
+def form_of(tensor: torch.Tensor) -> Form:
+    return tensor.shape, tensor.stride()
+
+
+def shared_on(device: Any, placed: Mapping[Any, torch.Tensor] | None, form: Form | None) -> torch.Tensor | None:
     """Return the tensor that a parameter shares on a device, if it is there already.
 
     Args:
         device: the device, as it was written there.
         placed: by device, what has been made of the tensor at the address of the source.
-        source: the value of the parameter. A view of other elements may begin at the same address.
+        form: that of the value of the parameter. A view of other elements may begin at the same address.
     """
     found = placed.get(device) if placed else None
-    if found is None or found.shape != source.shape or found.stride() != source.stride():
-        return None
-    return found
+    return found if found is not None and (is_packed(found) or form_of(found) == form) else None
 
 
 def set_module_tensor_to_device(
@@ -191,7 +197,7 @@ def set_module_tensor_to_device(
     tied = {} if tied_params_map is None or name in buffers else tied_params_map
     sources = [known for known in (value, old) if tied and known is not None]
     for source in sources:
-        shared: Any = shared_on(device, tied.get(source.data_ptr()), source)
+        shared: Any = shared_on(device, tied.get(source.data_ptr()), form_of(source))
         if shared is not None:
             parameters[name] = shared
             return

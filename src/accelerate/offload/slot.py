@@ -12,7 +12,7 @@ from torch import nn
 
 from accelerate.devices.base import DeviceLike
 from accelerate.io.stored_tensors import FileRange
-from accelerate.offload.module_tensors import shared_on
+from accelerate.offload.module_tensors import Form, form_of, shared_on
 from accelerate.offload.offloaded_weights import find_source, full_name
 from accelerate.offload.parameter_kinds import PLAIN, has_parts, is_packed, of_kind
 from accelerate.offload.placeholder import Offloaded, placeholder_for, traits_of
@@ -47,7 +47,11 @@ class Slot:
         self.home = device  # where the tensor was before it was offloaded
         self.is_parameter: bool = attribute in parameters_of(holder)
         # By device: tensors of others that are this one. Found now, since later something else may have its address.
-        self.shared: Mapping[Any, torch.Tensor] = self._find_shared(tied) if self.is_parameter else {}
+        source = find_source(weights, name) if tied and self.is_parameter else None
+        self.shared: Mapping[Any, torch.Tensor] = {}
+        self.form: Form | None = None  # of the value, if it may be shared
+        if tied and isinstance(source, torch.Tensor):
+            self.shared, self.form = tied.get(source.data_ptr(), {}), form_of(source)
         table: Any = parameters_of(holder) if self.is_parameter else buffers_of(holder)
         self.table: MutableMapping[str, Any] | _Scripted = (
             table if isinstance(table, MutableMapping) else _Scripted(table)
@@ -138,13 +142,8 @@ class Slot:
 
     def source(self) -> torch.Tensor | FileRange:
         """Where the value is: in memory, or in a file."""
-        own = find_source(self.weights, self.name)
-        shared = shared_on(self.given_device, self.shared, own) if isinstance(own, torch.Tensor) else None
-        return own if shared is None else shared
-
-    def _find_shared(self, tied: Mapping[int, Mapping[Any, torch.Tensor]] | None) -> Mapping[Any, torch.Tensor]:
-        source = find_source(self.weights, self.name) if tied else None
-        return tied.get(source.data_ptr(), {}) if tied and isinstance(source, torch.Tensor) else {}
+        shared = shared_on(self.given_device, self.shared, self.form) if self.shared else None
+        return find_source(self.weights, self.name) if shared is None else shared
 
     def take(self) -> torch.Tensor | FileRange:
         """The source, for a copy that is used later; see `is_outdated`."""

@@ -87,6 +87,30 @@ def test_views_of_tied_weights_are_no_ties(place: str) -> None:
     assert made.part.weight.shape == (2, 4)  # type: ignore[union-attr]
 
 
+def test_a_tied_weight_that_is_there_is_not_read_again() -> None:
+    class Counted(dict[str, torch.Tensor]):
+        reads = 0
+
+        def __getitem__(self, name: str) -> torch.Tensor:
+            self.reads += 1
+            return super().__getitem__(name)
+
+    made = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    made[1].weight = made[0].weight
+    weights = Counted(made.state_dict())
+    attach_align_device_hook_on_blocks(
+        made,
+        execution_device={"0": "cpu:0", "1": "cpu:0"},
+        offload={"0": False, "1": True},
+        weights_map=weights,
+        tied_params_map={made[0].weight.data_ptr(): {}},
+    )
+    before = weights.reads
+    for _ in range(3):
+        made(torch.ones(1, 4))
+    assert weights.reads == before
+
+
 @pytest.mark.parametrize("places", [{"": "disk"}, dict.fromkeys(ALL_CPU, "disk")], ids=["one entry", "several"])
 def test_a_whole_model_on_disk(places: dict[str, str], tmp_path: Path) -> None:
     made = dispatch_model(model(), places, offload_dir=tmp_path)

@@ -552,10 +552,12 @@ def load_odd_entries(folder: str, shards: bool, broadcast: bool) -> None:
     for file, problem in (
         ("sparse.bin", "last.weight is sparse in it and not in the model"),
         ("none.bin", "last.weight is an int in it and a tensor in the model"),
+        ("dense.bin", "sparse is sparse in the model and not in it"),
         ("size.bin", r"sparse has shape \(4, 4\) in it and \(3, 3\) in the model"),
     ):
         with pytest.raises(ValueError, match=rf"{file} does not fit this Odd \({problem}\): give the model"):
             load_checkpoint_in_model(model, f"{here}/{file}", broadcast_from_rank0=broadcast)
+        assert torch.equal(model.state_dict()["sparse"].to_dense(), torch.eye(3) * 7)
     load_checkpoint_in_model(model, f"{here}/few.bin", broadcast_from_rank0=broadcast)
     assert model.inner.steps == model.scales == 7
 
@@ -569,6 +571,7 @@ def test_models_over_ranks_get_what_is_no_ordinary_tensor(shards: bool, broadcas
     (tmp_path / "model.bin.index.json").write_text('{"a": "a.bin", "b": "b.bin"}')
     state |= first
     torch.save({**state, "last.weight": torch.eye(4).to_sparse()}, tmp_path / "sparse.bin")
+    torch.save({**state, "sparse": torch.eye(3)}, tmp_path / "dense.bin")
     torch.save({"last.weight": torch.eye(4)}, tmp_path / "few.bin")
     torch.save({**state, "last.weight": 3}, tmp_path / "none.bin")
     torch.save({**state, "sparse": torch.eye(4).to_sparse()}, tmp_path / "size.bin")

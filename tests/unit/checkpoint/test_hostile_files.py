@@ -25,6 +25,7 @@ from accelerate.io import disk, safe_load, stored_tensors, torch_format
 from accelerate.io.safe_load import name_of, read_torch
 from accelerate.io.stored_tensors import write_safetensors
 from accelerate.io.torch_format import write_torch
+from accelerate.utils import load_checkpoint_in_model
 
 RECONSTRUCT, SCALAR = np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0]
 
@@ -327,6 +328,21 @@ def test_a_manifest_that_never_ends(tmp_path: Path, kind: str) -> None:
                 use(tmp_path)
         accelerator.save_state(tmp_path)  # replaces it
         verify_checkpoint(tmp_path)
+
+
+def test_a_header_with_metadata_that_are_null_is_read(tmp_path: Path) -> None:
+    """As other libraries for safetensors may write it; its own reads it."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.save_model(model, tmp_path)
+    file = tmp_path / "model.safetensors"
+    raw = file.read_bytes()
+    start = 8 + int.from_bytes(raw[:8], "little")
+    text = json.dumps(json.loads(raw[8:start]) | {"__metadata__": None}).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + raw[start:])
+    other = torch.nn.Linear(2, 2)
+    load_checkpoint_in_model(other, tmp_path)
+    assert torch.equal(other.weight, model.weight)
 
 
 @pytest.mark.parametrize("kind", ["shared", "a float", "deep", "a list", "metadata"])

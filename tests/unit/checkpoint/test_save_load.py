@@ -353,6 +353,12 @@ def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> Non
         single.load_state(tmp_path / "x")
 
 
+# Those of torch that take dense gradients and parameters with two dimensions.
+PLAIN_OPTIMIZERS = (
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax"),
+    *("Muon", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+
 STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "of a scheduler": lambda state: {"last_epoch": 3},
     "a list": lambda state: [1, 2],
@@ -379,6 +385,55 @@ def test_what_is_no_state_of_an_optimizer_is_refused_before_anything_changes(tmp
     with pytest.raises(CheckpointError, match=r"optimizer\.bin does not hold the state of an optimizer: load another"):
         run.accelerator.load_state(tmp_path)
     assert run.state() == before
+
+
+class Signs(torch.optim.Optimizer):
+    """As others write them: with what torch's class has, and no more; it keeps a count for all parameters."""
+
+    def __init__(self, parameters: Any, lr: float = 0.1) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state.setdefault("kind", np.bool_(True))
+                state["mean"] = state.get("mean", 0.0) * 0.9 + parameter.grad.mean()
+                parameter.sub_(group["lr"] * parameter.grad.sign() * state["mean"].abs() / self.state["steps"])
+
+
+def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, max_iter=2, history_size=2)
+
+
+OPTIMIZERS = [_lbfgs, Signs, *(getattr(torch.optim, name) for name in dir(torch.optim) if name in PLAIN_OPTIMIZERS)]
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_every_kind_of_optimizer_goes_on_where_it_was_saved(tmp_path: Path, kind: Any) -> None:
+    accelerator = Accelerator(cpu=True)
+    net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 2, bias=False))
+    model, optimizer = accelerator.prepare(net, kind(net.parameters()))
+
+    def step() -> torch.Tensor:
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.arange(8.0).view(2, 4)).square().mean()
+            accelerator.backward(loss)
+            return loss
+
+        closure()
+        optimizer.step(closure)
+        return weights(model).clone()
+
+    step()
+    accelerator.save_state(tmp_path)
+    expected = step()
+    for _ in range(2):
+        accelerator.load_state(tmp_path)
+        assert torch.equal(step(), expected)
 
 
 def test_names_may_differ_but_not_shapes(tmp_path: Path) -> None:
