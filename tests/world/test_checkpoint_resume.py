@@ -395,7 +395,10 @@ def test_another_number_of_processes(tmp_path: Path, saved: int) -> None:
             if kind == "batches without a size":
                 continue  # how many samples a step has is not known
             new, left = loaded * (BATCH if kind in OF_ONE_SIZE else size), SAMPLES - len(done)
-            assert f"{saved} processes with {saved * BATCH} samples per step are now {loaded} with {new}" in message
+            assert (
+                f"{saved} process{'es' * (saved > 1)} with {saved * BATCH} samples per step became {loaded} with {new}"
+                in message
+            )
             now, then = -(-left // new), -(-left // (saved * BATCH))
             compared = "as before" if now == then else f"instead of {then}"
             assert f"so {now} steps are left of epoch 0 {compared}" in message

@@ -41,6 +41,9 @@ class _Check:
         self._looks -= 1
         return self._looks <= 0 or self.accelerator() is None
 
+    def note(self) -> None:
+        """Look at what the backward has left."""
+
     def end(self) -> None:
         """Leave nothing behind."""
 
@@ -67,13 +70,16 @@ class FirstBackward:
         if not self._checks:
             del strategy.backward
         type(strategy).backward(strategy, loss, **kwargs)
+        for check in self._checks or ():
+            check.note()
 
 
 def _look(accelerator: Accelerator, strategy: Strategy, loss: torch.Tensor) -> list[_Check]:
     """Say what can be said now; returns what shows later."""
     checks: list[_Check] = []
     if accelerator.gradient_accumulation_steps > 1 and not strategy.owns_accumulation:
-        checks.append(_StepsInBetween(accelerator))
+        steps = _StepsInBetween(accelerator)
+        checks += [steps, _ClearedInBetween(accelerator, strategy, steps)]
     if accelerator.num_processes == 1:
         return checks
     if not accelerator._models:
@@ -130,23 +136,24 @@ class _StepsInBetween(_Check):
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator, _LOOKS + 2 * accelerator.gradient_accumulation_steps)
-        self._seen = False
+        self.seen = False
         self._prepared = bool(accelerator._models)
         self._first = accelerator.gradient_state.backwards + 1  # how many there will have been after this one
         self._hook = register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         accelerator = self.accelerator()
-        if self._seen or accelerator is None:
+        if self.seen or accelerator is None:
             return
         trained = {id(parameter) for model in accelerator._models for parameter in model.parameters()}
         mine = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if self._prepared and trained.isdisjoint(map(id, mine)):
             return  # something else that the script trains; all of it, once `free_memory` was called
-        self._seen = True
+        self.seen = True
         state = accelerator.gradient_state
         if state.sync_gradients:
-            if state.backwards == self._first and not state.end_of_dataloader:
+            alone = state.backwards == self._first and not state.end_of_dataloader
+            if alone and accelerator._accumulation.step == 0:  # `accumulate` was not entered, here nor before a resume
                 self._say_window_of_one(accelerator, optimizer)
             return  # it does wait
         known = any(optimizer is prepared.optimizer for prepared in accelerator._optimizers)
@@ -169,10 +176,41 @@ class _StepsInBetween(_Check):
         )
 
     def is_over(self) -> bool:
-        return super().is_over() or self._seen
+        return super().is_over() or self.seen
 
     def end(self) -> None:
         self._hook.remove()  # not while torch goes through its hooks
+
+
+class _ClearedInBetween(_Check):
+    """Notices that gradients have gone in the middle of the first window, and no step has used them."""
+
+    def __init__(self, accelerator: Accelerator, strategy: Strategy, steps: _StepsInBetween) -> None:
+        super().__init__(accelerator, accelerator.gradient_accumulation_steps)
+        self._strategy, self._steps = strategy, steps
+        self._waiting = False  # gradients that the backward before has left for the next one
+
+    def note(self) -> None:
+        accelerator = self.accelerator()
+        self._waiting = accelerator is not None and not accelerator.gradient_state.sync_gradients and self._finds_any()
+
+    def _finds_any(self) -> bool:
+        models = [] if (accelerator := self.accelerator()) is None else accelerator._models
+        return self._strategy.has_gradients([parameter for model in models for parameter in model.parameters()])
+
+    def is_over(self) -> bool:
+        accelerator = self.accelerator()
+        if accelerator is None or not accelerator._models or self._steps.seen:
+            return True
+        if self._waiting and not self._finds_any():
+            _say(
+                accelerator,
+                "The gradients of an accumulation window were cleared before its end, as `model.zero_grad()` does, so "
+                "the micro-batches before do not count: call `zero_grad()` of the optimizer that "
+                "`accelerator.prepare()` returned, which waits for the end of the window.",
+            )
+            return True
+        return super().is_over()
 
 
 class _Losses(_Check):

@@ -359,7 +359,8 @@ def _check_unused(target: Path, config: Any, own: Path | None) -> None:
         if not target.exists():
             wrong = f"{later[-1]} belongs to another run, but the next checkpoint of this run would be {target.name}"
         raise WrongFolder(
-            f"{wrong}: load the last one first (`load_state()`, or `resume()` under `--resume auto`), set "
+            f"{wrong}: if that run is over, load its last one first (`load_state()`, or `resume()` under `--resume "
+            "auto`), or else set "
             "`accelerator.project_configuration.iteration` to the number of the next checkpoint, use another "
             "`project_dir`, or delete what is there."
         )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelerate.errors import Unfit, warn
-from accelerate.text import some_of
+from accelerate.text import did_you_mean, some_of
 from accelerate.torch_internals.modules import EXTRA_STATE
 
 
@@ -23,18 +23,24 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, int | str | torc
     Raises:
         ValueError: a tensor has no device.
     """
+    tensors = warn_of_unknown_names(model, device_map)
+    gaps = [name for name in tensors if closest_entry(name, device_map) is None]
+    if gaps:
+        raise no_device_for(gaps, f" of this {type(model).__name__}")
+
+
+def warn_of_unknown_names(model: nn.Module, device_map: Mapping[str, int | str | torch.device]) -> list[str]:
+    """Warn if a device map names what a model does not have. Returns the names of the model's tensors."""
     # Extra state is no tensor of a module, and lies nowhere.
     tensors = [name for name in model.state_dict() if name.rpartition(".")[2] != EXTRA_STATE]
     known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(tensors)
-    unknown = [name for name in device_map if name not in known]
+    unknown = [name + did_you_mean(name, known) for name in device_map if name not in known]
     if unknown:
         warn(
             f"The device map names {some_of(unknown)}, which this {type(model).__name__} does not have: correct "
             "or remove these names."
         )
-    gaps = [name for name in tensors if closest_entry(name, device_map) is None]
-    if gaps:
-        raise no_device_for(gaps, f" of this {type(model).__name__}")
+    return tensors
 
 
 def no_device_for(names: Sequence[str], of_what: str = "") -> ValueError:

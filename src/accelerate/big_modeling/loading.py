@@ -17,7 +17,12 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from accelerate.big_modeling.device_map_checks import closest_entry, no_device_for, refuse_devices
+from accelerate.big_modeling.device_map_checks import (
+    closest_entry,
+    no_device_for,
+    refuse_devices,
+    warn_of_unknown_names,
+)
 from accelerate.big_modeling.offloaded_models import quantize_and_offload_8bit
 from accelerate.big_modeling.ties import (
     check_tied_parameters_in_config,
@@ -138,6 +143,7 @@ def load_checkpoint_in_model(
         load_sharded(model, checkpoint, strict, full_state_dict, broadcast_from_rank0)
         return
     if device_map is not None:
+        warn_of_unknown_names(model, device_map)
         check_tied_parameters_on_same_device(tied, device_map)
         on_disk = [name or "the whole model" for name, device in device_map.items() if device == "disk"]
         if on_disk and offload_folder is None:

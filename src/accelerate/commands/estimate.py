@@ -199,7 +199,7 @@ def _training_tables(args: argparse.Namespace) -> str:
         f"{_usage_table(usage(task, processes), fits, title)}\n"
         f"{_usage_table(zero_usage(task, processes), fits, 'The same with DeepSpeed')}\n"
         "The first table counts the weights of the model without the head that a task adds, and no activations; those "
-        "of training count a whole step, with that head.\n"
+        "of training count a whole step, with that head if the config names an architecture that has one.\n"
         f"Fits: whether this machine has it, with {convert_bytes(memory)} {where}. Not counted: what the "
         "allocator keeps in reserve and what kernels use for a moment."
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import glob
 import importlib
 import os
 import re
@@ -17,14 +18,18 @@ from accelerate.config.options import FAMILIES, FLAG, Option
 from accelerate.config.options.base import WORDS
 from accelerate.config.options.compiling import MISSPELT
 from accelerate.errors import NotInstalled, NotYetSupported
+from accelerate.text import did_you_mean
 
 if TYPE_CHECKING:
     # What help and a wrong flag do not need is imported when something is launched.
     from accelerate.launch.plan import LaunchPlan
     from accelerate.launch.settings import Settings
 
-# What torchrun calls some of the flags.
-TORCHRUN = {
+# What torchrun and others call some of the flags.
+ELSEWHERE = {
+    "-n": "`--num_processes`",
+    "--bf16": "`--mixed_precision bf16`",
+    "--fp16": "`--mixed_precision fp16`",
     "--nproc_per_node": "`--num_processes`, of all machines together",
     "--node_rank": "`--machine_rank`",
     "--master_addr": "`--main_process_ip`",
@@ -99,7 +104,7 @@ class _Parser(CustomArgumentParser):
         return found, rest
 
     def _instead_of(self, word: str) -> str:
-        here = TORCHRUN.get(clean_option(word))
+        here = ELSEWHERE.get(clean_option(word))
         return f" (here it is {here})" if here else super()._instead_of(word)
 
     def error(self, message: str) -> NoReturn:
@@ -272,7 +277,10 @@ def _check_script(settings: Settings) -> None:
         what, remedy = "program" if program else "script", "correct its name or path"
         if not program and re.fullmatch(r"python[\d.]*(\.exe)?", os.path.basename(script)):
             remedy = "leave it out, for scripts are run by Python anyway, and name the script"
-        raise FileNotFoundError(f"There is no {what} {script} (in {os.getcwd()}): {remedy}.")
+        near = "" if program else did_you_mean(script, glob.glob(os.path.join(os.path.dirname(script), "*.py")))
+        raise FileNotFoundError(f"There is no {what} {script}{near} (in {os.getcwd()}): {remedy}.")
+    if not program and os.path.splitext(script)[1] in (".yaml", ".yml", ".json"):
+        raise ValueError(f"{script} is no Python script: for a config file, write `--config_file {script}` before it.")
     if program and os.access(script, os.X_OK) and not os.path.isdir(script):
         raise FileNotFoundError(
             f"There is no program {script} on the PATH: for the one in this folder write ./{script}."

@@ -343,7 +343,8 @@ def change(saved: Snapshot, loader: PreparedLoader) -> str | None:
         return None
     saved = saved.resume_point()
     old, new = saved.batch, loader.total_batch_size
-    text = f"{saved.processes} processes with {old} samples per step are now {loader.num_shards} with {new}"
+    processes = "1 process" if saved.processes == 1 else f"{saved.processes} processes"
+    text = f"{processes} with {old} samples per step became {loader.num_shards} with {new}"
     length = _length(loader)
     if length is not None:
         left = max(length - saved.samples - saved.batches * old, 0)

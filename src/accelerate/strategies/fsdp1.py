@@ -227,7 +227,9 @@ class FSDP1(Sharded):
             configs = FullStateDictConfig(**moves), FullOptimStateDictConfig(**moves)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # there is nothing else for this engine
-            warnings.filterwarnings("ignore", "Multiple backends are registered")  # torch answers itself: the CPU's
+            # torch asks itself in an old way, and answers itself: the CPU's.
+            warnings.filterwarnings("ignore", "`_get_pg_default_device` will be deprecated")
+            warnings.filterwarnings("ignore", "Multiple backends are registered")
             with Wrapper.state_dict_type(wrapped, kind, *configs):
                 yield
 

@@ -6,6 +6,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -325,6 +326,43 @@ def test_a_second_training_after_one_that_was_freed_in_the_middle_of_a_window() 
         kept = [one(stop=1), one(stop=None)]
     assert len(kept) == 2
     assert said == []
+
+
+def test_a_window_that_a_resume_goes_on_with(tmp_path: Path) -> None:
+    for goes_on in (False, True):
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        net = Net()
+        model, optimizer = accelerator.prepare(net, sgd(net))
+        if goes_on:
+            accelerator.load_state(tmp_path)
+        with heard() as said:
+            for _ in range(3):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(torch.ones(2, 4)).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert said == []
+        accelerator.save_state(tmp_path)
+
+
+@pytest.mark.parametrize("where", ["before the window", "in the window", "of the optimizer"])
+def test_gradients_that_are_cleared_in_a_window(where: str) -> None:
+    def script(accelerator: Accelerator) -> None:
+        net = Net()
+        model, optimizer = accelerator.prepare(net, sgd(net))
+        for number in range(8):
+            if where == "in the window" or (where == "before the window" and number % 4 == 0):
+                model.zero_grad()
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 4)).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+
+    said = sentences(script, 4)
+    assert len(said) == (where == "in the window")
+    assert all(sentence.startswith("The gradients of an accumulation window were cleared") for sentence in said)
 
 
 def test_steps_outside_of_accumulate_on_one_process() -> None:

@@ -223,7 +223,7 @@ def test_check_device_map() -> None:
     alone = nn.Linear(2, 2)
     with pytest.raises(ValueError, match="no device for bias of this Linear: add it, a module that contains it"):
         modeling.check_device_map(alone, {"weight": 0})
-    with pytest.warns(UserWarning, match="names block, which this Net does not have"):
+    with pytest.warns(UserWarning, match=r"names block \(did you mean `blocks`\?\), which this Net does not have"):
         modeling.check_device_map(model, {"": 0, "block": 1})
     modeling.check_device_map(model, {"embed.weight": 0, "blocks": 0, "norm": "cpu", "head": "disk"})
 

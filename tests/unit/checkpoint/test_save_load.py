@@ -168,7 +168,7 @@ def test_automatic_names(tmp_path: Path) -> None:
     assert run.accelerator.save_iteration == 3
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_1", "checkpoint_2"]
     config.iteration = 2
-    with pytest.raises(ValueError, match="checkpoint_2 exists already: load the last one first"):
+    with pytest.raises(ValueError, match="checkpoint_2 exists already: if that run is over, load its last one first"):
         run.accelerator.save_state()
     expected = run.state()
     fresh = ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True, total_limit=2)

@@ -100,6 +100,8 @@ def test_every_command_has_a_parser_that_knows_what_to_call() -> None:
         (["launch", "--tpu", "--num_processes", "8", "x.py"], "A TPU needs torch_xla"),
         (["launch", "--tpu", "x.py"], "A TPU needs torch_xla"),
         (["launch", "nowhere.py"], "There is no script nowhere.py"),
+        (["launch", "--bf16", "x.py"], "--bf16 (here it is `--mixed_precision bf16`);"),
+        (["launch", "-n", "2", "x.py"], "-n (here it is `--num_processes`)"),
         (["launch", "python_trian.py"], "There is no script python_trian.py"),
         (["launch", "python3.11", "train.py"], "leave it out, for scripts are run by Python anyway"),
         (["launch", "python", "train.py"], "leave it out, for scripts are run by Python anyway, and name the script."),
@@ -124,6 +126,15 @@ def test_mistakes_end_with_one_sentence(words: list[str], sentence: str) -> None
     assert code in (1, 2)
     assert sentence in err
     assert len(err.strip().splitlines()) == 1, err
+
+
+def test_a_config_file_or_a_misspelt_name_in_the_place_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "conf.yaml").touch()
+    (tmp_path / "train.py").touch()
+    code, _, err = accelerate("launch", str(tmp_path / "conf.yaml"))
+    assert code == 1 and "conf.yaml is no Python script: for a config file, write `--config_file /" in err
+    code, _, err = accelerate("launch", str(tmp_path / "trian.py"))
+    assert code == 1 and f"trian.py (did you mean `{tmp_path / 'train.py'}`?) (in " in err
 
 
 def test_a_busy_port_ends_with_one_sentence(tmp_path: Path) -> None:

@@ -343,6 +343,21 @@ def test_the_port_of_another_machine_is_not_looked_at_here(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    "words",
+    [
+        ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED"],
+        ["--fsdp_backward_prefetch", "BEFORE"],
+        ["--fsdp_state_dict_type", "WHOLE"],
+    ],
+)
+def test_values_of_fsdp_that_there_are_not(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    settings("--use_fsdp", "--fsdp_auto_wrap_policy", "no_wrap")
+    with pytest.raises(SystemExit):
+        settings("--use_fsdp", *words)
+    assert f"{words[0]}: should be one of " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "words", [["--deepspeed_multinode_launcher", "pbs"], ["--zero_stage", "4"], ["--nnodes", "2:1"]]
 )
 def test_values_that_there_are_not(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:

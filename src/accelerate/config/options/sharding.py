@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from accelerate.config.options.base import JSON, LOWER, WHOLE, YES_NO, YES_NO_WORD, Family, Kind, Option
@@ -38,6 +39,18 @@ def _strategy(value: Any) -> str:
 
 # Numbers are what files of 0.11 have here.
 _STRATEGY = Kind(f"one of {', '.join(STRATEGIES)}, or its number from 1 to {len(STRATEGIES)}", _strategy)
+
+
+def _among(names: Iterable[str]) -> Kind:
+    """One of these, in any case of letters."""
+
+    def parsed(value: Any) -> str:
+        if str(value).upper() not in names:
+            raise ValueError
+        return str(value)
+
+    return Kind(f"one of {', '.join(names)}", parsed)
+
 
 FSDP = Family(
     "FSDP",
@@ -81,6 +94,7 @@ FSDP = Family(
         Option(
             "fsdp_auto_wrap_policy",
             f"what makes a unit: {', '.join(WRAPPING)}",
+            _among(WRAPPING),
             question="What makes a unit?",
         ),
         Option(
@@ -92,11 +106,13 @@ FSDP = Family(
         Option(
             "fsdp_backward_prefetch",
             f"when the next parameters are gathered in the backward pass: {', '.join(PREFETCH)}",
+            _among(PREFETCH),
             question="When are the next parameters gathered in the backward pass?",
         ),
         Option(
             "fsdp_state_dict_type",
             f"how checkpoints are written: {', '.join(STATE_DICTS)}",
+            _among(STATE_DICTS),
             question="How should checkpoints be written?",
         ),
         Option(
