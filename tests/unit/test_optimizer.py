@@ -429,12 +429,12 @@ def test_correct_loops_are_silent(precision: str, steps: int) -> None:
     with silent():
         for _ in range(4):
             with accelerator.accumulate(model):
-                optimizer.zero_grad()
                 accelerator.backward(model(X).sum())
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 partly.step()
+                optimizer.zero_grad()
 
 
 def test_an_optimizer_prepared_before_its_model_is_silent() -> None:

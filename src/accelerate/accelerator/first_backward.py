@@ -79,7 +79,7 @@ def _look(accelerator: Accelerator, strategy: Strategy, loss: torch.Tensor) -> l
     checks: list[_Check] = []
     if accelerator.gradient_accumulation_steps > 1 and not strategy.owns_accumulation:
         steps = _StepsInBetween(accelerator)
-        checks += [steps, _ClearedInBetween(accelerator, strategy, steps)]
+        checks += [steps, _ClearedInBetween(accelerator, steps)]
     if accelerator.num_processes == 1:
         return checks
     if not accelerator._models:
@@ -153,7 +153,7 @@ class _StepsInBetween(_Check):
         state = accelerator.gradient_state
         if state.sync_gradients:
             alone = state.backwards == self._first and not state.end_of_dataloader
-            if alone and accelerator._accumulation.step == 0:  # `accumulate` was not entered, here nor before a resume
+            if alone and accelerator.step == 0:  # `accumulate` was not entered, here nor before a resume
                 self._say_window_of_one(accelerator, optimizer)
             return  # it does wait
         known = any(optimizer is prepared.optimizer for prepared in accelerator._optimizers)
@@ -185,32 +185,33 @@ class _StepsInBetween(_Check):
 class _ClearedInBetween(_Check):
     """Notices that gradients have gone in the middle of the first window, and no step has used them."""
 
-    def __init__(self, accelerator: Accelerator, strategy: Strategy, steps: _StepsInBetween) -> None:
+    def __init__(self, accelerator: Accelerator, steps: _StepsInBetween) -> None:
         super().__init__(accelerator, accelerator.gradient_accumulation_steps)
-        self._strategy, self._steps = strategy, steps
+        self._steps = steps
         self._waiting = False  # gradients that the backward before has left for the next one
 
     def note(self) -> None:
         accelerator = self.accelerator()
-        self._waiting = accelerator is not None and not accelerator.gradient_state.sync_gradients and self._finds_any()
-
-    def _finds_any(self) -> bool:
-        models = [] if (accelerator := self.accelerator()) is None else accelerator._models
-        return self._strategy.has_gradients([parameter for model in models for parameter in model.parameters()])
+        self._waiting = accelerator is not None and not accelerator.gradient_state.sync_gradients and _any(accelerator)
 
     def is_over(self) -> bool:
         accelerator = self.accelerator()
         if accelerator is None or not accelerator._models or self._steps.seen:
             return True
-        if self._waiting and not self._finds_any():
+        if self._waiting and not _any(accelerator):
             _say(
                 accelerator,
-                "The gradients of an accumulation window were cleared before its end, as `model.zero_grad()` does, so "
-                "the micro-batches before do not count: call `zero_grad()` of the optimizer that "
-                "`accelerator.prepare()` returned, which waits for the end of the window.",
+                "The gradients of an accumulation window were cleared before its last micro-batch, so those before it "
+                "do not count: call `zero_grad()` of the optimizer that `accelerator.prepare()` returned, after its "
+                "`step()`; before a backward, or of the model, it clears what waits for the step.",
             )
             return True
         return super().is_over()
+
+
+def _any(accelerator: Accelerator) -> bool:
+    """Whether gradients wait where torch keeps them: those that an engine keeps elsewhere are cleared by nobody."""
+    return any(p.grad is not None for model in accelerator._models for p in model.parameters())
 
 
 class _Losses(_Check):

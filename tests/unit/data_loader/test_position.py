@@ -492,7 +492,7 @@ def test_a_sampler_without_an_end_and_other_batches(tmp_path: Path) -> None:
         (lambda: SubsetRandomSampler(range(10)), "so 4 steps are left of epoch 0 instead of 2"),
         (lambda: RandomSampler(range(SAMPLES), num_samples=40), "so 34 steps are left of epoch 0 instead of 17"),
         (lambda: BatchSampler(range(9), 2, True), None),
-        (Endless, "are now 1 with 1."),
+        (Endless, "became 1 with 1."),
     ],
 )
 def test_steps_left_are_those_of_the_sampler(
