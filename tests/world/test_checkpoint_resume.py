@@ -639,18 +639,32 @@ def test_a_dataset_that_refuses_its_state_leaves_all_as_it_was(
 
 
 class Cursor:
+    """As long as what it reads, and with a state: not the data itself."""
+
     place = 0
+
+    def __len__(self) -> int:
+        return 2000
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place = state["place"]
+
+
+class NoCopy(list[int]):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise AssertionError("the data is shared")
 
 
 class WithParts(Telling):
-    """Keeps its place in an object of its own, beside much data and a file."""
+    """Keeps its place in an object of its own, beside much data."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.cursor, self.data = Cursor(), list(range(2000))
+        self.cursor, self.data = Cursor(), {"train": [NoCopy(range(2000))]}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.place = self.cursor.place = state["place"]
+        self.cursor.load_state_dict(state)
+        self.place = self.cursor.place
 
 
 class WithAFile(Telling):

@@ -140,7 +140,7 @@ def _kept(length: int, loader: Any) -> int:
 
 
 def _is_for_a_full_batch(data: Any, loader: Any) -> bool:
-    """Whether a smaller last batch got one value forevery sample of a full one, as by `loss.repeat(batch_size)`."""
+    """Whether a smaller last batch got one value for every sample of a full one, as by `loss.repeat(batch_size)`."""
     length, full = len(data), loader.own_batch_size
     if not loader.batch_samples < length == full or data.ndim != 1:
         return False

@@ -138,7 +138,10 @@ class _StepsInBetween(_Check):
         super().__init__(accelerator, _LOOKS + 2 * accelerator.gradient_accumulation_steps)
         self.seen = False
         self._prepared = bool(accelerator._models)
-        self._first = accelerator.gradient_state.backwards + 1  # how many there will have been after this one
+        state = accelerator.gradient_state
+        # Whether nothing shows a window: neither `accumulate`, here or before a resume, nor gradients from before.
+        self._alone = accelerator.step == 0 and not state.end_of_dataloader and not _any(accelerator)
+        self._first = state.backwards + 1  # how many there will have been after this one
         self._hook = register_optimizer_step_pre_hook(self)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -152,8 +155,7 @@ class _StepsInBetween(_Check):
         self.seen = True
         state = accelerator.gradient_state
         if state.sync_gradients:
-            alone = state.backwards == self._first and not state.end_of_dataloader
-            if alone and accelerator.step == 0:  # `accumulate` was not entered, here nor before a resume
+            if self._alone and state.backwards == self._first:
                 self._say_window_of_one(accelerator, optimizer)
             return  # it does wait
         known = any(optimizer is prepared.optimizer for prepared in accelerator._optimizers)

@@ -33,7 +33,8 @@ def warn_of_unknown_names(model: nn.Module, device_map: Mapping[str, int | str |
     """Warn if a device map names what a model does not have. Returns the names of the model's tensors."""
     # Extra state is no tensor of a module, and lies nowhere.
     tensors = [name for name in model.state_dict() if name.rpartition(".")[2] != EXTRA_STATE]
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(tensors)
+    every = (model.named_modules, model.named_parameters, model.named_buffers)  # a state dict lacks some buffers
+    known = {name for names in every for name, _ in names(remove_duplicate=False)} | set(tensors)
     unknown = [name + did_you_mean(name, known) for name in device_map if name not in known]
     if unknown:
         warn(

@@ -285,7 +285,8 @@ def _check_form(state: Any, as_torch: bool, path: Path) -> None:
     if fits and as_torch:
         by_parameter = state.get("state")
         fits = isinstance(by_parameter, dict) and all(
-            isinstance(values, dict) and not isinstance(values.get("step"), str)
+            isinstance(values, (dict, list, tuple, torch.Tensor))
+            and not (isinstance(values, dict) and isinstance(values.get("step"), str))
             for values in (by_parameter.get(number, {}) for group in groups or () for number in group["params"])
         )  # beside them an optimizer may keep what it likes
     if not fits:

@@ -438,13 +438,22 @@ def _twin(dataset: Any) -> Any:
     if not hasattr(dataset, "load_state_dict") or hasattr(dataset, "__del__"):
         return None
     with suppress(Exception):  # one with an open file, say
-        shared = {id(value): value for value in vars(dataset).values() if _is_data(value)}
-        return copy.deepcopy(dataset, shared)
+        return copy.deepcopy(dataset, {id(value): value for value in _data_in(dataset)})
     return None
 
 
-def _is_data(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, np.ndarray)) or (isinstance(value, Sized) and len(value) > _FEW)
+def _data_in(owner: Any, levels: int = 3) -> Iterator[Any]:
+    """Tensors, arrays and whatever has many items, in what an object holds: but for that which has a state itself."""
+    if isinstance(owner, dict):
+        held = owner.values()
+    else:
+        held = owner if isinstance(owner, (list, tuple)) else getattr(owner, "__dict__", {}).values()
+    for value in held:
+        many = isinstance(value, Sized) and len(value) > _FEW and not hasattr(value, "load_state_dict")
+        if many or isinstance(value, (torch.Tensor, np.ndarray)):
+            yield value
+        elif levels > 1:
+            yield from _data_in(value, levels - 1)
 
 
 def state_of(dataset: Any) -> Any:

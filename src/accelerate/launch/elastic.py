@@ -121,13 +121,14 @@ def _listening(config: Any, any_port: bool, node_rank: int) -> Iterator[None]:
         from accelerate.launch import rendezvous
 
         listens = rendezvous.settle(config, node_rank)
-    host, port = config.rdzv_endpoint.rsplit(":", 1)
+    endpoint, port = config.rdzv_endpoint.rsplit(":", 1)
+    host = endpoint.strip("[]")  # around an address of IPv6, which only a port behind it needs
     limit = float(config.rdzv_configs.get("timeout", 900))
     if listens:
         if not one_machine:
-            check_own(host.strip("[]"), limit)
+            check_own(host, limit)
         with meeting_point(int(port), any_port) as taken:
-            config.rdzv_endpoint = f"{host}:{taken}"
+            config.rdzv_endpoint = f"{endpoint}:{taken}"
             others = config.min_nodes - 1
             with nullcontext() if others == 0 else saying_who_is_awaited(host, taken, others):
                 yield

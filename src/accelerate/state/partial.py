@@ -219,7 +219,7 @@ def _select(choice: devices.Choice, world: World | None) -> torch.device:
 
 
 def _share_the_cores(device: devices.Device, world: World) -> None:
-    """Without a word from the launcher, each process on a machine would start a thread forevery core."""
+    """Without a word from the launcher, each process on a machine would start a thread for every core."""
     if device.name == "cpu" and world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))
 

@@ -256,7 +256,7 @@ class Strategy:
         """
         return None
 
-    # --- checkpoints: models, optimizers and gradients; all else in a checkpoint is the same forevery engine ------
+    # --- checkpoints: models, optimizers and gradients; all else in a checkpoint is the same for every engine ------
 
     def weights(self, models: list[torch.nn.Module]) -> list[dict[str, Any]]:
         """The weights of prepared models, for hooks of `save_state` to look at and to take out, and then for `save`.

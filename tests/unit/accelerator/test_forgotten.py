@@ -347,6 +347,39 @@ def test_a_window_that_a_resume_goes_on_with(tmp_path: Path) -> None:
         accelerator.save_state(tmp_path)
 
 
+def test_a_window_that_a_script_counts_itself_and_a_resume_goes_on_with(tmp_path: Path) -> None:
+    for micro_batches in (range(3), range(3, 8)):
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        net = Net()
+        model, optimizer = accelerator.prepare(net, sgd(net))
+        if micro_batches[0] > 0:
+            accelerator.load_state(tmp_path)
+        with heard() as said:
+            for number in micro_batches:
+                accelerator.backward(model(torch.ones(2, 4)).mean())
+                if number % 2 == 1:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert said == []
+        accelerator.save_state(tmp_path)
+
+
+def test_a_step_behind_a_loop_of_one_batch() -> None:
+    def script(accelerator: Accelerator) -> None:
+        net = Net()
+        model, optimizer, loader = accelerator.prepare(net, sgd(net), DataLoader(torch.ones(2, 4), batch_size=2))
+        for _ in range(3):
+            for batch in loader:
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert sentences(script, 4) == []
+
+
 @pytest.mark.parametrize("where", ["before the window", "in the window", "before each backward", "after the step"])
 def test_gradients_that_are_cleared_in_a_window(where: str) -> None:
     def script(accelerator: Accelerator) -> None:

@@ -228,6 +228,13 @@ def test_check_device_map() -> None:
     modeling.check_device_map(model, {"embed.weight": 0, "blocks": 0, "norm": "cpu", "head": "disk"})
 
 
+def test_a_buffer_that_is_not_saved_may_be_named(recwarn: pytest.WarningsRecorder) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.zeros(3), persistent=False)
+    check_device_map(model, {"weight": "cpu", "bias": "cpu", "mask": "cpu"})
+    assert not recwarn
+
+
 def test_clean_device_map() -> None:
     plan = {"a.b": 1, "a.c": 1, "d.e.x": 2, "d.e.y": 2, "d.f": 3}
     assert modeling.clean_device_map(plan) is plan

@@ -387,6 +387,27 @@ def test_what_is_no_state_of_an_optimizer_is_refused_before_anything_changes(tmp
     assert run.state() == before
 
 
+class Listing(torch.optim.SGD):
+    """Keeps a list for each parameter, which torch's own loading takes."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = [parameter.grad.clone(), torch.ones(2)]
+
+
+def test_a_state_that_is_a_list(tmp_path: Path) -> None:
+    accelerator = Accelerator()
+    net = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(net, Listing(net.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    kept = optimizer.state[net.weight][0]
+    accelerator.save_state(tmp_path)
+    optimizer.state.clear()
+    accelerator.load_state(tmp_path)
+    assert torch.equal(optimizer.state[net.weight][0], kept)
+
+
 class Signs(torch.optim.Optimizer):
     """As others write them: with what torch's class has, and no more; it keeps a count for all parameters."""
 

@@ -352,6 +352,7 @@ def test_the_port_of_another_machine_is_not_looked_at_here(tmp_path: Path) -> No
 )
 def test_values_of_fsdp_that_there_are_not(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     settings("--use_fsdp", "--fsdp_auto_wrap_policy", "no_wrap")
+    settings("--use_fsdp", "--fsdp_backward_prefetch", "1", "--fsdp_state_dict_type", "3")
     with pytest.raises(SystemExit):
         settings("--use_fsdp", *words)
     assert f"{words[0]}: should be one of " in capsys.readouterr().err

@@ -48,3 +48,21 @@ def test_an_address_of_another_machine_is_pointed_out(capsys: pytest.CaptureFixt
     for own in ("127.0.0.1", "localhost"):
         _listens(own)
     assert "is not an address" not in capsys.readouterr().err
+
+
+def test_an_address_of_ipv6_may_have_brackets() -> None:
+    with socket.socket(socket.AF_INET6) as main:
+        try:
+            main.bind(("::1", 0))
+        except OSError as error:
+            pytest.skip(f"this machine has no address of IPv6 ({error})")
+        main.listen()
+        config = SimpleNamespace(
+            rdzv_backend="static",
+            min_nodes=2,
+            max_nodes=2,
+            rdzv_endpoint=f"[::1]:{main.getsockname()[1]}",
+            rdzv_configs={"rank": 1, "timeout": 0.0},
+        )
+        with elastic._listening(config, True, 1):
+            pass

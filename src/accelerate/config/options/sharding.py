@@ -31,25 +31,15 @@ STATE_DICTS = {
 }
 
 
-def _strategy(value: Any) -> str:
-    if str(value).upper().removeprefix("_") not in {*STRATEGIES, *"12345"}:
-        raise ValueError
-    return str(value)
-
-
-# Numbers are what files of 0.11 have here.
-_STRATEGY = Kind(f"one of {', '.join(STRATEGIES)}, or its number from 1 to {len(STRATEGIES)}", _strategy)
-
-
-def _among(names: Iterable[str]) -> Kind:
-    """One of these, in any case of letters."""
+def _among(names: Iterable[str], numbers: str = "") -> Kind:
+    """One of these, in any case of letters. numbers: those that torch has for them, and older files have here."""
 
     def parsed(value: Any) -> str:
-        if str(value).upper() not in names:
+        if str(value).upper().removeprefix("_") not in {*names, *numbers}:
             raise ValueError
         return str(value)
 
-    return Kind(f"one of {', '.join(names)}", parsed)
+    return Kind(f"one of {', '.join(names)}" + (", or the number that torch has for it" if numbers else ""), parsed)
 
 
 FSDP = Family(
@@ -80,7 +70,7 @@ FSDP = Family(
         Option(
             "fsdp_sharding_strategy",
             f"what is sharded (version 1): {', '.join(STRATEGIES)}",
-            _STRATEGY,
+            _among(STRATEGIES, "12345"),
             "FULL_SHARD",
             question="What should be sharded?",
         ),
@@ -106,13 +96,13 @@ FSDP = Family(
         Option(
             "fsdp_backward_prefetch",
             f"when the next parameters are gathered in the backward pass: {', '.join(PREFETCH)}",
-            _among(PREFETCH),
+            _among(PREFETCH, "12"),
             question="When are the next parameters gathered in the backward pass?",
         ),
         Option(
             "fsdp_state_dict_type",
             f"how checkpoints are written: {', '.join(STATE_DICTS)}",
-            _among(STATE_DICTS),
+            _among(STATE_DICTS, "123"),
             question="How should checkpoints be written?",
         ),
         Option(

@@ -27,7 +27,7 @@ class Launcher:
     """One way in which DeepSpeed's launcher reaches the other machines.
 
     program: what it looks for on this machine.
-    per_slot: it starts one process forevery slot of the hostfile; it can leave none out.
+    per_slot: it starts one process for every slot of the hostfile; it can leave none out.
     carries: workers elsewhere know only the variables that a file lists.
     scripts: it runs Python scripts alone, no modules and no programs.
     """
