@@ -186,7 +186,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         gradient_state = self.gradient_state
         if not gradient_state.sync_gradients:
-            return self._stepper.step(closure, last=False) if self.every_micro_batch else None
+            if self.every_micro_batch:
+                return self._stepper.step(closure, last=False)
+            if closure is not None:
+                self._say_closure_waits()
+            return None
         if self._prepared_parameters is not None:
             self._check_ownership()
         backwards = gradient_state.backwards
@@ -230,6 +234,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             f"through `loss.backward()` was not {missing}, so these gradients are wrong; "
             "call `accelerator.backward(loss)` instead."
         )
+
+    def _say_closure_waits(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(
+                "`optimizer.step(closure)` does not call the closure before the end of an accumulation window, so "
+                "what it would compute of the micro-batches before is left out: call `accelerator.backward(loss)` "
+                "outside of a closure, or leave gradient_accumulation_steps out."
+            )
 
     def _check_ownership(self) -> None:
         """Warn, at the first step, of parameters that nobody prepared, or whose model was not called as prepared."""

@@ -215,6 +215,7 @@ class AcceleratorBase(AcceleratorFacts):
 
             self._stops_at_nonfinite = StopAtNonfinite(self)
         self._joining = False
+        self._clips_early = False  # and was told so
         self._watches_forwards = False
         if self._preemption is not None:
             _ = self._stopping  # from now on a signal no longer ends the process by itself

@@ -79,7 +79,7 @@ def _look(accelerator: Accelerator, strategy: Strategy, loss: torch.Tensor) -> l
     checks: list[_Check] = []
     if accelerator.gradient_accumulation_steps > 1 and not strategy.owns_accumulation:
         steps = _StepsInBetween(accelerator)
-        checks += [steps, _ClearedInBetween(accelerator, steps)]
+        checks += [steps, _ClearedInBetween(accelerator, steps), _SameMicroBatch(accelerator)]
     if accelerator.num_processes == 1:
         return checks
     if not accelerator._models:
@@ -209,6 +209,38 @@ class _ClearedInBetween(_Check):
             )
             return True
         return super().is_over()
+
+
+class _SameMicroBatch(_Check):
+    """Notices an `accumulate` around a whole loop: a batch later, its micro-batch is still the same."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        self._before: tuple[int, int | None] = (0, None)
+
+    def is_over(self) -> bool:
+        accelerator = self.accelerator()
+        if accelerator is None:
+            return True
+        step, batch = _micro_batch(accelerator)
+        if 0 < step == self._before[0] and None not in (batch, self._before[1]) and batch != self._before[1]:
+            _say(
+                accelerator,
+                "Two batches were read inside of one `with accelerator.accumulate(...):`, which counts as one "
+                "micro-batch, so windows do not end where they should: put it inside the loop over batches.",
+            )
+            return True
+        return super().is_over()
+
+    def note(self) -> None:
+        if (accelerator := self.accelerator()) is not None:
+            self._before = _micro_batch(accelerator)
+
+
+def _micro_batch(accelerator: Accelerator) -> tuple[int, int | None]:
+    """How many there were, and which batch of a prepared loader is at hand."""
+    read = getattr(accelerator.gradient_state.active_dataloader, "samples_at_hand", lambda: None)()
+    return accelerator.step, None if read is None else read[1]
 
 
 def _any(accelerator: Accelerator) -> bool:

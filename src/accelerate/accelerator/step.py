@@ -240,6 +240,8 @@ class Stepping(AcceleratorBase):
 
     def _to_clip(self, parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
         """Parameters as a list, with gradients that are not scaled; those of other optimizers are left alone."""
+        if not (self.gradient_state.sync_gradients or self._clips_early):
+            self._say_clips_early()
         listed = _listed(parameters)
         if self.scaler is not None:
             clipped = {id(parameter) for parameter in listed}
@@ -251,6 +253,14 @@ class Stepping(AcceleratorBase):
                 ]
             )
         return listed
+
+    def _say_clips_early(self) -> None:
+        self._clips_early = True
+        if self.is_main_process and not self._strategy.owns_accumulation:
+            warn(
+                "Gradients are clipped in the middle of an accumulation window, where they are not complete: clip them "
+                "`if accelerator.sync_gradients:`."
+            )
 
     def clip_grad_norm_(
         self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
@@ -314,4 +324,10 @@ def _listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Ten
         return [parameters]
     if isinstance(parameters, torch.nn.Module) or not hasattr(parameters, "__iter__"):
         raise TypeError(f"Clipping takes parameters, but was given {a_kind_of(parameters)}: pass `model.parameters()`.")
-    return list(parameters)
+    listed = list(parameters)
+    if not listed and isinstance(parameters, Iterator):
+        warn(
+            "Nothing is clipped: these parameters are an iterator that has come to its end; call `model.parameters()` "
+            "for each clipping."
+        )
+    return listed

@@ -91,8 +91,8 @@ def _precision(settings: Settings, environ: Mapping[str, str]) -> None:
     for name in ("mixed_precision", "dynamo_backend"):
         if getattr(settings, name) is None:
             settings.put(name, "no", "default")
-        found, said = settings.of[name], environ.get(variable(name)) or "no"
-        if found.source != "flag" and said.lower() != str(found.value).lower():
+        found, said = settings.of[name], environ.get(variable(name))
+        if said and found.source != "flag" and said.lower() != str(found.value).lower():
             what = "its default" if found.source == "default" else f"that of {settings.config_file},"
             settings.notes.append(
                 f"{variable(name)} is {said!r} here, and a launch replaces it by {what} {str(found.value)!r}: give "

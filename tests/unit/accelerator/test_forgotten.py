@@ -380,6 +380,76 @@ def test_a_step_behind_a_loop_of_one_batch() -> None:
     assert sentences(script, 4) == []
 
 
+@pytest.mark.parametrize("around", ["each batch", "the loop"])
+def test_accumulate_around_the_loop(around: str) -> None:
+    def script(accelerator: Accelerator) -> None:
+        net = Net()
+        model, optimizer, loader = accelerator.prepare(net, sgd(net), DataLoader(torch.ones(24, 4), batch_size=2))
+        for _ in range(3):
+            with accelerator.accumulate(model) if around == "the loop" else nullcontext():
+                for batch in loader:
+                    with accelerator.accumulate(model) if around == "each batch" else nullcontext():
+                        accelerator.backward(model(batch).mean() / 2)
+                        accelerator.backward(model(batch).mean() / 2)
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+    said = sentences(script, 4)
+    assert len(said) == (around == "the loop")
+    assert all(sentence.startswith("Two batches were read inside of one `with") for sentence in said)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_clipping_within_a_window(early: bool) -> None:
+    def script(accelerator: Accelerator) -> None:
+        net = Net()
+        model, optimizer = accelerator.prepare(net, sgd(net))
+        for _ in range(8):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 4)).mean())
+                if early or accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    said = sentences(script, 4)
+    assert len(said) == early
+    assert all(sentence.startswith("Gradients are clipped in the middle") for sentence in said)
+
+
+def test_clipping_with_parameters_that_were_used_up() -> None:
+    def script(accelerator: Accelerator) -> None:
+        net = Net()
+        model, _ = accelerator.prepare(net, sgd(net))
+        parameters = model.parameters()
+        for _ in range(2):
+            accelerator.backward(model(torch.ones(2, 4)).mean())
+            accelerator.clip_grad_norm_(parameters, 1.0)
+        accelerator.clip_grad_norm_([], 1.0)  # those that another rank has, say
+
+    (said,) = sentences(script, 1)
+    assert said.startswith("Nothing is clipped: these parameters are an iterator")
+
+
+def test_a_closure_within_a_window() -> None:
+    def script(accelerator: Accelerator) -> None:
+        net = Net()
+        model, optimizer = accelerator.prepare(net, sgd(net))
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 4)).mean()
+            accelerator.backward(loss)
+            return loss
+
+        for _ in range(8):
+            with accelerator.accumulate(model):
+                optimizer.step(closure)
+
+    (said,) = sentences(script, 4)
+    assert said.startswith("`optimizer.step(closure)` does not call the closure before")
+
+
 @pytest.mark.parametrize("where", ["before the window", "in the window", "before each backward", "after the step"])
 def test_gradients_that_are_cleared_in_a_window(where: str) -> None:
     def script(accelerator: Accelerator) -> None:

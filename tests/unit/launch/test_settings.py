@@ -367,6 +367,11 @@ def test_values_that_there_are_not(words: list[str], capsys: pytest.CaptureFixtu
     assert "should be " in capsys.readouterr().err
 
 
+def test_variables_that_are_not_there_are_not_mentioned(tmp_path: Path) -> None:
+    told = settings(file={"mixed_precision": "bf16", "dynamo_backend": "EAGER"}, folder=tmp_path)
+    assert [note for note in told.notes if "replaces" in note] == []
+
+
 def test_variables_that_a_launch_replaces_by_defaults_are_mentioned(tmp_path: Path) -> None:
     told = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}
     assert [note for note in settings(**told).notes if "replaces" in note] == [
