@@ -444,11 +444,8 @@ def _twin(dataset: Any) -> Any:
 
 def _data_in(owner: Any, levels: int = 3) -> Iterator[Any]:
     """Tensors, arrays and whatever has many items, in what an object holds: but for that which has a state itself."""
-    if isinstance(owner, dict):
-        held = owner.values()
-    else:
-        held = owner if isinstance(owner, (list, tuple)) else getattr(owner, "__dict__", {}).values()
-    for value in held:
+    parts = owner if isinstance(owner, (dict, list, tuple)) else getattr(owner, "__dict__", {})
+    for value in parts.values() if isinstance(parts, dict) else parts:
         many = isinstance(value, Sized) and len(value) > _FEW and not hasattr(value, "load_state_dict")
         if many or isinstance(value, (torch.Tensor, np.ndarray)):
             yield value
