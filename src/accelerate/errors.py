@@ -97,6 +97,18 @@ def check_kind(name: str, setting: object, kind: type, otherwise: str = "") -> N
         raise TypeError(f"{name} is {a_kind_of(setting)}: pass a {kind.__name__}{otherwise}.")
 
 
+def check_flag(name: str, flag: object) -> None:
+    """Refuse a string, which would count as true: "false", and the precision in `Accelerator("bf16")`.
+
+    Args:
+        name: of the setting.
+        flag: what was given.
+    """
+    if isinstance(flag, str):
+        meant = f", or did you mean `mixed_precision={flag!r}`?" if flag in ("fp16", "bf16", "fp8") else "."
+        raise TypeError(f"{name} is {flag!r}, a str: pass True or False{meant}")
+
+
 def in_words(error: Exception) -> str:
     """Return an error of other code in one line, to be part of a sentence.
 

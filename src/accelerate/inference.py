@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from accelerate.big_modeling.device_map import infer_auto_device_map
+from accelerate.big_modeling.device_memory import as_classes
 from accelerate.big_modeling.sizes import compute_module_sizes
 from accelerate.comm.ops import broadcast_data
 from accelerate.comm.tree import ignorant_find_batch_size, leaves, recursively_apply, replace_leaves, send_to_device
@@ -49,7 +50,7 @@ def generate_device_map(
             )
         )
     sizes = compute_module_sizes(model)
-    parts = list(_parts(model, "", set(no_split_module_classes or ())))
+    parts = list(_parts(model, "", set(as_classes(no_split_module_classes))))
     weights = [int(sizes[name]) for name in parts]
     return dict(zip(parts, _even_shares(weights, num_processes), strict=True))
 

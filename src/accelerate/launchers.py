@@ -14,7 +14,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from accelerate.errors import a_kind_of
 from accelerate.launch.meeting import meeting_point
 from accelerate.launch.scratch import scratch_folder
 from accelerate.launch.tpu import chips
-from accelerate.launch.worker import warn_once
+from accelerate.launch.worker import print_lines, warn_once
 from accelerate.machine import get_free_port
 from accelerate.state import AcceleratorState, GradientState, PartialState, lost
 
@@ -81,6 +81,7 @@ class PrepareForLaunch:
         os.environ.update(LOCAL_RANK=str(index), RANK=str(before + index), FORK_LAUNCHED="1")
         if self.debug:
             _forget_parent()
+            print_lines()
         self.launcher(*args)
 
 
@@ -112,7 +113,7 @@ class _Entry:
             sys.stderr.flush()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if not _is_of_notebook(self.function):
+        if _can_be_imported(self.function):
             return _Entry, (self.function, self.forked, self.folder)
         import cloudpickle
 
@@ -193,7 +194,8 @@ def notebook_launcher(
         monitor_interval: seconds between two checks of the processes.
         log_line_prefix_template: the prefix of each line of output that torch elastic forwards.
         start_method: "fork" (the default), or "spawn", which also works if CUDA is already in use. It sends the
-            function to new processes; one that is defined in the notebook needs `cloudpickle` for that.
+            function to new processes; one that is defined in the notebook, or inside another function, needs
+            `cloudpickle` for that.
     """
     on_tpu = _on_tpu()
     if num_processes is None:
@@ -206,6 +208,10 @@ def notebook_launcher(
             function(*args)
         return
 
+    try:
+        port = int(use_port)
+    except (TypeError, ValueError):
+        raise ValueError(f"use_port is {use_port!r}, but should be a number such as '29500'.") from None
     start_method = start_method or ("fork" if hasattr(os, "fork") else "spawn")
     _check_ready(function, start_method)
     if on_tpu:
@@ -221,7 +227,7 @@ def notebook_launcher(
     where = f" on each of {num_nodes} machines" if num_nodes > 1 else ""
     print(f"Running {_name(function)} on {num_processes} processes{where}.")
     with (
-        _endpoint(rdzv_endpoint, rdzv_backend, master_addr, int(use_port), node_rank, num_nodes) as endpoint,
+        _endpoint(rdzv_endpoint, rdzv_backend, master_addr, port, node_rank, num_nodes) as endpoint,
         _environment(mixed_precision, start_method, num_nodes),
         _without_echoes(),
         _without_collecting(),
@@ -339,10 +345,10 @@ def _check_ready(function: Callable[..., Any], start_method: str) -> None:
             "that one instead of its own: restart the kernel, and create it inside the function only."
         )
     if start_method == "spawn":
-        if _is_of_notebook(function) and not has_package("cloudpickle"):
+        if not _can_be_imported(function) and not has_package("cloudpickle"):
             raise ValueError(
-                f"start_method='spawn' has to send {_name(function)} to new processes, which know nothing of this "
-                "notebook: install cloudpickle, or move the function into a module and import it."
+                f"start_method='spawn' has to send {_name(function)} to new processes, which cannot import it: install "
+                "cloudpickle, or define it with `def` at the top of a module and import it from there."
             )
         return
     if cuda_start.has_started():
@@ -373,9 +379,11 @@ def _check_chips(num_processes: int, start_method: str) -> None:
         )
 
 
-def _is_of_notebook(function: Callable[..., Any]) -> bool:
-    """Whether a new process could not import it: it was typed in, not read from a file."""
-    return function.__module__ == "__main__" and not hasattr(sys.modules["__main__"], "__file__")
+def _can_be_imported(function: Callable[..., Any]) -> bool:
+    """Whether a new process finds it by its name: it was read from a file, and is not inside of another function."""
+    if isinstance(function, FunctionType) and "<" in function.__qualname__:  # <lambda>, <locals>
+        return False
+    return function.__module__ != "__main__" or hasattr(sys.modules["__main__"], "__file__")
 
 
 @contextlib.contextmanager

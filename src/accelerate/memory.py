@@ -88,6 +88,10 @@ def find_executable_batch_size(
         train(model)
         ```
     """
+    given: Any = function
+    if given is not None and not callable(given):
+        how = f"write `starting_batch_size={given}`" if isinstance(given, int) else "pass a function"
+        raise TypeError(f"find_executable_batch_size was given {a_kind_of(given)} for the function: {how}.")
     if not hasattr(starting_batch_size, "__int__"):
         raise TypeError(f"starting_batch_size is {a_kind_of(starting_batch_size)}: give a whole number, such as 128.")
     if function is None:

@@ -51,7 +51,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns what to add to an error about a word that is not known: the one it nearly is, if there is one."""
     from difflib import get_close_matches
 
-    near = get_close_matches(word, list(known), n=1, cutoff=0.75)
+    names = list(known)
+    # In short words, two letters that have changed places are already too much of it.
+    near = get_close_matches(word, names, n=1, cutoff=0.75) or [n for n in names if sorted(n) == sorted(word)]
     return f" (did you mean `{near[0]}`?)" if near else ""
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from accelerate import Accelerator, debug_launcher, notebook_launcher
+from accelerate import Accelerator, debug_launcher, launchers, notebook_launcher
 from accelerate.devices import cuda_start
 from accelerate.launchers import LaunchFailed, PrepareForLaunch, _Entry
 from accelerate.state import PartialState
@@ -112,6 +112,7 @@ def test_one_process_is_this_one(capsys: pytest.CaptureFixture[str], monkeypatch
         ({"start_method": "thread"}, "start_method is 'thread'"),
         ({"num_processes": "2"}, "num_processes is '2', but should be a whole number"),
         ({"num_processes": 2.0}, "num_processes is 2.0, but should be a whole number"),
+        ({"use_port": "abc"}, "use_port is 'abc', but should be a number such as '29500'"),
         ({"num_nodes": "1"}, "num_nodes is '1', but should be a whole number"),
         ({"args": 0.1}, r"args is 0\.1, but should be a tuple or a list: one argument is written `\(0\.1,\)`"),
         ({"args": "ab"}, "args is 'ab', but should be a tuple or a list"),
@@ -256,6 +257,38 @@ def test_a_function_travels_by_its_name_or_by_its_contents(monkeypatch: pytest.M
     space: dict[str, object] = {"__name__": "__main__"}
     exec("def double(x): return 2 * x", space)
     assert pickle.loads(pickle.dumps(_Entry(space["double"], False)))(4) == 8  # type: ignore[arg-type]
+
+
+def test_a_function_inside_of_another_needs_cloudpickle_to_be_spawned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "has_package", lambda name: False)
+    words = r"send <lambda> to new processes, which cannot import it: install cloudpickle, or define it with `def`"
+    with pytest.raises(ValueError, match=words):
+        notebook_launcher(lambda: None, num_processes=2, start_method="spawn")
+    pytest.importorskip("cloudpickle", reason="needs cloudpickle, from the test extra")
+    assert pickle.loads(pickle.dumps(_Entry(lambda x: 2 * x, False)))(4) == 8
+
+
+LINES = """
+from accelerate import PartialState, debug_launcher
+
+
+def say():
+    PartialState().wait_for_everyone()
+    for number in range(1000):
+        print("a line", "of", "several", "words", number, "end")
+
+
+debug_launcher(say)
+"""
+
+
+def test_lines_of_debug_launcher_are_whole(tmp_path: Path) -> None:
+    script = tmp_path / "lines.py"
+    script.write_text(LINES)
+    unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, env=unbuffered)
+    expected = sorted(2 * [f"a line of several words {number} end" for number in range(1000)])
+    assert sorted(said.stdout.splitlines()) == expected, said.stderr
 
 
 def test_prepare_for_launch(monkeypatch: pytest.MonkeyPatch) -> None:

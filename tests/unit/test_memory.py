@@ -58,6 +58,13 @@ def test_a_size_that_is_no_number_is_refused_where_the_function_is_decorated(siz
         fits(8, [], starting_batch_size=size)
 
 
+def test_a_batch_size_in_the_place_of_the_function() -> None:
+    with pytest.raises(TypeError, match=r"given an int for the function: write `starting_batch_size=16`\.$"):
+        find_executable_batch_size(16)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"given a str for the function: pass a function\.$"):
+        find_executable_batch_size("train")  # type: ignore[arg-type]
+
+
 def test_own_way_to_shrink() -> None:
     sizes: list[int] = []
     train = fits(4, sizes, starting_batch_size=64, reduce_batch_size_fn=lambda: sizes[-1] // 2)

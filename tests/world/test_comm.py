@@ -314,6 +314,13 @@ def _objects() -> None:
     assert ops.gather_object([]) == []
     with pytest.raises(TypeError, match=r"would keep only the keys of a dict: .* `gather_object\(\[object\]\)`"):
         ops.gather_object({"rank": rank})
+    with pytest.raises(TypeError, match=r"only the characters of a str: .* `gather_object\(\[object\]\)`"):
+        ops.gather_object("abc")
+    for value, kind in ((5, "an int"), (None, "a NoneType"), (b"abc", "a bytes"), (torch.tensor(1), "a Tensor")):
+        with pytest.raises(TypeError, match=rf"joins lists, and was given {kind}: .* `gather_object\(\[object\]\)`"):
+            ops.gather_object(value)
+    # What scripts rely on: nothing of these is lost.
+    assert ops.gather_object(torch.tensor([1, 2])) == ops.gather_object({1, 2}) == [1, 2] * size
     with pytest.raises(TypeError, match=r"a value of type float .* pass a tensor"):
         ops.gather(0.5)
     big = ops.gather_object(["x" * 200_000 + str(rank)])

@@ -100,21 +100,19 @@ def _split() -> list[Any]:
         found.append((part["a"], part["b"].tolist()))
     with state.split_between_processes(["x", "y"], apply_padding=True) as part:
         found.append(part)
-    with state.split_between_processes("text") as part:
-        found.append(part)
     assert data["a"] == [1, 2, 3, 4] and len(data["b"]) == 4
     return found
 
 
 def test_split_between_processes() -> None:
     assert run_world(_split, 3) == [
-        [([1, 2], [0, 1]), ["x"], "text"],
-        [([3], [2]), ["y"], "text"],
-        [([4], [3]), ["y"], "text"],
+        [([1, 2], [0, 1]), ["x"]],
+        [([3], [2]), ["y"]],
+        [([4], [3]), ["y"]],
     ]
     assert run_world(_split, 2) == [
-        [([1, 2], [0, 1]), ["x"], "text"],
-        [([3, 4], [2, 3]), ["y"], "text"],
+        [([1, 2], [0, 1]), ["x"]],
+        [([3, 4], [2, 3]), ["y"]],
     ]
 
 

@@ -30,7 +30,7 @@ from accelerate.config.handlers import (
 )
 from accelerate.config.preemption import preemption_settings
 from accelerate.config.project import ProjectConfiguration
-from accelerate.errors import NotYetSupported, WrongHandler, a_kind_of, check_kind
+from accelerate.errors import NotYetSupported, WrongHandler, a_kind_of, check_flag, check_kind
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import PrecisionSettings
 from accelerate.scheduler import AcceleratedScheduler
@@ -111,10 +111,10 @@ class AcceleratorBase(AcceleratorFacts):
         nonfinite: str | None = None,
     ) -> None:
         _check_settings(kwargs_handlers, rng_types, dataloader_config)
-        _check_flag("device_placement", device_placement)
-        _check_flag("split_batches", split_batches)
-        _check_flag("cpu", cpu)
-        _check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
+        check_flag("device_placement", device_placement)
+        check_flag("split_batches", split_batches)
+        check_flag("cpu", cpu)
+        check_flag("step_scheduler_with_optimizer", step_scheduler_with_optimizer)
         check_kind("project_config", project_config, ProjectConfiguration, ", or only a folder as `project_dir`")
         check_kind("gradient_accumulation_plugin", gradient_accumulation_plugin, GradientAccumulationPlugin)
         accumulation = _accumulation_plugin(gradient_accumulation_steps, gradient_accumulation_plugin)
@@ -267,13 +267,6 @@ class AcceleratorBase(AcceleratorFacts):
                 "mixed_precision='fp8', or leave the handler out."
             )
         return given[0] if given else None
-
-
-def _check_flag(name: str, flag: Any) -> None:
-    """Any string would count as true: "false", and the precision in `Accelerator("bf16")`."""
-    if isinstance(flag, str):
-        meant = f", or did you mean `mixed_precision={flag!r}`?" if flag in ("fp16", "bf16", "fp8") else "."
-        raise TypeError(f"{name} is {flag!r}, a str: pass True or False{meant}")
 
 
 def _check_settings(kwargs_handlers: Any, rng_types: Any, dataloader_config: Any) -> None:

@@ -22,7 +22,7 @@ from accelerate.checkpoint.save import save as save_checkpoint
 from accelerate.comm import Communicator, current, set_current
 from accelerate.data_loader.epoch import Snapshot, change, other_order
 from accelerate.data_loader.position import Way
-from accelerate.errors import CheckpointError, WrongFolder, warn
+from accelerate.errors import CheckpointError, WrongFolder, a_kind_of, warn
 from accelerate.io.torch_format import refused
 
 logger = logging.getLogger(__name__)
@@ -332,7 +332,7 @@ def _target(config: Any, output_dir: str | os.PathLike[str] | None) -> Path:
                 "save_state needs a folder: pass `output_dir`, or a ProjectConfiguration with a `project_dir` and "
                 "`automatic_checkpoint_naming=True`."
             )
-        return Path(os.path.expanduser(output_dir))
+        return _folder("output_dir", output_dir)
     if config.project_dir is None:
         raise WrongFolder("automatic_checkpoint_naming needs a `project_dir` in the ProjectConfiguration.")
     target = layout.automatic(Path(config.project_dir), config.iteration)
@@ -343,6 +343,12 @@ def _target(config: Any, output_dir: str | os.PathLike[str] | None) -> Path:
             "all folders yourself."
         )
     return target
+
+
+def _folder(name: str, given: Any) -> Path:
+    if not isinstance(given, (str, os.PathLike)):
+        raise TypeError(f"{name} is {given!r}, {a_kind_of(given)}: pass the path of a folder.")
+    return Path(os.path.expanduser(given))
 
 
 def _check_unused(target: Path, config: Any, own: Path | None) -> None:
@@ -369,9 +375,12 @@ def _check_unused(target: Path, config: Any, own: Path | None) -> None:
 def _source(config: Any, input_dir: str | os.PathLike[str] | None) -> str | None:
     """The folder to load; None for the newest of the project."""
     if input_dir is not None:
-        folder = Path(os.path.expanduser(input_dir))
+        folder = _folder("input_dir", input_dir)
         if not folder.is_dir():
-            raise WrongFolder(f"There is no folder {folder}: pass the folder of a checkpoint.")
+            saved = [] if config.project_dir is None else layout.automatic_folders(Path(config.project_dir))
+            near = next((f" (did you mean `{one}`?)" for one in saved if one.name == folder.name), "")
+            there = f" Those of this project are in {saved[0].parent}." if saved else ""
+            raise WrongFolder(f"There is no folder {folder}{near}: pass the folder of a checkpoint.{there}")
         return str(folder)
     if not config.automatic_checkpoint_naming or config.project_dir is None:
         raise WrongFolder(

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from accelerate.devices import DEVICES
 from accelerate.errors import Unfit, warn
 from accelerate.text import did_you_mean, some_of
 from accelerate.torch_internals.modules import EXTRA_STATE
@@ -61,9 +62,18 @@ def refuse_devices(device_map: Mapping[str, int | str | torch.device]) -> None:
                 torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:
             raise Unfit(
-                f"The device map names the device {device!r}, which cannot be used here "
-                f"({str(error).partition(chr(10))[0]}): give one of this machine."
+                f"The device map names the device {device!r}, which cannot be used here ({_why_not(device, error)}): "
+                "give one of this machine, or 'disk'."
             ) from error
+
+
+def _why_not(device: int | str | torch.device, error: Exception) -> str:
+    try:
+        torch.device(device if isinstance(device, str) else "cpu")
+    except RuntimeError:  # torch would list every kind of device there is
+        kind = str(device).lower().partition(":")[0]
+        return f"there is no such device{did_you_mean(kind, ['disk', *(each.name for each in DEVICES)])}"
+    return str(error).partition("\n")[0]
 
 
 def closest_entry(name: str, device_map: Mapping[str, Any]) -> str | None:

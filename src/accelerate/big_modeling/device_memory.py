@@ -140,11 +140,12 @@ def get_balanced_memory(
     return limits
 
 
-def as_classes(names: Sequence[str] | set[str] | str | None) -> list[str]:
-    """Return the names of classes that are never split as a list, however they were given."""
-    if names is None:
+def as_classes(given: Sequence[str | type] | set[str] | str | type | None) -> list[str]:
+    """Return names of classes as a list, however they were given: also as one name, or as the classes themselves."""
+    if given is None:
         return []
-    return [names] if isinstance(names, str) else list(names)
+    each = [given] if isinstance(given, (str, type)) else given
+    return [one.__name__ if isinstance(one, type) else one for one in each]
 
 
 def _biggest_unsplit(model: nn.Module, sizes: Mapping[str, Any], classes: list[str]) -> Any:

@@ -14,7 +14,7 @@ from torch import nn
 from accelerate import big_modeling
 from accelerate.big_modeling.device_map import infer_auto_device_map, refuse_disk
 from accelerate.big_modeling.device_map_checks import closest_entry, refuse_devices
-from accelerate.big_modeling.device_memory import get_balanced_memory
+from accelerate.big_modeling.device_memory import as_classes, get_balanced_memory
 from accelerate.big_modeling.offloaded_models import (
     names_to_offload,
     refuse_missing,
@@ -23,13 +23,14 @@ from accelerate.big_modeling.offloaded_models import (
     to_host,
 )
 from accelerate.big_modeling.ties import find_tied_parameters
+from accelerate.big_modeling.weight_files import refuse_swapped
 from accelerate.devices.base import DeviceLike
 from accelerate.errors import a_kind_of
 from accelerate.hooks.align import watch
 from accelerate.hooks.attach import attach_align_device_hook_on_blocks
 from accelerate.offload.module_tensors import PLACEHOLDERS
 from accelerate.offload.offloaded_weights import OffloadedWeightsLoader, keep_on_disk
-from accelerate.text import some_of
+from accelerate.text import did_you_mean, some_of
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def dispatch_model(
             offload_index,
             offload_buffers=offload_buffers,
             skip_keys=skip_keys,
-            preload_module_classes=preload_module_classes,
+            preload_module_classes=as_classes(preload_module_classes),
         )
         _guard_moves(model)
     else:
@@ -275,6 +276,7 @@ def load_checkpoint_and_dispatch(
     """
     from accelerate.big_modeling.loading import checked_dtype, load_checkpoint_in_model
 
+    refuse_swapped("load_checkpoint_and_dispatch", model)
     if isinstance(device_map, str):
         dtype = checked_dtype(dtype)
         device_map = find_device_map(
@@ -311,7 +313,8 @@ def find_device_map(
 ) -> dict[str, DeviceLike]:
     """Return a device map, chosen as one of the strategies says. common: for `infer_auto_device_map`."""
     if how not in _STRATEGIES:
-        raise ValueError(f"device_map is {how!r}: give a map, or one of {', '.join(map(repr, _STRATEGIES))}.")
+        near = did_you_mean(how, _STRATEGIES)
+        raise ValueError(f"device_map is {how!r}{near}: give a map, or one of {', '.join(map(repr, _STRATEGIES))}.")
     if how != "sequential":
         low_zero = how == "balanced_low_0"
         max_memory = get_balanced_memory(model, max_memory, no_split, dtype, special_dtypes, low_zero)

@@ -30,7 +30,14 @@ from accelerate.big_modeling.ties import (
     device_of,
     find_tied_parameters,
 )
-from accelerate.big_modeling.weight_files import Contents, open_weights, refuse_shapes, report_names, weight_files
+from accelerate.big_modeling.weight_files import (
+    Contents,
+    open_weights,
+    refuse_shapes,
+    refuse_swapped,
+    report_names,
+    weight_files,
+)
 from accelerate.checkpoint.rollback import loads_by_own_code, restore_model
 from accelerate.devices.base import DeviceLike
 from accelerate.devices.staging import HostTensor
@@ -129,6 +136,7 @@ def load_checkpoint_in_model(
         CheckpointError: a file is missing, damaged, or does not fit the model.
         ValueError: the device map does not cover the weights, or puts some on "disk" and there is no folder.
     """
+    refuse_swapped("load_checkpoint_in_model", model)
     given: Any = device_map
     if isinstance(given, str):
         raise ValueError(

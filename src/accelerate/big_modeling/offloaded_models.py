@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accelerate.available import is_cuda_available
+from accelerate.big_modeling.device_memory import as_classes
 from accelerate.big_modeling.ties import find_tied_parameters
 from accelerate.devices.base import DeviceLike
 from accelerate.hooks.align import AlignDevicesHook, align_hooks, watch
@@ -102,7 +103,7 @@ def _offload(
         offload=True,
         weights_map=weights,
         offload_buffers=offload_buffers,
-        preload_module_classes=preload_module_classes,
+        preload_module_classes=as_classes(preload_module_classes),
     )
     tie_offloaded(model, tied)
     watch(model)

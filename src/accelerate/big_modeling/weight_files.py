@@ -26,6 +26,16 @@ _FORMATS = ("pt", "mlx")
 _OF_OTHERS = ("tf", "flax")  # which keep the axes of a weight in another order
 
 
+def refuse_swapped(function: str, model: Any) -> None:
+    """Raise an error if a function was given something else for the model: most often the checkpoint."""
+    if not isinstance(model, nn.Module):
+        given = repr(model) if isinstance(model, (str, os.PathLike)) else "what was given"  # weights are long
+        raise AttributeError(  # as the release does, with other words
+            f"`{function}` loads weights into a model, and {given} is {a_kind_of(model)}: pass the model, and then the "
+            "checkpoint."
+        )
+
+
 def weight_files(checkpoint: str | os.PathLike[str]) -> list[Path]:
     """Return the files of a checkpoint: a weight file, the index of a sharded one, or the folder of either."""
     path = Path(checkpoint)

@@ -146,7 +146,11 @@ def automatic_number(folder: Path) -> int | None:
 
 def automatic_folders(project_dir: Path) -> list[Path]:
     """The automatically named checkpoints of a project, oldest first."""
-    parent = project_dir / CHECKPOINTS
+    return numbered_folders(project_dir / CHECKPOINTS)
+
+
+def numbered_folders(parent: Path) -> list[Path]:
+    """The automatically named checkpoints in a folder, oldest first."""
     found = [path for path in parent.iterdir() if path.is_dir()] if parent.is_dir() else []
     return sorted(
         (path for path in found if automatic_number(path) is not None), key=lambda p: automatic_number(p) or 0

@@ -82,7 +82,7 @@ def _check_without_manifest(folder: Path) -> None:
 
 def _instead(folder: Path) -> str:
     """What to do with a folder that is not a checkpoint."""
-    if inner := layout.automatic_folders(folder):
+    if inner := layout.automatic_folders(folder) or layout.numbered_folders(folder):
         return f"its checkpoints are in {inner[0].parent}; pass one of them, or call `load_state()` without a folder"
     if any((folder / name).exists() for name in (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)):
         return "it has the weights of a model only; load them with `load_checkpoint_in_model`"

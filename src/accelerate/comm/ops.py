@@ -113,12 +113,25 @@ def gather_object(object: Any) -> Any:
     communicator = current()
     if communicator.size == 1:
         return object
-    if isinstance(object, Mapping):
+    if not _is_like_a_list(object):
+        lost = "the keys" if isinstance(object, Mapping) else "the characters" if isinstance(object, str) else ""
+        what = f"would keep only {lost} of {a_kind_of(object)}" if lost else f"was given {a_kind_of(object)}"
         raise TypeError(
-            f"gather_object joins lists, and would keep only the keys of {a_kind_of(object)}: pass it in a "
-            "list, `gather_object([object])`, to get a list with one from each process."
+            f"gather_object joins lists, and {what}: pass it in a list, `gather_object([object])`, to get a list with "
+            "one from each process."
         )
     return [item for items in communicator.gather_objects(object) for item in items]
+
+
+def _is_like_a_list(object: Any) -> bool:
+    """Whether it has items that mean the same by themselves, as also an array, or a tensor of values has."""
+    if isinstance(object, (Mapping, str, bytes)):
+        return False
+    try:
+        iter(object)  # which tensors without a dimension refuse
+    except TypeError:
+        return False
+    return True
 
 
 def _holder(tensor: torch.Tensor | None) -> tuple[int, torch.Size, torch.dtype, str]:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from accelerate.commands.utils import command_parser, run_command, whole_number
+from accelerate.commands.utils import at_least_one, command_parser, run_command
 from accelerate.errors import CommandFailed
 from accelerate.estimate.models import (
     add_timm_hub_prefix,
@@ -69,12 +69,12 @@ def estimate_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
         "--trust_remote_code", action="store_true", help="run the model's own code from the Hub: read it first"
     )
     training = parser.add_argument_group("training", "What the table of training is for.")
-    training.add_argument("--batch_size", type=whole_number, default=1, help="samples per rank; default: 1")
+    training.add_argument("--batch_size", type=at_least_one, default=1, help="samples per rank; default: 1")
     training.add_argument(
-        "--sequence_length", type=whole_number, default=None, help="tokens per sample; default: at most 512"
+        "--sequence_length", type=at_least_one, default=None, help="tokens per sample; default: at most 512"
     )
     training.add_argument(
-        "--num_processes", type=whole_number, default=None, help="ranks; default: one per device, at least 2"
+        "--num_processes", type=at_least_one, default=None, help="ranks; default: one per device, at least 2"
     )
     training.add_argument("--optimizer", default="adam", choices=["adam", "sgd"], help="default: adam")
     training.add_argument("--mixed_precision", default="bf16", choices=["no", "fp16", "bf16"], help="default: bf16")

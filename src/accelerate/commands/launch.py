@@ -16,7 +16,6 @@ from accelerate.available import has_package, lacks_fp8_package
 from accelerate.commands.utils import CustomArgumentParser, HelpFormatter, command_parser, run_command
 from accelerate.config.options import FAMILIES, FLAG, Option
 from accelerate.config.options.base import WORDS
-from accelerate.config.options.compiling import MISSPELT
 from accelerate.errors import NotInstalled, NotYetSupported
 from accelerate.text import did_you_mean
 
@@ -162,7 +161,7 @@ def _add(group: Any, option: Option) -> None:
 
 
 def _default_in_words(option: Option) -> str:
-    many = f" ({', '.join(choice for choice in option.choices if choice not in MISSPELT)})"
+    many = f" ({', '.join(option.offered)})"
     many = many if len(option.choices) >= 6 else ""
     return many + (f"; default: {option.kind.shown(option.default)}" if option.default not in (None, "") else "")
 

@@ -100,6 +100,17 @@ def whole_number(word: str) -> int:
         raise argparse.ArgumentTypeError(f"should be a whole number, not {word!r}") from None
 
 
+def at_least_one(word: str) -> int:
+    """Read an argument as an integer that counts something there has to be.
+
+    Args:
+        word: the argument.
+    """
+    if (number := whole_number(word)) < 1:
+        raise argparse.ArgumentTypeError(f"should be at least 1, not {word}")
+    return number
+
+
 class CustomArgumentGroup(argparse._ArgumentGroup):
     """Group arguments whose flags may be written with `_` or with `-`."""
 

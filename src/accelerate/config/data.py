@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from accelerate.errors import check_flag
+
+_FLAGS = ("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking",
+          "use_stateful_dataloader", "exact_resume")  # fmt: skip
+
 
 @dataclass
 class DataLoaderConfiguration:
@@ -33,5 +38,7 @@ class DataLoaderConfiguration:
     shuffle: str | None = None
 
     def __post_init__(self) -> None:
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
         if self.shuffle not in (None, "indexed"):
             raise ValueError(f"shuffle is {self.shuffle!r}: choose None or 'indexed'.")

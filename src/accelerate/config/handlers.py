@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.config.enums import DDPCommunicationHookType
+from accelerate.errors import a_kind_of
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -81,6 +82,27 @@ class InitProcessGroupKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if self.timeout is None:
             self.timeout = default_timeout(self.backend)
+        elif not isinstance(self.timeout, timedelta):
+            raise TypeError(
+                f"timeout of InitProcessGroupKwargs is {self.timeout!r}, {a_kind_of(self.timeout)}: pass a "
+                f"`datetime.timedelta`, such as `timedelta(seconds={self.timeout})`."
+            )
+        if isinstance(self.backend, str):
+            _refuse_misspelt_backend(self.backend)
+
+
+def _refuse_misspelt_backend(backend: str) -> None:
+    """Raise for what is nearly the name of a backend; any other one may still be registered with torch."""
+    from torch import distributed
+
+    from accelerate.text import did_you_mean
+
+    known: list[str] = getattr(getattr(distributed, "Backend", None), "backend_list", [])
+    for part in backend.lower().split(","):  # "cpu:gloo,cuda:nccl"
+        name = part.rpartition(":")[2]
+        of_vendor = name.endswith("ccl")  # as most vendors call theirs
+        if name not in known and not of_vendor and (near := did_you_mean(name, known)):
+            raise ValueError(f"backend of InitProcessGroupKwargs is {backend!r}{near}: pass one that torch knows.")
 
 
 def default_timeout(backend: str | None) -> timedelta:
@@ -199,6 +221,11 @@ class ProfileKwargs(KwargsHandler):
     with_modules: bool = False
     output_trace_dir: str | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.activities, str):
+            raise TypeError(f"activities is {self.activities!r}: pass a list, `activities=[{self.activities!r}]`.")
+        self._activities()
+
     def build(self) -> profile:
         """Create the profiler."""
         import torch
@@ -219,11 +246,13 @@ class ProfileKwargs(KwargsHandler):
             return None
         from torch.profiler import ProfilerActivity
 
+        from accelerate.text import did_you_mean
+
         known = {name.lower(): member for name, member in ProfilerActivity.__members__.items()}
-        unknown = [name for name in self.activities if name not in known]
+        unknown = [f"{name!r}{did_you_mean(str(name), known)}" for name in self.activities if name not in known]
         if unknown:
             raise ValueError(
-                f"The profiler does not know the activity {', '.join(map(repr, unknown))}; this torch knows "
+                f"The profiler does not know the activity {', '.join(unknown)}: choose from those of this torch, "
                 f"{', '.join(sorted(known))}."
             )
         return [known[name] for name in self.activities]

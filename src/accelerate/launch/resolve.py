@@ -69,6 +69,11 @@ def _tpu(settings: Settings, environ: Mapping[str, str]) -> None:
         from accelerate.launch import tpu
 
         tpu.settle(settings, environ)
+    if settings.of["tpu_env"].source == "flag" and not settings.tpu_use_cluster:
+        settings.notes.append(
+            "`--env` has no effect without `--tpu_cluster`: set variables before the command, as in "
+            f"`{' '.join(map(str, settings.tpu_env))} accelerate launch ...`."
+        )
 
 
 def _flags_of_the_script(settings: Settings, environ: Mapping[str, str]) -> None:

@@ -97,7 +97,7 @@ def _brought_in(device_map: Mapping[str, DeviceLike] | str | None) -> list[str]:
 def _require_bnb(config: BnbQuantizationConfig) -> None:
     available = is_4bit_bnb_available() if config.load_in_4bit else is_8bit_bnb_available()
     if not available:
-        raise ImportError("Quantizing a model needs bitsandbytes: pip install 'bitsandbytes>=0.39'.")
+        raise ImportError("Quantizing a model needs bitsandbytes: pip install 'bitsandbytes>=0.48'.")
 
 
 def _marked(model: Any, config: BnbQuantizationConfig) -> nn.Module:

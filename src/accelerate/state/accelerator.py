@@ -32,7 +32,6 @@ _OTHER_WORDS = {
     "half": "fp16",
     "float32": "no",
     "fp32": "no",
-    "true": "bf16",
     "false": "no",
 }
 

@@ -192,19 +192,15 @@ def split_inputs(inputs: Any, index: int, count: int, apply_padding: bool = Fals
     if count == 1:
         return inputs
     if isinstance(inputs, Mapping):
+        for value in inputs.values():
+            _refuse_whole(value)
         lengths = {key: len(value) for key, value in inputs.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"All values of a dict to split must be equally long, but their lengths are {lengths}.")
         return type(inputs)(  # type: ignore[call-arg]
             {key: split_inputs(value, index, count, apply_padding) for key, value in inputs.items()}
         )
-    if isinstance(inputs, (str, bytes)) or not (hasattr(inputs, "__len__") or hasattr(inputs, "__iter__")):
-        return inputs
-    if not (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
-        raise TypeError(
-            f"`split_between_processes` was given {a_kind_of(inputs)}, which cannot be cut into parts: pass a list, as "
-            "in `list(inputs)`."
-        )
+    _refuse_whole(inputs)
     share, extras = divmod(len(inputs), count)
     start = index * share + min(index, extras)
     end = start + share + (index < extras)
@@ -219,3 +215,14 @@ def split_inputs(inputs: Any, index: int, count: int, apply_padding: bool = Fals
             return part + inputs[last : last + 1] * missing
         return inputs[[*range(start, end), *[last] * missing]]  # tensors and arrays take a list of indices
     return part
+
+
+def _refuse_whole(inputs: Any) -> None:
+    """Raise for what has no parts to share: each process would do all of the work."""
+    has_parts = not isinstance(inputs, (str, bytes))
+    if not (has_parts and hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__")):
+        how = "list(inputs)" if has_parts and hasattr(inputs, "__iter__") else "[inputs]"
+        raise TypeError(
+            f"`split_between_processes` was given {a_kind_of(inputs)}, which cannot be cut into parts: pass a list, as "
+            f"in `{how}`."
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,13 @@ from torch import nn
 from accelerate import Accelerator, init_empty_weights, skip_first_batches
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import GeneralTracker
-from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, ProjectConfiguration, RNGType
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ProjectConfiguration,
+    RNGType,
+)
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net
 
@@ -303,7 +310,7 @@ def test_a_model_without_values() -> None:
         ({"rng_types": ["generator", "numpy"]}, "rng_types contains 'numpy': choose from 'torch', .*, 'generator'"),
         ({"rng_types": ["torh"]}, r"rng_types contains 'torh' \(did you mean `torch`\?\): choose from"),
         ({"dynamo_backend": "inducto"}, r"backend is 'inducto' \(did you mean `inductor`\?\): choose one of no, eager"),
-        ({"mixed_precision": True}, r"mixed_precision is True: choose one of .* \(did you mean `bf16`\?\)\."),
+        ({"mixed_precision": True}, r"mixed_precision is True: choose one of no, fp8, fp16, bf16\.$"),
         ({"mixed_precision": torch.bfloat16}, r"is torch\.bfloat16: choose one of .* \(did you mean `bf16`\?\)\."),
         ({"mixed_precision": torch.float16}, r"is torch\.float16: choose one of .* \(did you mean `fp16`\?\)\."),
         ({"mixed_precision": "FP64"}, r"mixed_precision is 'FP64': choose one of no, fp8, fp16, bf16 "),
@@ -323,6 +330,15 @@ def test_settings_of_the_wrong_kind(settings: dict[str, Any], sentence: str) -> 
     with pytest.raises((TypeError, ValueError), match=sentence):
         Accelerator(**{"cpu": True, **settings})
     assert not PartialState._shared_state  # said before anything was set up
+
+
+@pytest.mark.parametrize(
+    "name",
+    [field.name for field in dataclasses.fields(DataLoaderConfiguration) if str(field.type).startswith("bool")],
+)
+def test_flags_of_the_loaders_that_are_words(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{name} is 'yes', a str: pass True or False\.$"):
+        DataLoaderConfiguration(**{name: "yes"})
 
 
 def test_random_states_by_name_or_by_member() -> None:

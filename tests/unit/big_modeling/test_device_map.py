@@ -215,6 +215,14 @@ def test_a_big_model_is_planned_in_linear_time() -> None:
     assert looks[1] < 20 * looks[0]
 
 
+@pytest.mark.parametrize("given", [Block, [Block], {Block}, (Block, "Embedding")])
+def test_classes_stand_for_their_names(given: Any) -> None:
+    limits: dict[int | str, int | str] = {0: 420, "cpu": 10_000}
+    by_name = infer_auto_device_map(Net(), limits, no_split_module_classes=["Block"], offload_buffers=True)
+    assert infer_auto_device_map(Net(), limits, no_split_module_classes=given, offload_buffers=True) == by_name
+    assert by_name != infer_auto_device_map(Net(), limits, offload_buffers=True)
+
+
 def test_check_device_map() -> None:
     model = Net()
     modeling.check_device_map(model, {"": 0})

@@ -335,6 +335,14 @@ def test_a_single_tensor_goes_where_its_entry_says() -> None:
     assert made.get_parameter("0.gain").is_meta and not made.get_parameter("1.gain").is_meta
 
 
+@pytest.mark.parametrize(("device", "near"), [("cup", "cpu"), ("Disk", "disk"), ("cdua:0", "cuda"), ("nowhere", None)])
+def test_devices_that_are_misspelt(device: str, near: str | None) -> None:
+    meant = "" if near is None else rf" \(did you mean `{near}`\?\)"
+    words = rf"'{device}', which cannot be used here \(there is no such device{meant}\): give one .*, or 'disk'\.$"
+    with pytest.raises(ValueError, match=words):
+        dispatch_model(nn.Linear(2, 2), {"": device})
+
+
 @pytest.mark.parametrize("device", [0, "cuda:7", "nowhere", torch.device("cuda", 7)])
 @pytest.mark.parametrize("others", [{}, {"2": "cpu"}])
 def test_devices_that_there_are_not(device: Any, others: dict[str, Any]) -> None:

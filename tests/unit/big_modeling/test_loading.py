@@ -265,6 +265,18 @@ def test_maps_that_do_not_fit(model: Net, tmp_path: Path) -> None:
     assert all(parameter.is_meta for parameter in found.parameters())
 
 
+def test_arguments_in_the_other_order_and_a_misspelt_map(model: Net, tmp_path: Path) -> None:
+    load: Any
+    for load in (load_checkpoint_in_model, load_checkpoint_and_dispatch):
+        words = rf"`{load.__name__}` loads weights into a model, and 'folder' is a str: pass the model, and then the ch"
+        with pytest.raises(AttributeError, match=words):
+            load("folder", model)
+    with pytest.raises(
+        ValueError, match=r"device_map is 'atuo' \(did you mean `auto`\?\): give a map, or one of 'auto'"
+    ):
+        load_checkpoint_and_dispatch(model, saved(model, tmp_path), device_map="atuo")
+
+
 def test_the_disk(model: Net, tmp_path: Path) -> None:
     folder = saved(model, tmp_path / "weights")
     device_map = {"embed": "cpu", "head": "cpu", "blocks": "disk", "norm": "disk"}

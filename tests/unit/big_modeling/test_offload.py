@@ -37,6 +37,7 @@ WAYS: dict[str, Way] = {
     "memory": lambda made, folder: cpu_offload(made, "cpu"),
     "memory with buffers": lambda made, folder: cpu_offload(made, "cpu", offload_buffers=True),
     "layers at once": lambda made, folder: cpu_offload(made, "cpu", preload_module_classes=["Layer"]),
+    "layers as a class": lambda made, folder: cpu_offload(made, "cpu", preload_module_classes=[Layer]),  # type: ignore[list-item]
     "model at once": lambda made, folder: cpu_offload(made, "cpu", preload_module_classes=["Model"]),
     "disk": lambda made, folder: disk_offload(made, folder, "cpu"),
     "disk with buffers": lambda made, folder: disk_offload(made, folder, "cpu", offload_buffers=True),

@@ -209,6 +209,10 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
         run.accelerator.load_state()
     with pytest.raises(ValueError, match=r"There is no folder"):
         run.accelerator.load_state(tmp_path / "nothing")
+    with pytest.raises(TypeError, match=r"^input_dir is 3, an int: pass the path of a folder\.$"):
+        run.accelerator.load_state(3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"^output_dir is 3, an int: pass the path of a folder\.$"):
+        run.accelerator.save_state(3)  # type: ignore[arg-type]
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match=r"neither accelerate_manifest.json nor random_states_0.pkl"):
         run.accelerator.load_state(tmp_path / "empty")
@@ -1317,6 +1321,13 @@ def test_a_folder_that_is_not_a_checkpoint_but_near_one(tmp_path: Path) -> None:
     run.accelerator.save_state()
     with pytest.raises(CheckpointError, match=r"its checkpoints are in .*project/checkpoints; pass one of them"):
         run.accelerator.load_state(tmp_path / "project")
+    there = tmp_path / "project" / "checkpoints"
+    with pytest.raises(CheckpointError, match=rf"its checkpoints are in {there}; pass one of them"):
+        run.accelerator.load_state(there)
+    with pytest.raises(ValueError, match=rf"checkpoint_0 \(did you mean `{there}/checkpoint_0`\?\): pass the folder"):
+        run.accelerator.load_state("checkpoint_0")
+    with pytest.raises(ValueError, match=rf"There is no folder best: .* Those of this project are in {there}\.$"):
+        run.accelerator.load_state("best")
     run.accelerator.save_model(run.model, str(tmp_path / "weights"))
     with pytest.raises(CheckpointError, match="it has the weights of a model only; load them with"):
         run.accelerator.load_state(tmp_path / "weights")

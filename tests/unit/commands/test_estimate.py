@@ -44,6 +44,13 @@ def test_a_row_per_format(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row[:3] for row in rows] == [["float32", 3200, 3488], ["bfloat16", 1600, 1744], ["int4", 400, 436]]
 
 
+@pytest.mark.parametrize("flag", ["num_processes", "batch_size", "sequence_length"])
+def test_numbers_that_cannot_be(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments("some/model", f"--{flag}", "0")
+    assert f"--{flag}: should be at least 1, not 0;" in capsys.readouterr().err
+
+
 def test_a_table() -> None:
     table = estimate.create_ascii_table(["a", "bc"], [["1", "2"], ["333", "4"]], "A long title")
     lines = table.splitlines()

@@ -65,6 +65,24 @@ def test_timeouts_depend_on_the_backend() -> None:
     assert InitProcessGroupKwargs(timeout=timedelta(seconds=5)).to_kwargs() == {"timeout": timedelta(seconds=5)}
 
 
+@pytest.mark.parametrize("backend", ["glo", "cpu:glo,cuda:nccl", "cuda:nclc"])
+def test_a_misspelt_backend(backend: str) -> None:
+    with pytest.raises(ValueError, match=rf"InitProcessGroupKwargs is '{backend}' \(did you mean `(gloo|nccl)`\?\)"):
+        InitProcessGroupKwargs(backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["cpu:gloo,cuda:nccl", "GLOO", "mpi", "hccl", "xccl", "ccl", "my_own", "cpu:fake"])
+def test_backends_that_there_may_be(backend: str) -> None:
+    assert InitProcessGroupKwargs(backend=backend).backend == backend
+
+
+def test_a_timeout_is_no_number() -> None:
+    with pytest.raises(
+        TypeError, match=r"is 30, an int: pass a `datetime\.timedelta`, such as `timedelta\(seconds=30\)`"
+    ):
+        InitProcessGroupKwargs(timeout=30)  # type: ignore[arg-type]
+
+
 def test_no_hook_registers_nothing() -> None:
     assert registered() == []
     assert registered(comm_wrapper=DDPCommunicationHookType.FP16) == []
@@ -126,5 +144,9 @@ def test_profile_schedule_and_callback() -> None:
 
 
 def test_unknown_activities_are_named() -> None:
-    with pytest.raises(ValueError, match=r"'gpu'.*cpu.*cuda"):
-        ProfileKwargs(activities=["cpu", "gpu"]).build()  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"'gpu': .*cpu.*cuda"):
+        ProfileKwargs(activities=["cpu", "gpu"])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match=r"'cdua' \(did you mean `cuda`\?\): choose from"):
+        ProfileKwargs(activities=["cdua"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"activities is 'cpu': pass a list, `activities=\['cpu'\]`\."):
+        ProfileKwargs(activities="cpu")  # type: ignore[arg-type]

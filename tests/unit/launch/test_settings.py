@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from accelerate.commands.launch import launch_command_parser
+from accelerate.config.options import option
 from accelerate.launch.machine import Accelerators
 from accelerate.launch.plan import plan
 from accelerate.launch.resolve import resolve
@@ -91,6 +92,20 @@ def test_flags_of_an_engine_that_was_not_asked_for_are_mentioned() -> None:
         "`--fsdp_version`, `--fsdp_offload_params` have no effect without `--use_fsdp`.",
     ]
     assert not any("--fsdp" in note for note in settings("--use_fsdp", *flags[2:]).notes)
+
+
+def test_variables_for_a_pod_that_was_not_asked_for_are_mentioned() -> None:
+    assert settings("--env", "FOO=1", "--env", "BAR=2").notes == [
+        "`--env` has no effect without `--tpu_cluster`: set variables before the command, as in `FOO=1 BAR=2 "
+        "accelerate launch ...`."
+    ]
+
+
+def test_a_compiler_that_is_nearly_one() -> None:
+    words = r"^(?!.*torhchxla).*neuron, not 'torchxla_trace_onc' \(did you mean `torchxla_trace_once`\?\)"
+    with pytest.raises(ValueError, match=words):
+        option("dynamo_backend").check("torchxla_trace_onc")
+    assert option("dynamo_backend").check("torhchxla_trace_once") == "torhchxla_trace_once"
 
 
 def test_old_and_unknown_keys_are_mentioned(tmp_path: Path) -> None:

@@ -270,9 +270,6 @@ def parts(inputs: Any, count: int, padding: bool = False) -> list[Any]:
         ([1], 3, False, [[1], [], []]),
         ([1], 3, True, [[1], [1], [1]]),
         ([], 2, True, [[], []]),
-        ("text", 2, True, ["text", "text"]),
-        (b"bytes", 2, True, [b"bytes", b"bytes"]),
-        (7, 2, True, [7, 7]),
         ([[1, 2], [3], [4]], 2, False, [[[1, 2], [3]], [[4]]]),
         ({"a": [1, 2, 3], "b": ["x", "y", "z"]}, 2, False, [{"a": [1, 2], "b": ["x", "y"]}, {"a": [3], "b": ["z"]}]),
         ({"a": {"b": [1, 2, 3]}}, 2, True, [{"a": {"b": [1, 2]}}, {"a": {"b": [3, 3]}}]),
@@ -303,15 +300,21 @@ def test_split_of_tensors_and_arrays(make: Any) -> None:
         (iter([1, 2]), "a list_iterator"),
         ({1, 2}, "a set"),
         ({"a": 1}.keys(), "a dict_keys"),
+        ("hello", "a str"),
+        (b"hello", "a bytes"),
+        (5, "an int"),
+        (None, "a NoneType"),
     ],
 )
-def test_what_can_be_read_and_not_cut_is_not_given_to_every_process(inputs: Any, kind: str) -> None:
-    with pytest.raises(TypeError) as refused:
-        parts(inputs, 2)
-    assert str(refused.value) == (
-        f"`split_between_processes` was given {kind}, which cannot be cut into parts: pass a list, as in "
-        "`list(inputs)`."
-    )
+def test_what_cannot_be_cut_is_not_given_to_every_process(inputs: Any, kind: str) -> None:
+    one = isinstance(inputs, (str, bytes, int)) or inputs is None
+    for given in (inputs, {"a": ["x", "y"], "b": inputs}):
+        with pytest.raises(TypeError) as refused:
+            parts(given, 2)
+        assert str(refused.value) == (
+            f"`split_between_processes` was given {kind}, which cannot be cut into parts: pass a list, as in "
+            f"`{'[inputs]' if one else 'list(inputs)'}`."
+        )
     assert parts(inputs, 1) == [inputs]
 
 

@@ -8,7 +8,7 @@ from accelerate.commands.config import questions
 from accelerate.config.enums import ComputeEnvironment, DistributedType
 from accelerate.config.file import ClusterConfig
 from accelerate.config.options import option
-from accelerate.config.options.compiling import DYNAMO, FP8, MISSPELT
+from accelerate.config.options.compiling import DYNAMO, FP8
 from accelerate.config.options.compiling import DYNAMO_BACKENDS as COMPILERS
 from accelerate.config.options.engines import MEGATRON, OFFLOAD, STAGES
 from accelerate.config.options.launching import RENDEZVOUS
@@ -185,7 +185,8 @@ def _fp8() -> dict[str, Any]:
 def _compile() -> dict[str, Any]:
     if not questions.confirm("Compile the model with torch.compile?", "dynamo_backend" in questions.earlier):
         return {}
-    compilers = {name: meaning for name, meaning in COMPILERS.items() if name not in ("no", *MISSPELT)}
+    offered = option("dynamo_backend").offered
+    compilers = {name: meaning for name, meaning in COMPILERS.items() if name in offered and name != "no"}
     answers: dict[str, Any] = {"dynamo_backend": questions.ask(option("dynamo_backend"), "inductor", choices=compilers)}
     if questions.confirm("Change how it compiles?", False):
         answers |= {each.name: questions.ask(each) for each in DYNAMO.options[1:]}

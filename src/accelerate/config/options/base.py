@@ -131,6 +131,10 @@ JSON = Kind("a JSON object", _json, placeholder="JSON")
 WORDS = Kind("words", list)
 
 
+# Choices that are taken, and not shown.
+MISSPELT = ("torhchxla_trace_once",)
+
+
 @dataclass(frozen=True)
 class Option:
     """One setting. Everything that shows it or carries it is derived from here.
@@ -158,6 +162,11 @@ class Option:
         return self.flags or (f"--{self.name}",)
 
     @property
+    def offered(self) -> list[str]:
+        """The choices, without those that are only taken."""
+        return [choice for choice in self.choices if choice not in MISSPELT]
+
+    @property
     def file_key(self) -> str:
         return self.name if self.key is None else self.key
 
@@ -180,8 +189,8 @@ class Option:
         for choice in self.choices:
             if str(value).lower() == choice.lower():
                 return choice
-        near = did_you_mean(str(value).lower(), self.choices)
-        raise ValueError(f"should be one of {', '.join(self.choices)}, not {value!r}{near}")
+        near = did_you_mean(str(value).lower(), self.offered)
+        raise ValueError(f"should be one of {', '.join(self.offered)}, not {value!r}{near}")
 
 
 @dataclass(frozen=True)

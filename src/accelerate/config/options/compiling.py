@@ -21,11 +21,9 @@ DYNAMO_BACKENDS = {
     "tvm": "Apache TVM, for inference",
     "hpu_backend": "Intel Gaudi",
     "neuron": "AWS Neuron",
-    # As one release spelled it; its files and scripts have it.
+    # As one release spelled it (see `MISSPELT`); its files and scripts have it.
     "torhchxla_trace_once": "XLA, for inference",
 }
-# Taken, and not shown.
-MISSPELT = ("torhchxla_trace_once",)
 
 # The list that used to be public, in its order and with its slip of the pen.
 LEGACY_DYNAMO_BACKENDS = [
