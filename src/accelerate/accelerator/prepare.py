@@ -307,6 +307,7 @@ class Preparing(AcceleratorBase):
         each = 1 if self.split_batches else self._strategy.batches_of_a_step()
         prepared._move_by(each)
         prepared.gradient_state = self.gradient_state
+        prepared._watch_epochs()
         if prepared._horizon and self.step_scheduler_with_optimizer:
             from accelerate.accelerator import loaders
 
