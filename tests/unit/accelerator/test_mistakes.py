@@ -248,6 +248,17 @@ def test_weights_in_the_place_of_their_model(tmp_path: Path) -> None:
         Accelerator(cpu=True).save_model(Net().state_dict(), tmp_path)  # type: ignore[arg-type]
 
 
+def test_arguments_of_save_state_that_nobody_takes(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    sentence = r"^`save_state` was given `async_sve` \(did you mean `async_save`\?\), `foo`, which has no effect: leave it"
+    with pytest.warns(UserWarning, match=sentence) as caught:
+        folder = accelerator.save_state(tmp_path / "x", async_sve=True, foo=3)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with silent():
+        accelerator.load_state(folder)
+        accelerator.save_state(folder, exclude_frozen_parameters=True)  # DeepSpeed's
+
+
 def test_a_path_and_an_object_in_each_others_places() -> None:
     with pytest.raises(AttributeError, match="`save` was given a dict to write to: pass the object, and then the path"):
         Accelerator(cpu=True).save("w.pt", {"x": 1})  # type: ignore[arg-type]
