@@ -148,7 +148,7 @@ class AcceleratedScheduler:
                 self.scheduler.step(*args, **kwargs)
 
     def _check_epoch(self) -> None:
-        """Within a loop, also at every few batches, the schedule counts batches: these are used up each times as fast."""
+        """Within a loop, also at every few batches, the schedule counts batches, of which all processes use up more."""
         assert self._epoch is not None
         steps, self._epoch.count = self._epoch.count, 0
         inside = self.gradient_state.in_dataloader

@@ -250,7 +250,9 @@ def test_weights_in_the_place_of_their_model(tmp_path: Path) -> None:
 
 def test_arguments_of_save_state_that_nobody_takes(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
-    sentence = r"^`save_state` was given `async_sve` \(did you mean `async_save`\?\), `foo`, which has no effect: leave it"
+    sentence = (
+        r"^`save_state` was given `async_sve` \(did you mean `async_save`\?\), `foo`, which has no effect: leave it"
+    )
     with pytest.warns(UserWarning, match=sentence) as caught:
         folder = accelerator.save_state(tmp_path / "x", async_sve=True, foo=3)
     assert len(caught) == 1 and caught[0].filename == __file__

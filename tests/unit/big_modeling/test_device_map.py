@@ -231,7 +231,7 @@ def test_check_device_map() -> None:
 def test_a_buffer_that_is_not_saved_may_be_named(recwarn: pytest.WarningsRecorder) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.zeros(3), persistent=False)
-    check_device_map(model, {"weight": "cpu", "bias": "cpu", "mask": "cpu"})
+    modeling.check_device_map(model, {"weight": "cpu", "bias": "cpu", "mask": "cpu"})
     assert not recwarn
 
 
