@@ -15,7 +15,13 @@ from torch import nn
 from accelerate import Accelerator, init_empty_weights, skip_first_batches
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.tracking import GeneralTracker
-from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, ProjectConfiguration, RNGType
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    ProjectConfiguration,
+    RNGType,
+)
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net
 
@@ -221,6 +227,48 @@ def test_a_dataset_is_no_loader_and_that_is_said() -> None:
     ) as caught:
         assert Accelerator(cpu=True).prepare(dataset) is dataset
     assert len(caught) == 1 and caught[0].filename == __file__
+
+
+def nothing_to_read(samples: int, **options: Any) -> list[str]:
+    dispatched, split = options.pop("dispatched", False), options.pop("split", False)
+    if options.pop("distributed", False):
+        options["sampler"] = torch.utils.data.DistributedSampler(range(samples))  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(torch.arange(samples), **options)
+    config = DataLoaderConfiguration(dispatch_batches=dispatched, split_batches=split)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "This loader's DistributedSampler")
+        prepared = Accelerator(cpu=True, dataloader_config=config).prepare(loader)
+    assert not prepared.length_asked
+    if caught:
+        assert caught[0].filename == __file__
+        assert len(prepared) == 0
+    return [str(warning.message) for warning in caught]
+
+
+def _nothing_to_read() -> None:
+    main = PartialState().is_main_process
+    for dispatched in (False, True):
+        said = nothing_to_read(40, batch_size=30, drop_last=True, dispatched=dispatched)
+        assert len(said) == main
+        for text in said:
+            assert "its 40 samples, which are fewer than the 60 of one step of 2 processes; use a smaller" in text
+        assert nothing_to_read(60, batch_size=30, drop_last=True, dispatched=dispatched) == []
+        assert nothing_to_read(40, batch_size=30, drop_last=True, dispatched=dispatched, split=True) == []
+        assert nothing_to_read(40, batch_size=30, dispatched=dispatched) == []
+        assert nothing_to_read(0, batch_size=30, drop_last=True, dispatched=dispatched) == []
+    assert nothing_to_read(30, batch_size=10, drop_last=True, distributed=True) == []
+
+
+def test_a_loader_from_which_nothing_comes() -> None:
+    run_world(_nothing_to_read, 2)
+
+
+def test_a_loader_from_which_nothing_comes_to_one_process() -> None:
+    (said,) = nothing_to_read(20, batch_size=30, drop_last=True)
+    assert "its 20 samples, which are fewer than the 30 of one step; use a smaller batch_size" in said
+    assert nothing_to_read(40, batch_size=30, drop_last=True) == []
+    assert nothing_to_read(4, batch_size=None) == []
 
 
 def test_settings_that_are_below_their_least() -> None:
