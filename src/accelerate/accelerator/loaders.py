@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.accelerator.preemption import OutlivesSignals, SaveAndEnd
-from accelerate.accelerator.prepare import mark
+from accelerate.accelerator.prepare import check_object, mark
 from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader
 from accelerate.data_loader.base import PreparedLoader
@@ -24,6 +24,7 @@ def prepare(
     slice_fn_for_dispatch: Callable[..., Any] | None,
 ) -> Any:
     """See `Accelerator.prepare_data_loader`."""
+    check_object("prepare_data_loader", loader, "loaders")
     config = accelerator.dataloader_config
     prepared = prepare_data_loader(
         loader,

@@ -325,9 +325,50 @@ def test_a_list_comes_back_as_it_is_and_that_is_said(kind: Any) -> None:
     by_name = {"net": net, "steps": 3}
     with pytest.warns(UserWarning, match=r"a dict that holds a Net .* `prepare\(\*dict_of_objects\.values\(\)\)`"):
         assert accelerator.prepare(by_name) is by_name
+    loader = torch.utils.data.DataLoader(X)
+    others = kind([loader, torch.optim.lr_scheduler.StepLR(objects[1], 1)])
+    with pytest.warns(UserWarning, match=rf"a {kind.__name__} that holds a DataLoader and a StepLR .* `prepare\(\*"):
+        assert accelerator.prepare(others) is others
+    with pytest.warns(UserWarning, match=r"a dict that holds a DataLoader .*\.values\(\)\)`"):
+        accelerator.prepare({"train": loader})
     with silent():
+        accelerator.prepare({"train": accelerator.prepare(loader)})  # as it should be
         assert accelerator.prepare([1, "a"], (None,)) == ([1, "a"], (None,))
         accelerator.prepare(nn.ModuleList([Net()]))
+
+
+class NoOptimizer:
+    """Has what an optimizer has, and is of no class of torch's."""
+
+    param_groups: list[Any] = []
+    state: dict[Any, Any] = {}
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+def test_objects_of_another_kind() -> None:
+    accelerator = Accelerator(cpu=True)
+    net = Net()
+    optimizer = sgd(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    wrong: dict[str, tuple[str, list[Any]]] = {
+        "prepare_model": ("model", [[net], optimizer, 3]),
+        "prepare_optimizer": ("optimizer", [net, scheduler, [optimizer]]),
+        "prepare_scheduler": ("scheduler", [net, optimizer, (scheduler,)]),
+        "prepare_data_loader": ("DataLoader", [[1, 2], net, X]),
+    }
+    for method, (kind, items) in wrong.items():
+        for item in items:
+            sentence = rf"^`{method}` takes one {kind}, and was given an? {type(item).__name__}: pass the {kind} "
+            for error in (TypeError, AttributeError):  # the release raises the latter, of what an object lacks
+                with pytest.raises(error, match=sentence):
+                    getattr(accelerator, method)(item)
+    assert not (accelerator._models or accelerator._optimizers or accelerator._schedulers)
+    stranger: Any = NoOptimizer()
+    assert accelerator.prepare_optimizer(stranger).optimizer is stranger
+    assert accelerator.prepare_scheduler(stranger).scheduler is stranger
 
 
 def test_a_class_comes_back_as_it_is_and_that_is_said() -> None:
