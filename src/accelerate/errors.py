@@ -59,6 +59,10 @@ class WrongHandler(ValueError, AssertionError):
     """Raised for something in `kwargs_handlers` that is not a handler."""
 
 
+class WrongObject(TypeError, AttributeError):
+    """Raised for an object that is of another kind. It is also an AttributeError, about what it lacks."""
+
+
 class CannotPickle(pickle.PicklingError, TypeError):
     """Raised for an object that has a meaning only in this process."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from torch.optim.lr_scheduler import PolynomialLR
@@ -44,11 +45,40 @@ def moves(each: int) -> str:
     return f"a prepared scheduler moves {each} steps (one per {per}) each time"
 
 
+def takes_metric(scheduler: Any) -> bool:
+    """Return whether a scheduler is told a measured value at each step, as `ReduceLROnPlateau` is.
+
+    Args:
+        scheduler: the scheduler.
+    """
+    try:
+        names = inspect.signature(scheduler.step).parameters
+    except (AttributeError, TypeError, ValueError):  # it has none that Python can look at
+        return False
+    return "metrics" in names or "metric" in names
+
+
+class StepsOfLoops:
+    """Counts the optimizer steps within loops over prepared loaders since the last step of a scheduler.
+
+    Args:
+        gradient_state: knows whether there is a loop.
+    """
+
+    def __init__(self, gradient_state: GradientState) -> None:
+        self._gradient_state = gradient_state
+        self.count = 0
+
+    def __call__(self) -> None:
+        self.count += self._gradient_state.in_dataloader
+
+
 class AcceleratedScheduler:
     """A scheduler that steps only when its optimizers did.
 
     Unless batches are split, each optimizer step consumes as many batches as there are ranks (those that work on the
     same one count once), so the schedule advances by that many steps: write it for one process, and it fits any number.
+    One that is told a metric at each step advances by one.
 
     Args:
         scheduler: the scheduler.
@@ -78,12 +108,21 @@ class AcceleratedScheduler:
         self.gradient_state: GradientState = GradientState()
         self._has_total_steps = hasattr(scheduler, "total_steps")
         self._optimizer_steps = 0
+        self._epoch: StepsOfLoops | None = None
         self._move_by(1 if split_batches else PartialState().num_processes)
 
     def _move_by(self, each: int) -> None:
         """Set how many steps of the schedule one of the optimizers is. One that moves as written was not divided."""
-        self._steps_each_time = each
+        # A metric that is measured once counts once: else a plateau would be seen too early.
+        self._steps_each_time = each = 1 if takes_metric(self.scheduler) else each
         self._horizon = horizon(self.scheduler) if each > 1 else None
+
+    def _watch_epochs(self) -> None:
+        """Look, until it is known, whether the script steps once per batch, or once per epoch, which is multiplied."""
+        if self._steps_each_time > 1 and self.step_with_optimizer:
+            self._epoch = StepsOfLoops(self.gradient_state)
+            for optimizer in self.optimizers:
+                optimizer.after_step += (self._epoch,)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Advance the schedule, if the optimizers have stepped.
@@ -101,10 +140,29 @@ class AcceleratedScheduler:
             return
         if self._horizon is not None:
             self._check_horizon()
+        if self._epoch is not None:
+            self._check_epoch()
         for _ in range(self._steps_each_time):
             # OneCycleLR refuses to go past its end, which the last partial round may reach early.
             if not self._has_total_steps or self.scheduler.last_epoch < self.scheduler.total_steps:
                 self.scheduler.step(*args, **kwargs)
+
+    def _check_epoch(self) -> None:
+        """Within a loop, also at every few batches, the schedule counts batches, of which all processes use up more."""
+        assert self._epoch is not None
+        steps, self._epoch.count = self._epoch.count, 0
+        inside = self.gradient_state.in_dataloader
+        if not inside and steps < 2:
+            return  # before the first epoch, or after one of a single step
+        for optimizer in self.optimizers:
+            optimizer.after_step = tuple(each for each in optimizer.after_step if each is not self._epoch)
+        self._epoch = None
+        if not inside and PartialState().is_main_process:
+            warn(
+                f"This {type(self.scheduler).__name__} is stepped once after {steps} optimizer steps, behind the loop "
+                f"over the loader, but {moves(self._steps_each_time)}: if it counts epochs, pass "
+                "`step_scheduler_with_optimizer=False` to the Accelerator; otherwise step it after each optimizer step."
+            )
 
     def _check_horizon(self) -> None:
         """The schedule is over, yet training goes on: most likely it was laid out for one process already."""

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import GradientState, PartialState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DataLoaderConfiguration, TorchTensorParallelConfig
 from tests.harness import run_world
 from tests.unit.accelerator.toys import Net, loader
@@ -254,6 +254,95 @@ def test_one_cycle_under_accumulation_goes_to_its_end() -> None:
     _, scheduler = accumulated(lambda inner: lr_scheduler.OneCycleLR(inner, max_lr=0.1, total_steps=5))
     assert scheduler.last_epoch == 4
     assert scheduler.get_last_lr()[0] == pytest.approx(scheduler.optimizer.param_groups[0]["min_lr"])
+
+
+class TimmLike:
+    """Not one of torch's: it is told the epoch, and perhaps a metric."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.told: list[Any] = []
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        self.told.append((epoch, metric))
+
+
+def _plateau() -> tuple[list[float], list[Any]]:
+    accelerator, model, optimizer, _ = make()
+    plateau = accelerator.prepare(lr_scheduler.ReduceLROnPlateau(optimizer.optimizer, patience=1, factor=0.1))
+    other = accelerator.prepare_scheduler(TimmLike(optimizer.optimizer))  # type: ignore[arg-type]
+    rates = []
+    for epoch in range(7):
+        accelerator.backward(model(torch.ones(1, 4)).sum())
+        optimizer.step()
+        plateau.step(metrics=1.0)
+        other.step(epoch, metric=1.0)
+        rates.append(round(optimizer.param_groups[0]["lr"], 6))
+    return rates, other.told
+
+
+def test_a_metric_is_one_step_on_any_number_of_processes() -> None:
+    expected = [1.0, 1.0, 0.1, 0.1, 0.01, 0.01, 0.001], [(epoch, 1.0) for epoch in range(7)]
+    assert _plateau() == expected
+    PartialState._reset_state()
+    AcceleratorState._reset_state()
+    assert run_world(_plateau, 2) == [expected, expected]
+
+
+def by_epochs(where: str, schedule: Any, samples: int = 32, **kwargs: Any) -> list[str]:
+    """Train for four epochs with a scheduler that is stepped somewhere; returns the warnings."""
+    GradientState._reset_state()
+    accelerator, net = Accelerator(**kwargs), Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    model, optimizer, batches, scheduler = accelerator.prepare(net, optimizer, loader(samples), schedule(optimizer))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # torch's, of one that comes first
+        for epoch in range(4):
+            if where == "before the epoch":
+                scheduler.step()
+            for number, (x, _y) in enumerate(batches):
+                with accelerator.accumulate(model):
+                    accelerator.backward(model(x).mean())
+                    optimizer.step()
+                    if where == "each batch" or (where == "after a warmup" and epoch > 0):
+                        scheduler.step()
+                    optimizer.zero_grad()
+                if where == "every other batch" and number % 2 == 1:
+                    scheduler.step()
+            if where == "after the epoch":
+                scheduler.step(*[epoch] * isinstance(scheduler.scheduler, lr_scheduler.ReduceLROnPlateau))
+    assert all(warning.filename == __file__ for warning in caught), [str(warning) for warning in caught]
+    return [str(warning.message) for warning in caught]
+
+
+def _by_epochs() -> None:
+    first = int(PartialState().is_main_process)
+    milestones = lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 6])  # noqa: E731
+    for where in ("before the epoch", "after the epoch"):
+        for steps in (1, 2):
+            found = by_epochs(where, milestones, gradient_accumulation_steps=steps)
+            assert len(found) == first, (where, found)
+            for text in found:
+                assert text.startswith(f"This MultiStepLR is stepped once after {4 // steps} optimizer steps, behind")
+                assert "(one per process)" in text and "`step_scheduler_with_optimizer=False`" in text
+    for where in ("each batch", "every other batch", "after a warmup"):
+        for steps in (1, 2, 3):
+            assert by_epochs(where, milestones, gradient_accumulation_steps=steps) == []
+    plateau = lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer)  # noqa: E731
+    assert by_epochs("after the epoch", plateau) == []
+    assert by_epochs("after the epoch", milestones, samples=8) == []  # one step in each epoch
+    assert by_epochs("after the epoch", milestones, step_scheduler_with_optimizer=False) == []
+    split = DataLoaderConfiguration(split_batches=True)
+    assert by_epochs("after the epoch", milestones, dataloader_config=split) == []
+
+
+def test_a_scheduler_that_is_stepped_behind_the_loop() -> None:
+    run_world(_by_epochs, 2)
+
+
+def test_a_scheduler_that_is_stepped_behind_the_loop_of_one_process() -> None:
+    assert by_epochs("after the epoch", lambda optimizer: lr_scheduler.MultiStepLR(optimizer, [3, 6])) == []
 
 
 def test_a_scheduler_without_its_optimizer_follows_all() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 from accelerate.accelerator.base import AcceleratorBase
 from accelerate.accelerator.preemption import OutlivesSignals, SaveAndEnd
-from accelerate.accelerator.prepare import mark
+from accelerate.accelerator.prepare import check_object, mark
 from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader
+from accelerate.data_loader.base import PreparedLoader
+from accelerate.data_loader.samplers import cuts_in_order
 from accelerate.errors import warn
 from accelerate.scheduler import moves
 
@@ -22,6 +24,7 @@ def prepare(
     slice_fn_for_dispatch: Callable[..., Any] | None,
 ) -> Any:
     """See `Accelerator.prepare_data_loader`."""
+    check_object("prepare_data_loader", loader, "loaders")
     config = accelerator.dataloader_config
     prepared = prepare_data_loader(
         loader,
@@ -65,10 +68,31 @@ def prepare(
             accelerator._watches_forwards = True
             for model in accelerator._models:
                 watch_forwards(accelerator, model)
+    if accelerator.is_main_process and not isinstance(loader, PreparedLoader):
+        _warn_of_nothing_to_read(loader, prepared, accelerator.num_processes)
     mark(prepared)
     if not any(prepared is loader for loader in accelerator._dataloaders):
         accelerator._dataloaders.append(prepared)
     return prepared
+
+
+def _warn_of_nothing_to_read(loader: Any, prepared: Any, processes: int) -> None:
+    """A loop over nothing ends like one that has trained, and says nothing by itself."""
+    if not loader.drop_last or not cuts_in_order(loader.batch_sampler):
+        return
+    try:
+        samples, length = len(loader.sampler), len(prepared)
+    except (TypeError, NotImplementedError):  # endless, or not known
+        return
+    finally:
+        prepared.length_asked = False  # not by the script
+    step = prepared.total_batch_size
+    if length == 0 and 0 < samples < step:
+        of = f"the {step} of one step" if processes == 1 else f"the {step} of one step of {processes} processes"
+        warn(
+            f"No batch comes from this loader: drop_last=True leaves out all of its {samples} samples, which are fewer "
+            f"than {of}; use a smaller batch_size, fewer processes, or drop_last=False."
+        )
 
 
 def _ends_unevenly(loader: Any) -> bool:

@@ -11,12 +11,12 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from accelerate.accelerator.base import AcceleratorBase
-from accelerate.bundle import Bundle, Entry
+from accelerate.bundle import Bundle, Entry, kind_of
 from accelerate.compilation import has_compiled_regions, is_compiled_module
 from accelerate.config.enums import DynamoBackend
 from accelerate.config.environment import parse_flag_from_env
 from accelerate.devices import Device
-from accelerate.errors import a_kind_of, warn
+from accelerate.errors import WrongObject, a_kind_of, warn
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision.stepping import FiniteStepper, Stepper
 from accelerate.scheduler import AcceleratedScheduler
@@ -24,6 +24,13 @@ from accelerate.strategies import Strategy
 
 # The public method that prepares one object of a kind.
 _METHODS = {"models": "prepare_model", "optimizers": "prepare_optimizer", "schedulers": "prepare_scheduler"}
+# By kind: what it is called, and what an object of no known class has if it may be one.
+_LOOKS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "loaders": ("DataLoader", ("dataset",)),
+    "models": ("model", ("modules",)),
+    "optimizers": ("optimizer", ("step", "zero_grad")),
+    "schedulers": ("scheduler", ("step",)),
+}
 
 
 # What is prepared is used as before, so it is declared as what it was; its wrapper passes on all the rest.
@@ -237,6 +244,7 @@ class Preparing(AcceleratorBase):
         return prepared
 
     def _prepare_alone(self, item: Any, kind: str, device_placement: bool | None = None, **known: Any) -> Any:
+        check_object(_METHODS[kind], item, kind)
         bundle = Bundle()
         entry = bundle.add(item, device_placement, kind=kind, **known)
         self._prepare_bundle(bundle)
@@ -307,6 +315,7 @@ class Preparing(AcceleratorBase):
         each = 1 if self.split_batches else self._strategy.batches_of_a_step()
         prepared._move_by(each)
         prepared.gradient_state = self.gradient_state
+        prepared._watch_epochs()
         if prepared._horizon and self.step_scheduler_with_optimizer:
             from accelerate.accelerator import loaders
 
@@ -417,9 +426,17 @@ def _prepared_parameters(
     return known, strategy.bypassed(models) if processes > 1 else set()
 
 
+def check_object(method: str, item: Any, kind: str) -> None:
+    """Refuse what is of another kind, or cannot be of this one. method: what it was passed to."""
+    name, needed = _LOOKS[kind]
+    found = kind_of(item)
+    if found != kind and (found is not None or not all(hasattr(item, attribute) for attribute in needed)):
+        raise WrongObject(f"`{method}` takes one {name}, and was given {a_kind_of(item)}: pass the {name} itself.")
+
+
 def _warn_of_objects_inside(container: Any, items: Iterable[Any], taken_by: str) -> None:
-    """`prepare` returns lists and dicts unchanged, and what is in them is then trained as it was."""
-    missed = [a_kind_of(item) for item in items if isinstance(item, (torch.nn.Module, torch.optim.Optimizer))]
+    """`prepare` returns lists and dicts unchanged, and what is in them is then used as it was."""
+    missed = [a_kind_of(item) for item in items if kind_of(item) is not None and not _is_prepared(item)]
     if missed:
         kind = type(container).__name__
         warn(

@@ -39,19 +39,22 @@ class Reporting(AcceleratorBase):
 
         Args:
             project_name: the project, run or experiment to log to.
-            config: settings of the run, which the trackers store.
+            config: settings of the run, which the trackers store: a dict, a dataclass, or what argparse returns.
             init_kwargs: more arguments for the library of a tracker, by the name of the tracker.
 
         Raises:
             Exception: whatever a tracker raises when it starts; training has not begun yet.
         """
         from accelerate.tracking import GeneralTracker, known_trackers
-        from accelerate.tracking.base import check_attributes
+        from accelerate.tracking.base import check_attributes, settings_of
 
         if isinstance(project_name, Mapping):  # else a tracker fails with it, and perhaps at the end of the run only
             raise TypeError(
                 f"project_name is {a_kind_of(project_name)}: pass a name, and the settings of the run as `config`."
             )
+        if any(not isinstance(asked, GeneralTracker) for asked in self.log_with):  # one of your own may take anything
+            config = settings_of(config)
+        self._running.say_misspelt("init_kwargs", init_kwargs)
         self._logs_are_lost = False
         self._running.forget_ended()
         if not self.log_with and not self._trackers_are_missing and self.is_main_process:
@@ -59,6 +62,7 @@ class Reporting(AcceleratorBase):
                 "`init_trackers` starts no tracker, so nothing that is logged is kept: name one when the Accelerator "
                 'is made, as in `Accelerator(log_with="local", project_dir="project")`.'
             )
+        starting: list[GeneralTracker] = []
         for asked in self.log_with:
             kind: Any = type(asked) if isinstance(asked, GeneralTracker) else known_trackers()[str(asked)]
             everywhere = kind.runs_on_every_process()
@@ -67,13 +71,13 @@ class Reporting(AcceleratorBase):
             if not self.is_main_process and not everywhere:
                 continue
             if isinstance(asked, GeneralTracker):
-                if any(asked is tracker for tracker in self._running.all):
-                    continue
-                tracker = asked
+                if not any(asked is tracker for tracker in (*self._running.all, *starting)):
+                    starting.append(asked)
             else:
                 folder = (self.logging_dir,) if kind.requires_logging_directory else ()
-                tracker = kind(project_name, *folder, **(init_kwargs or {}).get(str(asked), {}))
-                check_attributes(tracker)
+                starting.append(kind(project_name, *folder, **(init_kwargs or {}).get(str(asked), {})))
+                check_attributes(starting[-1])
+        for tracker in starting:
             tracker.start()
             self._running.add(tracker)
             if (after_step := tracker._after_step()) is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -24,6 +24,7 @@ from accelerate.data_loader.epoch import Snapshot, change, other_order
 from accelerate.data_loader.position import Way
 from accelerate.errors import CheckpointError, WrongFolder, a_kind_of, warn
 from accelerate.io.torch_format import refused
+from accelerate.text import did_you_mean
 
 logger = logging.getLogger(__name__)
 _warn_once = cache(logger.warning)
@@ -38,6 +39,8 @@ def save_state(
 ) -> Path:
     """See `Accelerator.save_state`."""
     config = accelerator.project_configuration
+    if save_model_func_kwargs and not accelerator._strategy.takes_save_arguments and accelerator.is_main_process:
+        _say_what_has_no_effect(save_model_func_kwargs)
     if async_save and not accelerator._strategy.can_copy_aside:
         _warn_once(
             "save_state(async_save=True) returns only when the checkpoint is on disk: the state of "
@@ -72,6 +75,15 @@ def save_state(
         config.iteration += 1
         accelerator._saves_in = target.parent
     return target
+
+
+def _say_what_has_no_effect(arguments: Iterable[str]) -> None:
+    """Not those of DeepSpeed, which a script may pass whatever engine it runs with."""
+    engines = ("tag", "client_state", "save_latest", "exclude_frozen_parameters")
+    known = ("output_dir", "safe_serialization", "async_save", *engines)
+    unknown = [f"`{name}`{did_you_mean(name, known)}" for name in arguments if name not in engines]
+    if unknown:
+        warn(f"`save_state` was given {', '.join(unknown)}, which has no effect: leave it out.")
 
 
 def _agreed_target(accelerator: AcceleratorBase, output_dir: str | os.PathLike[str] | None) -> tuple[Path, bool]:

@@ -167,7 +167,7 @@ class Project:
                 name,
                 created,
                 json.loads(facts),
-                json.loads(config),
+                _config(config),
                 processes.get(run, []),
                 events.get(run, []),
                 resumed.get(run),
@@ -216,6 +216,12 @@ class Project:
         )
         self._summaries[empty.series] = found
         return found
+
+
+def _config(text: str) -> dict[str, Any]:
+    """The settings of a run. What is no mapping was written by mistake, and keeps no other run from being read."""
+    found = json.loads(text)
+    return found if isinstance(found, dict) else {"config": found}
 
 
 def _chosen(choose: Any, old: tuple[float, float] | None, new: Any) -> tuple[float, float] | None:

@@ -61,6 +61,8 @@ class Strategy:
     saves_alone = True
     # Whether models and optimizers can be copied aside, to be written while training goes on.
     can_copy_aside = True
+    # Whether `save` takes arguments that a script adds to `save_state`.
+    takes_save_arguments = False
     # Whether optimizers have the parameters of the prepared models, and not others that the engine puts in their place.
     keeps_parameters = True
     # Whether the gradients of a step can be looked at before it, and the step left out.

@@ -57,6 +57,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class DeepSpeed(WholeStepStrategy):
     optimizer_wrapper = DeepSpeedOptimizerWrapper
     wrappers = (deepspeed.DeepSpeedEngine,)
+    takes_save_arguments = True
 
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
         super().__init__(state, ddp)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from accelerate.available import has_package
+from accelerate.errors import a_kind_of
 from accelerate.state import PartialState
 
 logger: logging.Logger = logging.getLogger("accelerate.tracking")
@@ -143,6 +145,26 @@ class LibraryTracker(GeneralTracker):
 def missing_sentence(kind: type[LibraryTracker]) -> str:
     """Return the sentence for a tracker whose library is not installed."""
     return f"The tracker {kind.name!r} needs the package {kind.package}: `pip install {kind.install}`."
+
+
+def settings_of(config: Any) -> Any:
+    """Return the settings of a run by name, from a mapping, a dataclass, or what argparse returns.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    from argparse import Namespace
+    from types import SimpleNamespace
+
+    if config is None or isinstance(config, Mapping):
+        return config
+    if isinstance(config, (Namespace, SimpleNamespace)):
+        return vars(config)
+    if is_dataclass(config) and not isinstance(config, type):
+        return {each.name: getattr(config, each.name) for each in fields(config)}
+    if hasattr(config, "keys") and not isinstance(config, type):  # those of ml_collections are no Mapping
+        return {name: config[name] for name in config.keys()}  # noqa: SIM118  (nor do they all iterate over names)
+    raise TypeError(f"config is {a_kind_of(config)}: pass the settings of the run as a dict, by name.")
 
 
 def as_number(value: Any) -> int | float | None:

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from accelerate import __version__
-from accelerate.errors import warn
+from accelerate.errors import a_kind_of, warn
 from accelerate.per_rank import PerRank
 from accelerate.runs import store
 from accelerate.state import PartialState
 from accelerate.torch_internals.process_groups import default_store
 from accelerate.tracking import overheard
-from accelerate.tracking.base import GeneralTracker
+from accelerate.tracking.base import GeneralTracker, settings_of
 from accelerate.tracking.outbox import end_of_copies, own_copy
 from accelerate.tracking.recorder import Identity, Recorder
 from accelerate.tracking.system import Gauges
@@ -47,6 +47,8 @@ class LocalTracker(GeneralTracker):
     def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], name: str | None = None) -> None:
         super().__init__()
         self.run_name: str = run_name if name is None else name
+        if not isinstance(self.run_name, str):  # else it would be said at the end, by the thread that writes
+            raise TypeError(f"The name of a run is {a_kind_of(self.run_name)}: pass a str, as `project_name`.")
         self.path: Path = store.place(logging_dir)
 
     @classmethod
@@ -57,6 +59,14 @@ class LocalTracker(GeneralTracker):
         state = PartialState()
         self._first = state.is_main_process
         self._said_trouble = self._said_left_out = False
+        if self._first:
+            try:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+            except (FileExistsError, NotADirectoryError):
+                raise NotADirectoryError(
+                    f"The tracker {self.name!r} keeps runs in a folder, and {self.path.parent} is, or is in, a file: "
+                    "name another one as `project_dir`, or as `logging_dir` of the ProjectConfiguration."
+                ) from None
         self._recorder = Recorder(self.path, _identity(self.run_name, state, next(_numbers.get())), _gauges(state))
         self._recorder.start()
         overheard.listen(self._recorder)
@@ -67,7 +77,7 @@ class LocalTracker(GeneralTracker):
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         if self._first:
-            self._recorder.configure(own_copy(values))
+            self._recorder.configure(own_copy(settings_of(values)))
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as curves, including those in nested dicts, and text with its time.

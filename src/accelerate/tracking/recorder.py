@@ -13,7 +13,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -405,7 +405,7 @@ def _stored(number: float) -> float | None:
 
 def plain(value: Any) -> Any:
     """A value of a config as JSON has it; what JSON has not becomes text."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {clean(str(key), LONGEST_NAME): plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelerate.errors import a_kind_of, warn
+from accelerate.state import PartialState
+from accelerate.text import did_you_mean
 from accelerate.tracking.base import GeneralTracker
 from accelerate.tracking.outbox import Outbox, time_limit
 
@@ -31,6 +33,8 @@ class RunningTrackers:
 
     def send(self, method: str, own: dict[str, dict[str, Any]] | None, /, *args: Any, **kwargs: Any) -> None:
         """Have a method of each tracker called. own: by the name of a tracker, more arguments for it."""
+        if own and self.all:
+            self.say_misspelt("log_kwargs", own)
         for tracker in self.all:
             function = getattr(tracker, method, None)
             if function is not None:
@@ -38,6 +42,19 @@ class RunningTrackers:
             elif (tracker.name, method) not in self._unable:
                 self._unable.add((tracker.name, method))
                 warn(f"The tracker {tracker.name!r} has no `{method}`, so it is left out.")
+
+    def say_misspelt(self, argument: str, own: Any) -> None:
+        """Say once which names in such an argument are nearly those of trackers; others may be of one not in use."""
+        from accelerate.tracking import known_trackers
+
+        known = {*known_trackers(), *(tracker.name for tracker in self.all)}
+        for name in own if isinstance(own, Mapping) else ():
+            if name in known or (argument, name) in self._unable:
+                continue
+            self._unable.add((argument, name))
+            near = did_you_mean(str(name), known)
+            if near and PartialState().is_main_process:
+                warn(f"`{argument}` has arguments for {name!r}{near}, which is no tracker: they have no effect.")
 
     def store(self, tracker: GeneralTracker, config: dict[str, Any]) -> None:
         """Have a tracker keep the settings of the run."""

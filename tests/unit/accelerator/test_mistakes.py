@@ -230,6 +230,48 @@ def test_a_dataset_is_no_loader_and_that_is_said() -> None:
     assert len(caught) == 1 and caught[0].filename == __file__
 
 
+def nothing_to_read(samples: int, **options: Any) -> list[str]:
+    dispatched, split = options.pop("dispatched", False), options.pop("split", False)
+    if options.pop("distributed", False):
+        options["sampler"] = torch.utils.data.DistributedSampler(range(samples))  # type: ignore[arg-type]
+    loader: Any = torch.utils.data.DataLoader(torch.arange(samples), **options)
+    config = DataLoaderConfiguration(dispatch_batches=dispatched, split_batches=split)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        warnings.filterwarnings("ignore", "This loader's DistributedSampler")
+        prepared = Accelerator(cpu=True, dataloader_config=config).prepare(loader)
+    assert not prepared.length_asked
+    if caught:
+        assert caught[0].filename == __file__
+        assert len(prepared) == 0
+    return [str(warning.message) for warning in caught]
+
+
+def _nothing_to_read() -> None:
+    main = PartialState().is_main_process
+    for dispatched in (False, True):
+        said = nothing_to_read(40, batch_size=30, drop_last=True, dispatched=dispatched)
+        assert len(said) == main
+        for text in said:
+            assert "its 40 samples, which are fewer than the 60 of one step of 2 processes; use a smaller" in text
+        assert nothing_to_read(60, batch_size=30, drop_last=True, dispatched=dispatched) == []
+        assert nothing_to_read(40, batch_size=30, drop_last=True, dispatched=dispatched, split=True) == []
+        assert nothing_to_read(40, batch_size=30, dispatched=dispatched) == []
+        assert nothing_to_read(0, batch_size=30, drop_last=True, dispatched=dispatched) == []
+    assert nothing_to_read(30, batch_size=10, drop_last=True, distributed=True) == []
+
+
+def test_a_loader_from_which_nothing_comes() -> None:
+    run_world(_nothing_to_read, 2)
+
+
+def test_a_loader_from_which_nothing_comes_to_one_process() -> None:
+    (said,) = nothing_to_read(20, batch_size=30, drop_last=True)
+    assert "its 20 samples, which are fewer than the 30 of one step; use a smaller batch_size" in said
+    assert nothing_to_read(40, batch_size=30, drop_last=True) == []
+    assert nothing_to_read(4, batch_size=None) == []
+
+
 def test_settings_that_are_below_their_least() -> None:
     with pytest.raises(ValueError, match="num_steps=-1: it must be at least 1"):
         Accelerator(cpu=True, gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=-1))
@@ -255,6 +297,19 @@ def test_weights_in_the_place_of_their_model(tmp_path: Path) -> None:
         Accelerator(cpu=True).save_model(Net().state_dict(), tmp_path)  # type: ignore[arg-type]
 
 
+def test_arguments_of_save_state_that_nobody_takes(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    sentence = (
+        r"^`save_state` was given `async_sve` \(did you mean `async_save`\?\), `foo`, which has no effect: leave it"
+    )
+    with pytest.warns(UserWarning, match=sentence) as caught:
+        folder = accelerator.save_state(tmp_path / "x", async_sve=True, foo=3)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with silent():
+        accelerator.load_state(folder)
+        accelerator.save_state(folder, exclude_frozen_parameters=True)  # DeepSpeed's
+
+
 def test_a_path_and_an_object_in_each_others_places() -> None:
     with pytest.raises(AttributeError, match="`save` was given a dict to write to: pass the object, and then the path"):
         Accelerator(cpu=True).save("w.pt", {"x": 1})  # type: ignore[arg-type]
@@ -271,9 +326,50 @@ def test_a_list_comes_back_as_it_is_and_that_is_said(kind: Any) -> None:
     by_name = {"net": net, "steps": 3}
     with pytest.warns(UserWarning, match=r"a dict that holds a Net .* `prepare\(\*dict_of_objects\.values\(\)\)`"):
         assert accelerator.prepare(by_name) is by_name
+    loader = torch.utils.data.DataLoader(X)
+    others = kind([loader, torch.optim.lr_scheduler.StepLR(objects[1], 1)])
+    with pytest.warns(UserWarning, match=rf"a {kind.__name__} that holds a DataLoader and a StepLR .* `prepare\(\*"):
+        assert accelerator.prepare(others) is others
+    with pytest.warns(UserWarning, match=r"a dict that holds a DataLoader .*\.values\(\)\)`"):
+        accelerator.prepare({"train": loader})
     with silent():
+        accelerator.prepare({"train": accelerator.prepare(loader)})  # as it should be
         assert accelerator.prepare([1, "a"], (None,)) == ([1, "a"], (None,))
         accelerator.prepare(nn.ModuleList([Net()]))
+
+
+class NoOptimizer:
+    """Has what an optimizer has, and is of no class of torch's."""
+
+    param_groups: list[Any] = []
+    state: dict[Any, Any] = {}
+
+    def step(self) -> None: ...
+
+    def zero_grad(self) -> None: ...
+
+
+def test_objects_of_another_kind() -> None:
+    accelerator = Accelerator(cpu=True)
+    net = Net()
+    optimizer = sgd(net)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    wrong: dict[str, tuple[str, list[Any]]] = {
+        "prepare_model": ("model", [[net], optimizer, 3]),
+        "prepare_optimizer": ("optimizer", [net, scheduler, [optimizer]]),
+        "prepare_scheduler": ("scheduler", [net, optimizer, (scheduler,)]),
+        "prepare_data_loader": ("DataLoader", [[1, 2], net, X]),
+    }
+    for method, (kind, items) in wrong.items():
+        for item in items:
+            sentence = rf"^`{method}` takes one {kind}, and was given an? {type(item).__name__}: pass the {kind} "
+            for error in (TypeError, AttributeError):  # the release raises the latter, of what an object lacks
+                with pytest.raises(error, match=sentence):
+                    getattr(accelerator, method)(item)
+    assert not (accelerator._models or accelerator._optimizers or accelerator._schedulers)
+    stranger: Any = NoOptimizer()
+    assert accelerator.prepare_optimizer(stranger).optimizer is stranger
+    assert accelerator.prepare_scheduler(stranger).scheduler is stranger
 
 
 def test_a_class_comes_back_as_it_is_and_that_is_said() -> None:

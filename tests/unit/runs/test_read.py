@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from accelerate.runs import store
+from accelerate.runs.page import Page, one_file
 from accelerate.runs.read import Project, RecordedRun, differences, direction, flat
 from tests.unit.runs.toys import runs_of, write
 
@@ -100,6 +102,18 @@ def test_a_run_that_goes_on_from_anothers_checkpoint(tmp_path: Path) -> None:
     path = write(tmp_path, "c", events=[("loaded", "/c/1")])
     write(tmp_path, "d", events=[("loaded", "/c/9")])
     assert [run.resumed for run in runs_of(path)] == [None, 1, 2, None]
+
+
+@pytest.mark.parametrize("config", ["'lr=3'", "[1, 2]", "null"])
+def test_a_config_that_is_no_mapping_keeps_nothing_from_being_read(config: str, tmp_path: Path) -> None:
+    write(tmp_path, "fine", config={"lr": 1})
+    path = write(tmp_path, "strange", config={"lr": 2})
+    with store.writing(path) as connection:
+        connection.execute("UPDATE runs SET config = ? WHERE name = 'strange'", (config.replace("'", '"'),))
+    runs = runs_of(path)
+    assert [run.config for run in runs] == [{"lr": 1}, {"config": json.loads(config.replace("'", '"'))}]
+    assert differences(runs)[0]["lr"] == ["1", None]
+    one_file(Page(Project(path), [1, 2]))
 
 
 def test_differences_of_configs(tmp_path: Path) -> None:

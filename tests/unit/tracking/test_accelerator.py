@@ -252,6 +252,19 @@ def test_wrong_arguments_warn_and_go_on(log_kwargs: Any) -> None:
     assert [entry[0] for entry in tracker.seen] == ["start", "finish"]
 
 
+def test_arguments_for_a_tracker_whose_name_is_misspelt(recwarn: pytest.WarningsRecorder) -> None:
+    accelerator = Accelerator(cpu=True, log_with=["named", ListTracker()])
+    mine = {"tensorboard": {}, "of_mine": {}}  # known, and not in use; nearly nothing that is known
+    accelerator.init_trackers("project", init_kwargs={"naned": {"a": 1}, "named": {}, **mine})
+    for _ in range(2):
+        accelerator.log({"a": 1}, log_kwargs={"lits": {"a": 1}, "list": {}, **mine})
+    accelerator.end_training()
+    said = [(str(warning.message), warning.filename) for warning in recwarn]
+    start, log = "`init_kwargs` has arguments for 'naned'", "`log_kwargs` has arguments for 'lits'"
+    end = "(did you mean `{}`?), which is no tracker: they have no effect."
+    assert said == [(f"{start} {end.format('named')}", __file__), (f"{log} {end.format('list')}", __file__)]
+
+
 def test_a_tensor_without_a_value() -> None:
     accelerator = Accelerator(cpu=True, log_with=ListTracker())
     accelerator.init_trackers("project")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import gc
 import json
 import logging
@@ -13,6 +15,7 @@ import sys
 import warnings
 import weakref
 from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -136,9 +139,65 @@ def test_who_logs_elsewhere_pays_nothing(tmp_path: Path) -> None:
     accelerator.end_training()
 
 
-def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("below", ["", "deeper"])
+def test_a_file_in_the_place_of_the_folder_is_said_when_it_starts(below: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    accelerator = started(tmp_path / "file", config={"a": 1})
+    with pytest.raises(NotADirectoryError, match=r"^The tracker 'local' keeps runs in a folder, and .*file.* is, or"):
+        started(tmp_path / "file" / below)
+
+
+def test_a_name_that_is_no_text_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    other = ListTracker()
+    accelerator = Accelerator(cpu=True, log_with=[other, "local"], project_dir=tmp_path)
+    with pytest.raises(TypeError, match=r"^The name of a run is an int: pass a str, as `project_name`\.$"):
+        accelerator.init_trackers(3)  # type: ignore[arg-type]
+    assert other.seen == [] and accelerator.trackers == []
+
+
+@dataclasses.dataclass
+class Settings:
+    lr: float = 3
+
+
+class Keyed:
+    """Keys and values, but no Mapping."""
+
+    def keys(self) -> list[str]:
+        return ["lr"]
+
+    def __getitem__(self, key: str) -> int:
+        return 3
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"lr": 3}, MappingProxyType({"lr": 3}), argparse.Namespace(lr=3), SimpleNamespace(lr=3), Settings(), Keyed()],
+)
+@pytest.mark.parametrize("instance", [False, True])
+def test_settings_by_name(config: Any, instance: bool, tmp_path: Path) -> None:
+    accelerator = Accelerator(
+        cpu=True, log_with=LocalTracker("project", tmp_path) if instance else "local", project_dir=tmp_path
+    )
+    accelerator.init_trackers("project", config=config)
+    accelerator.end_training()
+    assert only_run(tmp_path)[1].config == {"lr": 3}
+
+
+@pytest.mark.parametrize(("config", "kind"), [("lr=3", "a str"), ([1], "a list"), (Settings, "a type")])
+def test_settings_without_names_are_refused(config: Any, kind: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"^config is {kind}: pass the settings of the run as a dict, by name"):
+        started(tmp_path, config=config)
+    assert not store.place(tmp_path).exists()
+    own = ListTracker()  # which may take anything
+    accelerator = Accelerator(cpu=True, log_with=own)
+    accelerator.init_trackers("project", config=config)
+    accelerator.end_training()
+    assert own.seen[1] == ("config", config)
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:
+    store.place(tmp_path).mkdir()
+    accelerator = started(tmp_path, config={"a": 1})
     with pytest.warns(
         UserWarning, match=r"'local' failed in `\w+`; training continues, .*runs\.sqlite cannot be"
     ) as caught:
