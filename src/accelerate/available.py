@@ -159,6 +159,14 @@ def is_torch_distributed_available() -> bool:
     return torch.distributed.is_available()
 
 
+def known_backends() -> list[str]:
+    """Return what torch can communicate with: its own backends, and those that were registered with it."""
+    import torch
+
+    backends: list[str] = torch.distributed.Backend.backend_list if is_torch_distributed_available() else []
+    return backends
+
+
 def is_pippy_available() -> bool:
     """Tell whether torch has pipeline parallelism."""
     return is_torch_version(">=", "2.4.0")

@@ -93,11 +93,10 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 def _refuse_misspelt_backend(backend: str) -> None:
     """Raise for what is nearly the name of a backend; any other one may still be registered with torch."""
-    from torch import distributed
-
+    from accelerate.available import known_backends
     from accelerate.text import did_you_mean
 
-    known: list[str] = getattr(getattr(distributed, "Backend", None), "backend_list", [])
+    known = known_backends()
     for part in backend.lower().split(","):  # "cpu:gloo,cuda:nccl"
         name = part.rpartition(":")[2]
         of_vendor = name.endswith("ccl")  # as most vendors call theirs
