@@ -62,7 +62,8 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, steps: int, shar
             with accelerator.accumulate(model):
                 loss = nn.functional.mse_loss(model(x[half]), y[half])
                 accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 10.0)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 10.0)
                 optimizer.step()
                 optimizer.zero_grad()
                 losses.append(accelerator.reduce(loss.detach(), "mean").item())

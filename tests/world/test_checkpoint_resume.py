@@ -393,6 +393,7 @@ def test_another_number_of_processes(tmp_path: Path, saved: int) -> None:
             [message] = messages
             assert "may come" not in message
             if kind == "batches without a size":
+                assert f"with {saved} batches per step became {loaded} with {loaded}" in message
                 continue  # how many samples a step has is not known
             new, left = loaded * (BATCH if kind in OF_ONE_SIZE else size), SAMPLES - len(done)
             assert (
@@ -975,3 +976,35 @@ def test_sums_of_several_ranks_are_rounded_as_if_nothing_had_happened(tmp_path: 
     whole = run_world(some_steps, 4, str(tmp_path / "save"), False)
     rest = run_world(some_steps, 4, str(tmp_path / "save"), True)
     assert [steps[3:] for steps in whole] == rest
+
+
+def schedule_of(folder: str, load: bool, size: int, split: bool) -> str:
+    """What is said of the learning rate when a checkpoint is loaded."""
+    config = DataLoaderConfiguration(split_batches=split, exact_resume=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters())
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=SAMPLES)
+    loader = accelerator.prepare(net, optimizer, DataLoader(torch.zeros(24, 4), size), schedule)[2]
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate").addHandler(handler)
+    try:
+        if load:
+            accelerator.load_state(folder)
+            return " ".join(said)
+        for _ in loader:
+            accelerator.save_state(folder)
+            break
+        return ""
+    finally:
+        logging.getLogger("accelerate").removeHandler(handler)
+
+
+def test_schedules_that_count_other_batches(tmp_path: Path) -> None:
+    for split, sizes, told in [(False, (4, 8), True), (False, (4, 4), False), (True, (8, 8), False)]:
+        folder = str(tmp_path / f"{split} {sizes}")
+        run_world(schedule_of, 2, folder, False, sizes[0], split)
+        (said,) = run_world(schedule_of, 1, folder, True, sizes[1], split)
+        assert ("Prepared schedulers count batches, which have another size now" in said) == told, said

@@ -82,6 +82,9 @@ def _look(accelerator: Accelerator, strategy: Strategy, loss: torch.Tensor) -> l
         checks += [steps, _ClearedInBetween(accelerator, steps), _SameMicroBatch(accelerator)]
     if accelerator.num_processes == 1:
         return checks
+    wrapped = [model for model in accelerator._models if isinstance(model, DistributedDataParallel)]
+    if called := [model for model in wrapped if not strategy.bypassed([model])]:
+        checks.append(_BackwardAgain(accelerator, called))
     if not accelerator._models:
         _look_for_model(accelerator)
     elif _none_was_called(accelerator, strategy):
@@ -235,6 +238,61 @@ class _SameMicroBatch(_Check):
     def note(self) -> None:
         if (accelerator := self.accelerator()) is not None:
             self._before = _micro_batch(accelerator)
+
+
+class _Counter:
+    """Counts the forwards of a model, as a hook; one in a copy of the model counts by itself."""
+
+    count = 0
+
+    def __call__(self, model: torch.nn.Module, args: Any) -> None:
+        self.count += 1
+
+
+class _BackwardAgain(_Check):
+    """Notices two backwards of a model with no forward in between: DDP averages the gradients of the first alone."""
+
+    def __init__(self, accelerator: Accelerator, models: list[DistributedDataParallel]) -> None:
+        super().__init__(accelerator)
+        self._models = models
+        self._forwards = [_Counter() for _ in models]
+        self._hooks = [
+            model.register_forward_pre_hook(each) for model, each in zip(models, self._forwards, strict=True)
+        ]
+        self._averaged: list[int | None] = [None] * len(models)  # in a backward after so many forwards
+        self._marks = self._marks_now()
+
+    def _marks_now(self) -> list[list[Any]]:
+        accelerator = self.accelerator()
+        find = None if accelerator is None else accelerator._strategy.gradient_marks
+        return [[] if find is None else find(list(model.parameters())) for model in self._models]
+
+    def is_over(self) -> bool:
+        self._marks = self._marks_now()
+        return super().is_over() or not self._hooks
+
+    def note(self) -> None:
+        accelerator = self.accelerator()
+        if accelerator is None or not accelerator.gradient_state.sync_gradients:
+            return  # what is not averaged now is later
+        for number, (before, now) in enumerate(zip(self._marks, self._marks_now(), strict=True)):
+            forwards = self._forwards[number].count
+            if before == now or not self._hooks:
+                continue
+            if self._averaged[number] == forwards:
+                _say(
+                    accelerator,
+                    "This is the second backward without a forward of the model in between, so DDP does not average "
+                    f"its gradients over the {accelerator.num_processes} processes, whose weights go different ways: "
+                    "add the losses up for one `accelerator.backward()`, or call each backward before the next "
+                    "forward.",
+                )
+                self.end()
+            self._averaged[number] = forwards
+
+    def end(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
 
 
 def _micro_batch(accelerator: Accelerator) -> tuple[int, int | None]:

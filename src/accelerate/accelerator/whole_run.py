@@ -310,6 +310,7 @@ def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_st
         logger.warning(
             "The checkpoint is from a run with a different number of processes or samples per step; "
             f"{'; '.join(changes)}."
+            + _of_schedules(accelerator, saved)
             + (
                 " Without `exact_resume`, loaders start this epoch again: leave out what was seen with "
                 "`skip_first_batches`, or pass `DataLoaderConfiguration(exact_resume=True)`."
@@ -317,6 +318,24 @@ def _restore_loaders(accelerator: AcceleratorBase, saved: list[Snapshot], own_st
                 else ""
             )
         )
+
+
+def _of_schedules(accelerator: AcceleratorBase, saved: list[Snapshot]) -> str:
+    """What to add where schedules count batches of another size than before."""
+
+    def size(batch: int, processes: int) -> float:
+        return batch if accelerator.split_batches else batch / processes
+
+    same = all(
+        size(snapshot.batch, snapshot.processes) == size(loader.total_batch_size, loader.num_shards)
+        for snapshot, loader in zip(saved, accelerator._dataloaders, strict=False)
+    )
+    if same or not any(scheduler.step_with_optimizer for scheduler in accelerator._schedulers):
+        return ""
+    return (
+        " Prepared schedulers count batches, which have another size now, so learning rates do not go on as before: "
+        "keep the batch_size, which is that of one process, or use `split_batches=True` from the start."
+    )
 
 
 # --- who saves, and where ---------------------------------------------------------------------------------------

@@ -344,7 +344,8 @@ def change(saved: Snapshot, loader: PreparedLoader) -> str | None:
     saved = saved.resume_point()
     old, new = saved.batch, loader.total_batch_size
     processes = "1 process" if saved.processes == 1 else f"{saved.processes} processes"
-    text = f"{processes} with {old} samples per step became {loader.num_shards} with {new}"
+    counted = "batches" if getattr(loader.part.shard, "batch_size", None) is None else "samples"
+    text = f"{processes} with {old} {counted} per step became {loader.num_shards} with {new}"
     length = _length(loader)
     if length is not None:
         left = max(length - saved.samples - saved.batches * old, 0)

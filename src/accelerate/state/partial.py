@@ -59,7 +59,7 @@ class PartialState(ProcessControl):
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for what is not there: most often because the state was reset under a living instance.
-        if name in PartialState.__annotations__ or name in ProcessControl.__annotations__:
+        if any(name in vars(kind).get("__annotations__", ()) for kind in type(self).__mro__):
             raise AttributeError(
                 f"This state has no `{name}` because it was reset: create a new `PartialState()` or `Accelerator()`."
             )

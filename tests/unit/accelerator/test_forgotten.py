@@ -229,7 +229,50 @@ def with_items(accelerator: Accelerator) -> None:
             optimizer.zero_grad()
 
 
+def _losses(how: str) -> Script:
+    """Two losses of one model in each step, with the backwards in the order of `how`."""
+
+    def script(accelerator: Accelerator) -> None:
+        net = Net()
+        model, optimizer, batches = accelerator.prepare(net, sgd(net), loader())
+        for x, _y in batches:
+            with accelerator.accumulate(model):
+                if how == "summed":
+                    accelerator.backward(model(x).mean() + model(2 * x).mean())
+                elif how == "in turn":
+                    accelerator.backward(model(x).mean())
+                    accelerator.backward(model(2 * x).mean())
+                elif how == "retained":
+                    loss = model(x).mean()
+                    accelerator.backward(loss, retain_graph=True)
+                    accelerator.backward(2 * loss)
+                else:
+                    first, second = model(x).mean(), model(2 * x).mean()
+                    accelerator.backward(first)
+                    accelerator.backward(second)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    script.__name__ = how
+    return script
+
+
+def of_two_models(accelerator: Accelerator) -> None:
+    """Both forwards, and then both backwards: each model has one of them."""
+    nets = Net(), Net()
+    first, second, optimizer, batches = accelerator.prepare(*nets, sgd(*nets), loader())
+    for x, _y in batches:
+        losses = first(x).mean(), second(x).mean()
+        for loss in losses:
+            accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 FINE: list[Script] = [
+    _losses("summed"),
+    _losses("in turn"),
+    of_two_models,
     prepared,
     one_by_one,
     wrapped_by_the_script,
@@ -244,6 +287,7 @@ FINE: list[Script] = [
 MODEL = r"No model was passed to `accelerator.prepare\(\)`"
 UNUSED = "returned was not called"
 LOADER = "2 processes .* same loss"
+AGAIN = "second backward without a forward of the model in between"
 OPTIMIZER = "in the middle of an accumulation window"
 ALONE = "steps is 2, but this SGD steps after a single micro-batch"
 
@@ -259,7 +303,8 @@ def sentences(script: Script, steps: int = 1) -> list[str]:
 
 def several() -> dict[tuple[str, int], list[str]]:
     forgotten = [nothing, all_but_the_model, results_dropped, model_dropped, all_but_the_loader, loader_dropped]
-    found = {(script.__name__, 1): sentences(script) for script in [*forgotten, *FINE]}
+    again = [_losses("after both forwards"), _losses("retained")]
+    found = {(script.__name__, 1): sentences(script) for script in [*forgotten, *again, *FINE]}
     windows = [
         all_but_the_optimizer,
         optimizer_dropped,
@@ -280,6 +325,8 @@ def test_several_processes() -> None:
         ("model_dropped", 1): UNUSED,
         ("all_but_the_loader", 1): LOADER,
         ("loader_dropped", 1): LOADER,
+        ("after both forwards", 1): AGAIN,
+        ("retained", 1): AGAIN,
         ("all_but_the_optimizer", 2): OPTIMIZER,
         ("optimizer_dropped", 2): OPTIMIZER,
         ("without_accumulate", 2): ALONE,

@@ -67,6 +67,13 @@ def test_an_instance_that_outlives_a_reset_says_so() -> None:
         PartialState().nonsense  # noqa: B018
 
 
+def test_the_settings_of_an_accelerator_say_so_too() -> None:
+    state = Accelerator().state
+    type(state)._reset_state()
+    with pytest.raises(AttributeError, match="`dynamo_plugin` because it was reset"):
+        state.dynamo_plugin  # noqa: B018
+
+
 def test_accelerator_state_needs_an_accelerator() -> None:
     assert not is_initialized()
     with pytest.raises(ValueError, match="Accelerator"):
