@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# A machine that is busy may take some time to answer.
+_CONNECTING = timedelta(seconds=30)
 
 
 def default_store(prefix: str = "") -> Any | None:
@@ -92,8 +97,18 @@ def own_connection(timeout: Any) -> Any | None:
 
 
 def connection_to(host: str, port: int, timeout: Any) -> Any:
-    """A connection to the store that listens there, which need not be that of a group yet."""
-    return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    """A connection to the store that listens there, which need not be that of a group yet.
+
+    timeout: of everything that is asked of it.
+
+    Raises:
+        OSError: nobody listens, as when rank 0 has ended already. torch would show its stack, and go on trying.
+    """
+    connecting = max(timeout, _CONNECTING)
+    socket.create_connection((host, port), connecting.total_seconds()).close()
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=connecting)
+    store.set_timeout(timeout)
+    return store
 
 
 def _bare(store: Any) -> Any:
