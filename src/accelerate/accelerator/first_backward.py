@@ -240,13 +240,17 @@ class _SameMicroBatch(_Check):
             self._before = _micro_batch(accelerator)
 
 
-class _Counter:
-    """Counts the forwards of a model, as a hook; one in a copy of the model counts by itself."""
+class _Forwards:
+    """Counts the forwards of a model, as a hook; one in a copy of the model counts by itself.
 
-    count = 0
+    synced: whether the last one made DDP average the gradients of its backward, as under `no_sync` it does not.
+    """
 
-    def __call__(self, model: torch.nn.Module, args: Any) -> None:
+    count, synced = 0, False
+
+    def __call__(self, model: DistributedDataParallel, args: Any) -> None:
         self.count += 1
+        self.synced = model.require_backward_grad_sync
 
 
 class _BackwardAgain(_Check):
@@ -255,7 +259,7 @@ class _BackwardAgain(_Check):
     def __init__(self, accelerator: Accelerator, models: list[DistributedDataParallel]) -> None:
         super().__init__(accelerator)
         self._models = models
-        self._forwards = [_Counter() for _ in models]
+        self._forwards = [_Forwards() for _ in models]
         self._hooks = [
             model.register_forward_pre_hook(each) for model, each in zip(models, self._forwards, strict=True)
         ]
@@ -273,12 +277,12 @@ class _BackwardAgain(_Check):
 
     def note(self) -> None:
         accelerator = self.accelerator()
-        if accelerator is None or not accelerator.gradient_state.sync_gradients:
-            return  # what is not averaged now is later
+        if accelerator is None:
+            return
         for number, (before, now) in enumerate(zip(self._marks, self._marks_now(), strict=True)):
             forwards = self._forwards[number].count
-            if before == now or not self._hooks:
-                continue
+            if before == now or not self._hooks or not self._forwards[number].synced:
+                continue  # what is not averaged now is later
             if self._averaged[number] == forwards:
                 _say(
                     accelerator,

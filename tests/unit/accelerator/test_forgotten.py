@@ -257,6 +257,33 @@ def _losses(how: str) -> Script:
     return script
 
 
+def triggered(accelerator: Accelerator) -> None:
+    """No forward makes DDP average: the last backward is told to."""
+    net = Net()
+    model, optimizer, batches = accelerator.prepare(net, sgd(net), loader())
+    for x, _y in batches:
+        with accelerator.no_sync(model):
+            first, second = model(x).mean(), model(2 * x).mean()
+        accelerator.backward(first)
+        with accelerator.trigger_sync_in_backward(model):
+            accelerator.backward(second)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def two_without_an_exchange(accelerator: Accelerator) -> None:
+    net = Net()
+    model, optimizer, batches = accelerator.prepare(net, sgd(net), loader())
+    for x, _y in batches:
+        with accelerator.no_sync(model):
+            loss = model(x).mean()
+            accelerator.backward(loss, retain_graph=True)
+            accelerator.backward(loss)
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def of_two_models(accelerator: Accelerator) -> None:
     """Both forwards, and then both backwards: each model has one of them."""
     nets = Net(), Net()
@@ -273,6 +300,8 @@ FINE: list[Script] = [
     _losses("summed"),
     _losses("in turn"),
     of_two_models,
+    triggered,
+    two_without_an_exchange,
     prepared,
     one_by_one,
     wrapped_by_the_script,
