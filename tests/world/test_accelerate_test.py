@@ -29,7 +29,7 @@ def test_an_engine_whose_config_names_the_layers_of_a_model(tmp_path: Path) -> N
     config = tmp_path / "config.yaml"
     settings = ["distributed_type: FSDP", "num_processes: 2", "use_cpu: true", "main_process_port: 0", "fsdp_config:"]
     layers = ["fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP", "fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer"]
-    config.write_text("\n".join([*settings, *(f"  {line}" for line in ("fsdp_version: 2", *layers)), ""]))
+    config.write_text("\n".join([*settings, *(f"  {line}" for line in ("fsdp_version: 1", *layers)), ""]))
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "test", "--config_file", str(config)]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONIOENCODING": "utf-8"})
     assert "2 x cpu (gloo), FSDP no: 9 of 9 checks passed" in done.stdout, done.stdout + done.stderr
