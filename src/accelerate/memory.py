@@ -167,7 +167,7 @@ def _agree(attempt: attempts.Attempt, outcome: _Outcome, batch_size: int) -> int
         if outcome.error is not None:
             _raise(outcome.error, report.cut_off)
         raise _left_behind(wait.reports) from None
-    except RuntimeError:  # the store is gone
+    except (RuntimeError, OSError):  # the store is gone
         if outcome.error is not None:
             _raise(outcome.error, report.cut_off)
         raise

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerate.memory import find_executable_batch_size, release_memory, should_reduce_batch_size
-from accelerate.state import PartialState
+from accelerate.state import PartialState, attempts
 from tests.harness import run_world, world_outcomes
 
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 20 GiB."
@@ -162,3 +162,18 @@ def test_an_error_on_one_rank_ends_the_search_on_all() -> None:
     first, second = world_outcomes(fail_on_rank_one, 2)
     assert (second.error, first.error) == ("KeyError", "RuntimeError")
     assert "rank 1 (KeyError: 'lost')" in first.message
+
+
+@pytest.mark.parametrize("gone", [RuntimeError, ConnectionRefusedError])
+def test_an_error_is_not_hidden_by_a_store_that_is_gone(gone: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    def exchange(self: Any, report: Any) -> Any:
+        raise gone("no answer")
+
+    monkeypatch.setattr(attempts.Attempt, "exchange", exchange)
+
+    @find_executable_batch_size(starting_batch_size=4)
+    def train(batch_size: int) -> None:
+        raise KeyError("of the script")
+
+    with pytest.raises(KeyError, match="of the script"):
+        train()
