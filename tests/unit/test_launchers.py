@@ -288,7 +288,8 @@ def test_lines_of_debug_launcher_are_whole(tmp_path: Path) -> None:
     unbuffered = {**os.environ, "PYTHONUNBUFFERED": "1"}
     said = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200, env=unbuffered)
     expected = sorted(2 * [f"a line of several words {number} end" for number in range(1000)])
-    assert sorted(said.stdout.splitlines()) == expected, said.stderr
+    # Some releases of torch tell there, before the first of these, which ranks Gloo has connected.
+    assert sorted(line for line in said.stdout.splitlines() if "line" in line) == expected, said.stderr
 
 
 def test_prepare_for_launch(monkeypatch: pytest.MonkeyPatch) -> None:
