@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import find_executable_batch_size
 from tests.harness import run_world
 from tests.world.batch_size_search import check_outcomes, fail, search
@@ -19,6 +19,32 @@ from tests.world.test_launch import TWO, launch, script
 
 def test_one_rank_runs_out_of_memory() -> None:
     check_outcomes(run_world(search, 2))
+
+
+def sharded_search(version: int) -> tuple[int, float]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+
+    @find_executable_batch_size(starting_batch_size=10)
+    def train(batch_size: int) -> int:
+        torch.manual_seed(0)
+        plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        for step in range(2):
+            loss = model(torch.ones(batch_size, 4)).square().mean()
+            if accelerator.process_index == 1 and batch_size == 10 and step == 1:
+                fail()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return batch_size
+
+    return train(), accelerator.reduce(torch.ones(1)).item()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_one_rank_of_a_sharded_model_runs_out_of_memory(version: int) -> None:
+    assert run_world(sharded_search, 2, version) == [(9, 2.0)] * 2
 
 
 def searches_that_fail() -> tuple[str, str]:
@@ -61,7 +87,7 @@ def test_searches_that_fail_do_so_on_all_ranks() -> None:
 RESTARTED = """
 import sys
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import ParallelismConfig, find_executable_batch_size
 # A mesh has groups of its own, which are not made anew.
 accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_replicate_size=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffload,
     FullOptimStateDictConfig,
@@ -46,8 +48,7 @@ class FSDP1(Sharded):
     def __init__(self, state: AcceleratorState, ddp: DistributedDataParallelKwargs) -> None:
         super().__init__(state, ddp)
         self.plugin = state.fsdp_plugin
-        # That of shards, and that of copies and shards for the hybrid strategies.
-        self.mesh = sharding_mesh(None, None, state.device), machines_mesh(state.device, state.world.local_size)
+        self.mesh = sharding_mesh(None, None, state.device)
         self._flats: weakref.WeakSet[Flat] = weakref.WeakSet()
 
     # --- preparing ----------------------------------------------------------------------------------------------
@@ -55,7 +56,7 @@ class FSDP1(Sharded):
     def wrap(self, model: nn.Module, *, placed: bool) -> nn.Module:
         inner: Any = original_of(model)
         if isinstance(inner, Wrapper):  # whoever made it has wrapped it
-            give_mesh(inner, self.mesh[0])
+            give_mesh(inner, self.mesh)
             flat = Flat(inner)
             self._note(inner, flat, flat.tied_names())
             return model
@@ -104,13 +105,17 @@ class FSDP1(Sharded):
         wrapped._accelerate_same = tied_names
         self._flats.add(flat)
 
+    @functools.cached_property
+    def _hybrid_mesh(self) -> DeviceMesh | None:
+        return machines_mesh(self.device, self.state.world.local_size)
+
     def _settings(self) -> dict[str, Any]:
         plugin: Any = self.plugin
         strategy = plugin._sharding
         on_cpu = self.device.type == "cpu"
         return {
             "sharding_strategy": strategy,
-            "device_mesh": self.mesh[is_hybrid(strategy)],
+            "device_mesh": self._hybrid_mesh if is_hybrid(strategy) else self.mesh,
             # On the CPU they are where offloading would put them.
             "cpu_offload": CPUOffload(offload_params=False) if on_cpu else plugin.cpu_offload,
             "backward_prefetch": plugin.backward_prefetch,
