@@ -40,6 +40,7 @@ def main() -> None:
         gradient_accumulation_steps=2,
         project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2),
         dataloader_config=DataLoaderConfiguration(exact_resume=True),
+        log_with="local",
     )
     set_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(2, 4), torch.nn.Dropout(0.2), torch.nn.Linear(4, 1))
@@ -52,6 +53,7 @@ def main() -> None:
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
     accelerator.resume()
+    accelerator.init_trackers("preempted")
     begun = progress.steps
     last = accelerator.process_index == accelerator.num_processes - 1
     with open(folder / f"rank{accelerator.process_index}", "a") as file:

@@ -16,6 +16,8 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.config.preemption import PREEMPTED
+from accelerate.runs import store
+from accelerate.runs.read import Project
 from accelerate.state import stopping
 from accelerate.utils import ProjectConfiguration
 from tests.harness import run_world
@@ -146,7 +148,10 @@ def test_a_script_that_does_not_resume_is_told_once(
 def launch(
     processes: int, folder: Path, *words: str, to_launcher: signal.Signals | None = None, restarts: int = 0
 ) -> tuple[int, str]:
-    """Runs the script; to_launcher: and sends this signal to the launcher once the script asks for it."""
+    """Runs the script; to_launcher: and sends this signal to the launcher, once the script asks for it.
+
+    It comes twice, as from a cluster that signals a group of processes and one that is in it.
+    """
     folder.mkdir(exist_ok=True)
     asked = [
         "--cpu",
@@ -161,6 +166,8 @@ def launch(
     if to_launcher is not None:
         while not (folder / "ready").exists() and process.poll() is None:
             time.sleep(0.05)
+        process.send_signal(to_launcher)
+        time.sleep(0.05)
         process.send_signal(to_launcher)
     try:
         _, said = process.communicate(timeout=200)
@@ -189,6 +196,10 @@ def test_a_preempted_run_continues_as_if_nothing_had_happened(processes: int, tm
     code, said = launch(processes, tmp_path / "cut")
     assert code == 0, said
     assert seen(tmp_path / "cut") == seen(tmp_path / "whole")
+    *preempted, last = Project(store.place(tmp_path / "cut")).runs()
+    assert (last.state, last.reason, last.resumed) == ("ended", None, processes)
+    assert [run.resumed for run in preempted] == [None, 1][:processes]
+    assert {(run.state, run.reason) for run in preempted} == {("ended", "preempted, and saved")}
 
 
 def test_an_error_ends_the_other_ranks_and_is_the_last_word(tmp_path: Path) -> None:

@@ -125,6 +125,7 @@ class AcceleratorBase(AcceleratorFacts):
             self.project_configuration.set_directories(project_dir)
         self._preemption, self._resume = preemption_settings(preemption, self.project_configuration)
         self._loaded_from: Path | None = None  # the last checkpoint
+        self._untold_load: Path | None = None  # the same, until trackers know
         self._resume_is_due = self._resume is not None  # the launch says so, and the script has loaded nothing yet
         self._take_handlers(kwargs_handlers or [])
         if deepspeed_plugin is not None and deepspeed_plugins is not None:

@@ -10,7 +10,13 @@ from accelerate.accelerator.base import AcceleratorBase
 from accelerate.accelerator.preemption import OutlivesSignals, SaveAndEnd
 from accelerate.accelerator.prepare import check_object, mark
 from accelerate.accelerator.uneven import UnevenEnd, watch_forwards
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, prepare_data_loader
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderDispatcher,
+    DataLoaderShard,
+    IterableDatasetShard,
+    prepare_data_loader,
+)
 from accelerate.data_loader.base import PreparedLoader
 from accelerate.data_loader.samplers import cuts_in_order
 from accelerate.errors import warn
@@ -70,6 +76,8 @@ def prepare(
                 watch_forwards(accelerator, model)
     if accelerator.is_main_process and not isinstance(loader, PreparedLoader):
         _warn_of_nothing_to_read(loader, prepared, accelerator.num_processes)
+        if accelerator.num_processes > 1 and not config.even_batches:
+            _warn_if_filled_up(prepared)
     mark(prepared)
     if not any(prepared is loader for loader in accelerator._dataloaders):
         accelerator._dataloaders.append(prepared)
@@ -92,6 +100,17 @@ def _warn_of_nothing_to_read(loader: Any, prepared: Any, processes: int) -> None
         warn(
             f"No batch comes from this loader: drop_last=True leaves out all of its {samples} samples, which are fewer "
             f"than {of}; use a smaller batch_size, fewer processes, or drop_last=False."
+        )
+
+
+def _warn_if_filled_up(prepared: Any) -> None:
+    """Only batches of indices can end unevenly: what reads a stream may be in other processes, and does not tell."""
+    stream = isinstance(prepared.dataset, IterableDatasetShard)
+    if (stream or isinstance(prepared, DataLoaderDispatcher)) and not prepared._drop_last:
+        does = "reads a stream" if stream else "dispatches"
+        warn(
+            f"even_batches=False changes nothing for this loader, because it {does}: samples from the start "
+            "fill up its last batches; `gather_for_metrics` drops them."
         )
 
 

@@ -98,6 +98,7 @@ class SaveAndEnd:
                 "launch --resume auto` and the script calls `accelerator.resume()`."
             )
             print(f"\n{reason}: the run was saved to {folder} and {then}", file=sys.stderr, flush=True)
+        accelerator._tell_trackers("preempted", "preempted, and saved")  # type: ignore[attr-defined]
         if regroups:
             _wait_for_launcher()
         # An elastic run goes on without the machine that got the signal.

@@ -86,6 +86,7 @@ class Reporting(AcceleratorBase):
                     optimizer.after_step += (after_step,)
             if config is not None:
                 self._running.store(tracker, config)
+        self._tell_of_load()
 
     @property
     def trackers(self) -> list[GeneralTracker]:
@@ -180,8 +181,15 @@ class Reporting(AcceleratorBase):
                 "`accelerator.init_trackers(project_name)` first."
             )
 
+    def _tell_of_load(self) -> None:
+        """Which checkpoint the run comes from: to trackers that listened when it was loaded, or to the first since."""
+        if self._untold_load is not None and "_running" in vars(self) and self._running.all:
+            self._tell_trackers("loaded", str(self._untold_load.absolute()))
+            self._untold_load = None
+
     def _tell_trackers(self, kind: str, text: str) -> None:
-        """Tell them what happened to the run: a checkpoint was "saved" or "loaded", whose folder is the text."""
+        """Tell them what happened to the run: a checkpoint was "saved" or "loaded", whose folder is the text, or it was
+        "preempted"."""
         if "_running" in vars(self):  # without trackers nobody listens
             self._running.note(kind, text)
 

@@ -187,7 +187,8 @@ class Saving(Reporting):
         current().verify("load_state", None)
         self.wait_for_checkpoint()
         self._loaded_from = whole_run.load_state(self, input_dir, load_kwargs, load_model_func_kwargs)
-        self._tell_trackers("loaded", str(self._loaded_from.absolute()))
+        self._untold_load = self._loaded_from
+        self._tell_of_load()
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and load more objects with the run.

@@ -149,12 +149,12 @@ def _through_worker(arguments: Any, command: str, words: list[str]) -> tuple[str
 
 
 def _note_ends(folder: Path) -> dict[int, int]:
-    """Has torch elastic write down which ranks have ended, before it ends those that are left.
+    """Has torch elastic write down which ranks have ended, before it ends those that are left; and wait for these.
 
     Of the last attempt they are in what is returned, by their rank, with their exit codes. Who was killed leaves no
     word, and the attempt after says why there is one: the folder has a file for it.
     """
-    from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+    from torch.distributed.elastic.multiprocessing.api import SignalException, SubprocessContext
 
     ended: dict[int, int] = {}
     end_those_left: Any = SubprocessContext.close
@@ -162,6 +162,9 @@ def _note_ends(folder: Path) -> dict[int, int]:
     def close(self: Any, *args: Any, **kwargs: Any) -> None:
         # It is called again when those that were left have ended, by a signal: of that, none of them is the cause.
         again, self.was_closed = getattr(self, "was_closed", False), True
+        if isinstance(sys.exc_info()[1], SignalException):  # another one would cut short what the ranks do at their end
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_IGN)
         if not again:
             codes = {rank: handler.proc.poll() for rank, handler in sorted(self.subprocess_handlers.items())}
             ended.clear()

@@ -81,7 +81,9 @@ class Stopping:
 
     def _ask(self, number: int) -> None:
         """Have all ranks stop because of a signal. Returns at once."""
-        self.was_asked = True
+        again, self.was_asked = self.was_asked or self._told, True
+        if again:  # some of the others may have ended by now
+            return
         mark = regrouping()
         regroups = mark is not None and mark.exists()
         reason = REGROUPING if regroups else f"{signal.Signals(number).name} on rank {self._rank}"

@@ -97,7 +97,7 @@ class GeneralTracker:
         return None
 
     def _note(self, kind: str, text: str) -> None:
-        """Something happened to the run: "saved" or "loaded" a checkpoint, whose folder is the text."""
+        """Something happened to the run: "saved" or "loaded" a checkpoint, whose folder is the text, or "preempted"."""
 
     def _release(self) -> None:
         """Take back what the library did to the thread that trains: called on it, before `finish` runs elsewhere."""

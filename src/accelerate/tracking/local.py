@@ -114,7 +114,9 @@ class LocalTracker(GeneralTracker):
         return self._recorder.step
 
     def _note(self, kind: str, text: str) -> None:
-        if self._first:
+        if kind == "preempted":
+            self._recorder.end("ended", text)
+        elif self._first:
             self._recorder.event(kind, text)
 
     def _say_trouble(self, trouble: str | None = None) -> None:

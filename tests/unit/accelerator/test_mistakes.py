@@ -265,6 +265,33 @@ def test_a_loader_from_which_nothing_comes() -> None:
     run_world(_nothing_to_read, 2)
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(5))
+
+
+def _filled_up() -> None:
+    loaders: list[Any] = [
+        torch.utils.data.DataLoader(Stream(), batch_size=2),
+        torch.utils.data.DataLoader(torch.arange(5), batch_size=2),  # type: ignore[arg-type]
+        torch.utils.data.DataLoader(Stream(), batch_size=2, drop_last=True),
+    ]
+    main = PartialState().is_main_process
+    for dispatched, (stream, indices) in {True: ("dispatches", True), False: ("reads a stream", False)}.items():
+        config = DataLoaderConfiguration(dispatch_batches=dispatched, even_batches=False)
+        accelerator = Accelerator(cpu=True, dataloader_config=config)
+        for loader, warned in zip(loaders, (True, indices, False), strict=True):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                accelerator.prepare(loader)
+            assert len(caught) == (warned and main)
+            assert all(each.filename == __file__ and f"because it {stream}: " in str(each.message) for each in caught)
+
+
+def test_a_loader_that_is_filled_up_whatever_is_asked() -> None:
+    run_world(_filled_up, 2)
+
+
 def test_a_loader_from_which_nothing_comes_to_one_process() -> None:
     (said,) = nothing_to_read(20, batch_size=30, drop_last=True)
     assert "its 20 samples, which are fewer than the 30 of one step; use a smaller batch_size" in said
