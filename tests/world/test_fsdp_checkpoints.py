@@ -48,6 +48,8 @@ def _engine(name: str) -> dict[str, Any]:
         return {"fsdp_plugin": _plugin(1, sharding_strategy="NO_SHARD")}
     if name == "flat":
         return {"fsdp_plugin": _plugin(1)}
+    if name == "flat-full":
+        return {"fsdp_plugin": _plugin(1, "FULL_STATE_DICT")}
     if name in ("fsdp2", "fsdp2-by-hand"):
         return {"fsdp_plugin": _plugin(2)}
     if name == "fsdp1-full":
@@ -140,8 +142,35 @@ def test_any_engine_loads_what_any_engine_saved(tmp_path: Path) -> None:
 
 
 def test_flat_parameters(tmp_path: Path) -> None:
-    save, load = ["flat", "unsharded"], ["flat", "unsharded", "fsdp2", "fsdp1"]
+    save, load = ["flat", "flat-full", "unsharded"], ["flat", "unsharded", "fsdp2", "fsdp1", "ddp"]
     _save_and_load(tmp_path, {1: ["single"], 2: save}, {1: ["single"], 2: load}, flat=True)
+
+
+def _loads_one_count_of_steps(folder: str) -> list[set[float]]:
+    accelerator, model, optimizer = _prepared("ddp")
+    _train(accelerator, model, optimizer, range(1))
+    accelerator.save_state(folder)
+    if accelerator.is_main_process:
+        Path(folder, "accelerate_manifest.json").unlink()
+        content = torch.load(Path(folder, "optimizer.bin"))
+        count = torch.tensor(1.0)
+        for state in content["state"].values():
+            assert state["step"] == count
+            state["step"] = count
+        torch.save(content, Path(folder, "optimizer.bin"))
+    accelerator.wait_for_everyone()
+    counts = []
+    for name in ("ddp", "fsdp2", "fsdp1"):
+        accelerator, model, optimizer = _prepared(name)
+        accelerator.load_state(folder)
+        _train(accelerator, model, optimizer, range(1))
+        counts.append({state["step"].item() for state in optimizer.state.values()})
+    return counts
+
+
+def test_one_count_of_steps_for_several_parameters(tmp_path: Path) -> None:
+    """As FSDP 1 keeps it of those that are flattened together, and older checkpoints have it."""
+    assert run_world(_loads_one_count_of_steps, 2, str(tmp_path)) == [[{2.0}] * 3] * 2
 
 
 def _saves_behind_the_training(folder: str, version: int) -> None:

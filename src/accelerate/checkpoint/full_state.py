@@ -115,6 +115,7 @@ def _optimizers(run: Run, reader: CheckpointReader, torch_load: dict[str, Any]) 
         else:
             state = reader.content(name, _places_in(optimizer, run.device, as_torch))
         _check_form(state, as_torch, reader.folder / name)
+        state = each_its_own(state)
         state = to_indices(state, parameter_names(run.models, optimizer))  # as engines save that hold shards
         _check_groups(optimizer, state, as_torch, reader.folder / name)
         if as_torch:
@@ -411,6 +412,30 @@ def parameter_names(models: list[torch.nn.Module], optimizer: Any) -> Names:
             found.setdefault(id(parameter), name if len(owners) == 1 else f"{number}.{name}")
     missing = (f"parameter_{number}" for number in range(len(own)))
     return [[found.get(id(p)) or next(missing) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def each_its_own(state: dict[str, Any]) -> dict[str, Any]:
+    """A state dict of an optimizer, in which a tensor that several parameters have is copied for each.
+
+    FSDP version 1 keeps one count of steps for all parameters that it has flattened together. With parameters of its
+    own, an optimizer would count the steps of all of them in it.
+    """
+    seen = set()
+
+    def own(value: Any) -> Any:
+        view = view_of(value) if type(value) is torch.Tensor else None
+        if view is None or view not in seen:
+            seen.add(view)
+            return value
+        return value.clone()
+
+    return {
+        **state,
+        "state": {
+            parameter: {key: own(value) for key, value in values.items()} if isinstance(values, dict) else values
+            for parameter, values in state["state"].items()
+        },
+    }
 
 
 def to_names(state: dict[str, Any], names: Names) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp import FullyShardedDataParallel as Wrapper
 from torch.distributed.fsdp.wrap import CustomPolicy
 
-from accelerate.checkpoint.full_state import Names, added
+from accelerate.checkpoint.full_state import Names, added, each_its_own
 from accelerate.config.handlers import DistributedDataParallelKwargs
 from accelerate.errors import CheckpointError
 from accelerate.parallel import values
@@ -283,7 +283,7 @@ class FSDP1(Sharded):
     def sharded_optimizer_state_dict(self, models: list[nn.Module], optimizer: Any) -> dict[str, Any]:
         wrapped, _ = self._flat_of(models, optimizer)
         with self._pieces(wrapped):
-            return Wrapper.optim_state_dict(wrapped, optimizer)
+            return each_its_own(Wrapper.optim_state_dict(wrapped, optimizer))
 
     def load_sharded_optimizer_state_dict(
         self, models: list[nn.Module], optimizer: Any, content: dict[str, Any]

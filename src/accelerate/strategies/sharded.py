@@ -20,6 +20,7 @@ from accelerate.checkpoint.full_state import (
     added,
     check_fit,
     check_names,
+    each_its_own,
     loads_as_torch,
     parameter_names,
     read_gradients,
@@ -387,7 +388,7 @@ class Sharded(Strategy):
             content = read(reader.folder / folder, lambda keys, size, dtype: _place(like(keys), size, dtype))
             check_names(content["param_groups"], names)
             return {"state": {}, **content}
-        content = to_names(reader.content(layout.optimizer(number)), names)
+        content = to_names(each_its_own(reader.content(layout.optimizer(number))), names)
         check_names(content["param_groups"], names)
         state = {
             name: {key: _cut(value, likes.get(name)) for key, value in values.items()}
