@@ -7,6 +7,8 @@ import pickle
 import resource
 import shutil
 import signal
+from functools import partial
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ LOAD = {1: ["single"], 2: ["ddp", "fsdp1", "fsdp2"], 4: ["ddp", "fsdp1", "fsdp2"
 
 
 def _prepared(
-    name: str, seed: int = 0, flat: bool = False, precision: str = "no", depth: int = 2
+    name: str, seed: int = 0, flat: bool = False, precision: str = "no", depth: int = 2, kind: Any = torch.optim.AdamW
 ) -> tuple[Accelerator, Any, Any]:
     """flat: one group of parameters, as flat ones cannot be told apart."""
     AcceleratorState._reset_state()
@@ -86,7 +88,7 @@ def _prepared(
         # Two groups, so that the order of parameters is not that of the model.
         weights = [p for n, p in plain.named_parameters() if "weight" in n]
         groups = [{"params": weights, "lr": 2e-2}, {"params": [p for n, p in plain.named_parameters() if "bias" in n]}]
-    model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(groups, lr=1e-2))
+    model, optimizer = accelerator.prepare(plain, kind(groups, lr=1e-2))
     return accelerator, model, optimizer
 
 
@@ -272,6 +274,32 @@ def _refuses_another_optimizer(folder: str, version: int) -> str:
 def test_another_optimizer_leaves_the_model_as_it_was(tmp_path: Path, version: int) -> None:
     for message in run_world(_refuses_another_optimizer, 2, str(tmp_path / "checkpoint"), version):
         assert "belongs to an optimizer with groups of" in message, message
+
+
+def _refuses_another_kind_of_optimizer(folder: str, name: str) -> list[str]:
+    """Between Adam and SGD; returns what was said both ways."""
+    kinds = [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9)]
+    said = []
+    for number, (saver, loader) in enumerate(permutations(kinds)):
+        accelerator, model, optimizer = _prepared(name, kind=saver)
+        _train(accelerator, model, optimizer, range(1))
+        accelerator.save_state(f"{folder}/{number}")
+        accelerator, model, optimizer = _prepared(name, seed=7, kind=loader)
+        before, settings = accelerator.get_state_dict(model), set(optimizer.param_groups[0])
+        with pytest.raises(CheckpointError) as caught:
+            accelerator.load_state(f"{folder}/{number}")
+        after = accelerator.get_state_dict(model)
+        assert all(torch.equal(after[name], value) for name, value in before.items())
+        assert set(optimizer.param_groups[0]) == settings
+        said.append(str(caught.value))
+    return said
+
+
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp1-full", "fsdp2", "fsdp2-full"])
+def test_another_kind_of_optimizer_is_refused(tmp_path: Path, name: str) -> None:
+    for of_adam, of_sgd in run_world(_refuses_another_kind_of_optimizer, 2, str(tmp_path), name):
+        assert "belongs to another kind of optimizer than SGD: it lacks dampening, momentum; create" in of_adam
+        assert "belongs to another kind of optimizer than AdamW: it lacks " in of_sgd and "betas, eps" in of_sgd
 
 
 def _refuses_on_one_rank(folder: str, version: int, what: str) -> str:

@@ -117,8 +117,9 @@ def _optimizers(run: Run, reader: CheckpointReader, torch_load: dict[str, Any]) 
         _check_form(state, as_torch, reader.folder / name)
         state = each_its_own(state)
         state = to_indices(state, parameter_names(run.models, optimizer))  # as engines save that hold shards
-        _check_groups(optimizer, state, as_torch, reader.folder / name)
+        _check_groups(optimizer, state, reader.folder / name)
         if as_torch:
+            check_kind(optimizer, state["param_groups"], reader.folder / name)
             state = _quick_to_search(state)
         yield _Target(
             partial(load_into, optimizer, state, name),
@@ -294,7 +295,7 @@ def _check_form(state: Any, as_torch: bool, path: Path) -> None:
         raise CheckpointError(f"{path} does not hold the state of an optimizer: load another checkpoint.")
 
 
-def _check_groups(optimizer: Any, state: dict[str, Any], as_torch: bool, path: Path) -> None:
+def _check_groups(optimizer: Any, state: dict[str, Any], path: Path) -> None:
     expected = [len(group["params"]) for group in optimizer.param_groups]
     found = [len(group["params"]) for group in state["param_groups"]]
     if expected != found:
@@ -302,7 +303,11 @@ def _check_groups(optimizer: Any, state: dict[str, Any], as_torch: bool, path: P
             f"{path} belongs to an optimizer with groups of {found} parameters, but this one has {expected}: "
             "create it as it was when the checkpoint was saved."
         )
-    lacking = _lacking(optimizer, state["param_groups"]) if as_torch else []
+
+
+def check_kind(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], path: Path) -> None:
+    """Raise if these are the groups of another kind of optimizer. It loads as torch's own do."""
+    lacking = _lacking(optimizer, groups)
     if lacking:
         raise CheckpointError(
             f"{path} belongs to another kind of optimizer than {type(optimizer).__name__}: it lacks "

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from accelerate.checkpoint.full_state import (
     accepting,
     added,
     check_fit,
+    check_kind,
     check_names,
     each_its_own,
     loads_as_torch,
@@ -386,15 +388,21 @@ class Sharded(Strategy):
         folder, names = layout.optimizer_shards(number), self.names(models, optimizer)
         if reader.has(folder):
             content = read(reader.folder / folder, lambda keys, size, dtype: _place(like(keys), size, dtype))
-            check_names(content["param_groups"], names)
+            _check_groups(optimizer, content, names, reader.folder / folder)
             return {"state": {}, **content}
         content = to_names(each_its_own(reader.content(layout.optimizer(number))), names)
-        check_names(content["param_groups"], names)
+        _check_groups(optimizer, content, names, reader.folder / layout.optimizer(number))
         state = {
             name: {key: _cut(value, likes.get(name)) for key, value in values.items()}
             for name, values in content["state"].items()
         }
         return {**content, "state": state}
+
+
+def _check_groups(optimizer: Any, content: dict[str, Any], names: Names, path: Path) -> None:
+    check_names(content["param_groups"], names)
+    if loads_as_torch(optimizer):
+        check_kind(optimizer, content["param_groups"], path)
 
 
 def _is_of_torch(hook: Callable[..., Any]) -> bool:
