@@ -107,6 +107,7 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.gradient_state: GradientState = GradientState()
         self._has_total_steps = hasattr(scheduler, "total_steps")
+        self._has_said_end = False
         self._optimizer_steps = 0
         self._epoch: StepsOfLoops | None = None
         self._move_by(1 if split_batches else PartialState().num_processes)
@@ -146,6 +147,18 @@ class AcceleratedScheduler:
             # OneCycleLR refuses to go past its end, which the last partial round may reach early.
             if not self._has_total_steps or self.scheduler.last_epoch < self.scheduler.total_steps:
                 self.scheduler.step(*args, **kwargs)
+            elif not self._has_said_end:
+                self._has_said_end = True
+                self._say_end()
+
+    def _say_end(self) -> None:
+        """On one process nobody else has moved the schedule: torch would end the training here."""
+        if PartialState().num_processes == 1:
+            warn(
+                f"This {type(self.scheduler).__name__} has come to its end after {self.scheduler.total_steps} steps, "
+                "but training continues, and its learning rate stays what it is: make `total_steps` the number of all "
+                "optimizer steps."
+            )
 
     def _check_epoch(self) -> None:
         """Within a loop, also at every few batches, the schedule counts batches, of which all processes use up more."""

@@ -371,3 +371,19 @@ def test_one_cycle_stops_at_its_end() -> None:
         for _ in range(7):
             schedule.step()
     assert rates[0] == rates[1] == pytest.approx(schedule.get_last_lr()[0])
+
+
+@pytest.mark.parametrize(("steps", "warnings_said"), [(7, 0), (10, 1)])
+def test_one_cycle_of_one_process_says_that_it_has_ended(steps: int, warnings_said: int) -> None:
+    """Where torch would end the training."""
+    accelerator = Accelerator(cpu=True)
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=7)
+    model, optimizer, scheduler = accelerator.prepare(net, optimizer, schedule)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            step(accelerator, model, optimizer, scheduler)
+    assert len(caught) == warnings_said
+    assert all("OneCycleLR has come to its end after 7 steps, but" in str(each.message) for each in caught)

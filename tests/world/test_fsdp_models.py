@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -32,6 +33,41 @@ def _tower_trains(accelerator: Accelerator, plain: Tower) -> Any:
     model, optimizer = accelerator.prepare(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2))
     trains_as_one_process(accelerator, model, optimizer, 2, accelerator.process_index, accelerator.num_processes)
     return model
+
+
+def _forgets_the_optimizer(version: int, settings: dict[str, Any]) -> list[list[str]]:
+    """What is said where it is forgotten, where it is prepared, and where it was made from the sharded model."""
+    said = []
+    for how in ("forgotten", "prepared", "afterwards"):
+        AcceleratorState._reset_state()
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=version, auto_wrap_policy="no_wrap", **settings)
+        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+        plain = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+        model = accelerator.prepare(plain)
+        if how == "prepared":
+            optimizer = accelerator.prepare(optimizer)
+        if how == "afterwards":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                accelerator.backward(model(torch.ones(1, 2)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        said.append([str(each.message) for each in caught if "optimizer" in str(each.message)])
+    return said
+
+
+@pytest.mark.parametrize(
+    ("version", "settings"), [(1, {"use_orig_params": False}), (1, {"use_orig_params": True}), (2, {})]
+)
+def test_an_optimizer_that_was_not_prepared(version: int, settings: dict[str, Any]) -> None:
+    first, second = run_world(_forgets_the_optimizer, 2, version, settings)
+    assert second == [[], [], []]
+    ([forgotten], *others) = first
+    assert "an optimizer (SGD) with the parameters that the model had before it was sharded" in forgotten
+    assert others == [[], []]
 
 
 class Odd(nn.Module):

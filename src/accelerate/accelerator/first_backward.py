@@ -85,6 +85,8 @@ def _look(accelerator: Accelerator, strategy: Strategy, loss: torch.Tensor) -> l
     wrapped = [model for model in accelerator._models if isinstance(model, DistributedDataParallel)]
     if called := [model for model in wrapped if not strategy.bypassed([model])]:
         checks.append(_BackwardAgain(accelerator, called))
+    if accelerator._models and not accelerator._optimizers:
+        _look_for_optimizer(accelerator, strategy)
     if not accelerator._models:
         _look_for_model(accelerator)
     elif _none_was_called(accelerator, strategy):
@@ -125,6 +127,22 @@ def _look_for_model(accelerator: Accelerator) -> None:
             f"the {accelerator.num_processes} processes: pass model, optimizer and loader to it, and use what it "
             "returns; if each process is meant to train its own model, call `loss.backward()` instead.",
         )
+
+
+def _look_for_optimizer(accelerator: Accelerator, strategy: Strategy) -> None:
+    for item in gc.get_objects():
+        if issubclass(type(item), torch.optim.Optimizer) and any(
+            strategy.has_replaced(parameter)
+            for group in getattr(item, "param_groups", ())
+            for parameter in group["params"]
+        ):
+            _say(
+                accelerator,
+                f"This script has an optimizer ({type(item).__name__}) with the parameters that the model had before "
+                "it was sharded, so its steps change nothing: pass it to `accelerator.prepare()`, and use what it "
+                "returns.",
+            )
+            return
 
 
 def _none_was_called(accelerator: Accelerator, strategy: Strategy) -> bool:

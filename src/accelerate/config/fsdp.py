@@ -229,6 +229,8 @@ class FullyShardedDataParallelPlugin:
 
     def _set_wrap_policy(self) -> None:
         policy: Any = self.auto_wrap_policy
+        if policy is None and self.transformer_cls_names_to_wrap and PREFIX + "AUTO_WRAP_POLICY" not in os.environ:
+            policy = "TRANSFORMER_BASED_WRAP"  # what else could the names be for
         named = policy is not None or PREFIX + "AUTO_WRAP_POLICY" in os.environ
         self._finds_blocks = self.fsdp_version == 2 and not named
         if policy is None:

@@ -121,6 +121,10 @@ class Strategy:
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
         """Give an optimizer the parameters that the engine has put in place of those it was made for."""
 
+    def has_replaced(self, parameter: torch.Tensor) -> bool:
+        """Whether the engine has put another parameter in the place of this one."""
+        return False
+
     def unwrap(self, model: torch.nn.Module, *, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
         """The model from under the wrappers."""
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)

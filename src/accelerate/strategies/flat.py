@@ -60,6 +60,10 @@ class Flat:
         old, flat, part = self._homes.get(id(parameter), (None, None, 0))
         return None if old is None or flat is None or old() is not parameter else (flat, part)
 
+    def has_taken(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter that the model had became part of a flat one."""
+        return self._home(parameter) is not None
+
     def counts(self, parameter: torch.Tensor) -> bool | None:
         """Whether this process counts its piece of a parameter; None if the parameter is not of this model."""
         return self._counts.get(id(parameter))

@@ -141,6 +141,9 @@ class FSDP1(Sharded):
         for flat in self._flats:
             flat.rebind(optimizer)
 
+    def has_replaced(self, parameter: torch.Tensor) -> bool:
+        return super().has_replaced(parameter) or any(flat.has_taken(parameter) for flat in self._flats)
+
     # --- stepping -----------------------------------------------------------------------------------------------
 
     def micro_batch(self, model: nn.Module, *, sync: bool) -> AbstractContextManager[Any] | None:

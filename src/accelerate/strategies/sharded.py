@@ -117,6 +117,9 @@ class Sharded(Strategy):
     def rebind(self, optimizer: torch.optim.Optimizer) -> None:
         rebind(optimizer, self.moved.new)
 
+    def has_replaced(self, parameter: torch.Tensor) -> bool:
+        return self.moved.new(parameter) is not parameter
+
     def compile_regions(self, model: nn.Module, **kwargs: Any) -> nn.Module:
         return compile_regions_fsdp2(model, **kwargs)
 

@@ -114,6 +114,11 @@ def test_defaults(version: int) -> None:
             {"auto_wrap_policy": transformer_auto_wrap_policy, "transformer_cls_names_to_wrap": ["A", "B"]},
         ),
         (
+            1,
+            {"transformer_cls_names_to_wrap": ["A"]},
+            {"auto_wrap_policy": transformer_auto_wrap_policy, "transformer_cls_names_to_wrap": ["A"]},
+        ),
+        (
             2,
             {"auto_wrap_policy": "SIZE_BASED_WRAP"},
             {"auto_wrap_policy": size_based_auto_wrap_policy, "min_num_params": 0},
